@@ -1,0 +1,1 @@
+"""The words that every kvbaton process shares, without torch."""

@@ -1,0 +1,170 @@
+"""Every error that crosses a seam, as one short tree.
+
+    KvbatonError
+    ├── InvalidRequestError        the client's input is wrong (INVALID_REQUEST)
+    │   ├── ContextLengthError     prompt + max_tokens do not fit the model
+    │   └── UnsupportedFieldError  a field that this version does not serve yet
+    ├── NotFoundError              unknown model or path (NOT_FOUND)
+    ├── UnauthenticatedError       a peer or client did not prove who it is (UNAUTHENTICATED)
+    ├── PayloadTooLargeError       a body over the limit (PAYLOAD_TOO_LARGE)
+    ├── UnsupportedMediaTypeError  a body that is not JSON (UNSUPPORTED_MEDIA_TYPE)
+    ├── OverloadedError            the queue is full, try again (OVERLOADED)
+    ├── UnavailableError           no worker of the needed role is ready (UNAVAILABLE)
+    ├── WorkerLostError            a worker died with the request (WORKER_LOST)
+    ├── DeadlineError              a waiting state ran into its deadline (DEADLINE)
+    ├── CancelledError             the client or an operator ended the request (CANCELLED)
+    ├── TransferError              KV could not be handed over (TRANSFER_FAILED)
+    │   └── IncompatiblePeerError  two workers whose layouts, models or protocols differ (INCOMPATIBLE)
+    ├── SettingError               a setting is unknown, out of range or contradictory (INVALID_SETTING)
+    └── InternalError              a bug of ours (INTERNAL)
+
+Messages say what, how much there is, how much was asked, and what to do.
+"""
+
+from enum import StrEnum
+
+
+class ErrorKind(StrEnum):
+    """What an error means to whoever receives it; ``serving.errors`` maps each kind to gRPC, HTTP and OpenAI."""
+
+    INVALID_REQUEST = "invalid_request"
+    NOT_FOUND = "not_found"
+    UNAUTHENTICATED = "unauthenticated"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
+    OVERLOADED = "overloaded"
+    UNAVAILABLE = "unavailable"
+    WORKER_LOST = "worker_lost"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    TRANSFER_FAILED = "transfer_failed"
+    INCOMPATIBLE = "incompatible"
+    INVALID_SETTING = "invalid_setting"
+    INTERNAL = "internal"
+
+
+class KvbatonError(Exception):
+    """The root: a message for people, a kind for programs.
+
+    ``param`` names the request field or setting at fault, ``code`` is the OpenAI error code, both where one exists.
+    """
+
+    kind = ErrorKind.INTERNAL
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class InvalidRequestError(KvbatonError):
+    """The client's input is wrong."""
+
+    kind = ErrorKind.INVALID_REQUEST
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or prompt and answer together, do not fit the model."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A known field that this version does not serve yet."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="unsupported_parameter")
+
+
+class NotFoundError(KvbatonError):
+    """An unknown model, path or request."""
+
+    kind = ErrorKind.NOT_FOUND
+
+
+class UnauthenticatedError(KvbatonError):
+    """A peer or client did not prove who it is."""
+
+    kind = ErrorKind.UNAUTHENTICATED
+
+
+class PayloadTooLargeError(KvbatonError):
+    """A body over the limit."""
+
+    kind = ErrorKind.PAYLOAD_TOO_LARGE
+
+
+class UnsupportedMediaTypeError(KvbatonError):
+    """A body of another type than JSON."""
+
+    kind = ErrorKind.UNSUPPORTED_MEDIA_TYPE
+
+
+class OverloadedError(KvbatonError):
+    """The service is full; the same request may be accepted later."""
+
+    kind = ErrorKind.OVERLOADED
+
+
+class UnavailableError(KvbatonError):
+    """No worker of the needed role is ready."""
+
+    kind = ErrorKind.UNAVAILABLE
+
+
+class WorkerLostError(KvbatonError):
+    """A worker died while it held the request."""
+
+    kind = ErrorKind.WORKER_LOST
+
+
+class DeadlineError(KvbatonError):
+    """A waiting state ran into its deadline."""
+
+    kind = ErrorKind.DEADLINE
+
+
+class CancelledError(KvbatonError):
+    """The client, or an operator, ended the request."""
+
+    kind = ErrorKind.CANCELLED
+
+
+class TransferError(KvbatonError):
+    """KV could not be handed over; nothing of it was used."""
+
+    kind = ErrorKind.TRANSFER_FAILED
+
+
+class IncompatiblePeerError(TransferError):
+    """Two workers whose model, KV layout or protocol differ."""
+
+    kind = ErrorKind.INCOMPATIBLE
+
+
+class SettingError(KvbatonError):
+    """A setting is unknown, out of range or contradictory."""
+
+    kind = ErrorKind.INVALID_SETTING
+
+
+class InternalError(KvbatonError):
+    """A bug of ours."""
+
+    kind = ErrorKind.INTERNAL
+
+
+def _all_errors(root: type[KvbatonError]) -> list[type[KvbatonError]]:
+    return [root, *(found for child in root.__subclasses__() for found in _all_errors(child))]
+
+
+def error_from_kind(kind: str, message: str) -> KvbatonError:
+    """Rebuild an error that came over a wire as its kind and message (an unknown kind becomes INTERNAL)."""
+    for error_class in _all_errors(KvbatonError)[1:]:
+        if error_class.kind == kind:
+            if error_class in (ContextLengthError, UnsupportedFieldError):
+                continue
+            return error_class(message)
+    return InternalError(message)

@@ -1,0 +1,166 @@
+"""One request as every process sees it: token ids, sampling parameters, and where its KV comes from or goes to."""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from contract.errors import InvalidRequestError, UnsupportedFieldError
+
+MAX_LOGPROBS = 20
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. ``ERROR`` comes with an error kind and message; the others are successes."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are drawn. The defaults are OpenAI's; ``check`` refuses what is out of range.
+
+    temperature: 0 is greedy. top_k: 0 keeps the whole vocabulary. top_p: (0, 1]. seed: with (seed, position) and the
+    logits a token is determined (law 6); the router draws one where the client gave none. max_tokens: at most this
+    many new tokens. min_tokens: no stop id may be drawn before. stop_token_ids: end the answer and are not shown as
+    text. ignore_eos: the model's own end tokens do not end the answer. logprobs: None, or how many alternatives.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError that names the first field out of range."""
+        _in_range("temperature", self.temperature, 0.0, 2.0)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("seed", self.seed, -(2**63), 2**64 - 1)
+        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequestError(f"top_p is {self.top_p}; it must lie in (0, 1]", param="top_p")
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for token in self.stop_token_ids:
+            _in_range("stop_token_ids", token, 0, 2**31 - 1)
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
+
+
+class SendTransfer(msgspec.Struct, frozen=True, tag="send"):
+    """The prefill leg: lend this prompt's KV under ``transfer_id``."""
+
+    transfer_id: str
+
+
+class ReceiveTransfer(msgspec.Struct, frozen=True, tag="receive"):
+    """The decode leg: fetch this prompt's KV from the worker that computes it.
+
+    peer_control: "host:port" of the prefill worker's control link. peer_boot_id: the incarnation that was asked; a
+    restarted worker on the same address is a stranger.
+    """
+
+    transfer_id: str
+    peer_worker_id: str
+    peer_boot_id: str
+    peer_control: str
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is asked to do, for one choice.
+
+    request_id: made by the router, the same everywhere. attempt: grows when the router replays the request. choice:
+    index of the answer. first_index: index of the first token that this engine emits (0, or 1 on the decode side of
+    a hand-over, or the number of delivered tokens in a replay). eos_token_ids: the model's own end tokens.
+    transfer: None for an aggregated request. lora_request, pooling_params and multimodal fields are places for later
+    versions: ``check`` refuses anything but their defaults.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    attempt: int = 0
+    choice: int = 0
+    first_index: int = 0
+    client_index: int = 0
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+    deadline_seconds: float = 600.0
+    transfer: SendTransfer | ReceiveTransfer | None = None
+    lora_request: str | None = None
+    pooling_params: dict[str, Any] | None = None
+    multi_modal_inputs: tuple[dict[str, Any], ...] = ()
+
+    def check(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError (or UnsupportedFieldError) that names what cannot be served."""
+        self.sampling.check()
+        if not self.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token", param="prompt")
+        if bad := next((t for t in self.prompt_token_ids if not 0 <= t < vocab_size), None):
+            raise InvalidRequestError(
+                f"token id {bad} is not in the vocabulary; ids are 0..{vocab_size - 1}", param="prompt"
+            )
+        for name in ("lora_request", "pooling_params", "multi_modal_inputs"):
+            if getattr(self, name):
+                raise UnsupportedFieldError(f"{name} is not served by this version", param=name)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one position: the sampled token's own, its rank (1 = best), and the best alternatives.
+
+    Natural logarithms of the model's distribution before temperature, top-k and top-p.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class RequestTimings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds that one worker spent on a request, on its own monotonic clock.
+
+    queue: arrival → first scheduled. prefill: first scheduled → last prompt token computed. transfer_exposed: last
+    range published → verified. transfer_hidden: seconds of copying before that.
+    """
+
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    transfer_exposed_seconds: float = 0.0
+    transfer_hidden_seconds: float = 0.0
+
+
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New tokens of one choice in one step. The last one of a request carries ``finish_reason``.
+
+    first_index: index of ``token_ids[0]`` in the answer. stop_reason: the stop token id that ended it (None for the
+    model's own end token). num_cached_tokens: prompt tokens whose KV this engine did not compute (set on the first
+    output). An error is ``finish_reason`` ERROR with ``error_kind`` and ``error_message``.
+    """
+
+    request_id: str
+    attempt: int = 0
+    choice: int = 0
+    first_index: int = 0
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int | None = None
+    timings: RequestTimings | None = None
+    error_kind: str | None = None
+    error_message: str | None = None

@@ -1,0 +1,1 @@
+"""Turns token ids into token ids on one device; knows no network service and no text."""

@@ -1,0 +1,179 @@
+"""What an engine needs of a KV connector (the seeds' ``get_kv_connector`` seam); ``kv_transfer`` fulfils it.
+
+Two halves. ``SchedulerConnector`` lives with the scheduler and is called only from the core's step thread; nothing in
+it blocks. ``RankConnector`` lives in the rank process that owns the KV memory and moves and digests bytes in a thread
+of its own. The scheduler keeps ownership of all blocks: a connector is *lent* block ids and says when it is done.
+
+The life of one hand-over, sender's side (prefill):
+1. ``open_send`` when the blocks of the whole prompt are reserved, before the first chunk runs;
+2. ``publish`` for each step that will compute more of the prompt; the metadata of that step carries the order to the
+   rank, which acts on it after the forward pass;
+3. ``finish_send`` with the sampled token, or ``abandon_send`` when the answer ended or the request was aborted;
+4. the request's id in ``ModelRunnerOutput.finished_sending``, exactly once, after ``finish_send`` or ``abandon_send``:
+   nobody reads the blocks any more, the scheduler drops the transfer's references.
+
+Receiver's side (decode):
+1. ``start_fetch`` when the request arrives; it holds no block;
+2. a ``Published`` event: the sender has published its first range, so the scheduler may reserve;
+3. ``receive_into`` with the reserved blocks;
+4. the id in ``finished_recving``: every byte has landed and was verified; ``take_received`` gives the tokens; or
+   a ``Failed`` event: nothing of it may be used. ``Failed`` comes only when no read is outstanding;
+5. ``cancel_fetch`` at any time before: returns True when no read is outstanding (free the blocks now), else False: the
+   blocks stay quarantined until a ``Drained`` event.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from contract.layout import KVLayout
+from contract.requests import EngineRequest, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Published:
+    """The sender has published a first range of this request's KV: the receiver may reserve its blocks."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The transfer of this request failed and no read is outstanding; ``kind`` is an ErrorKind value."""
+
+    request_id: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Drained:
+    """The last read of a cancelled fetch is terminal: its quarantined blocks may be freed."""
+
+    request_id: str
+
+
+TransferEvent = Published | Failed | Drained
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Token 0 of a choice, sampled by the sender."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Received:
+    """What came with a finished transfer: token 0 of every choice, and where the time went.
+
+    exposed_seconds: last range published → verified. hidden_seconds: seconds of copying before that.
+    num_blocks, num_bytes: what really crossed.
+    """
+
+    first_tokens: list[FirstToken]
+    exposed_seconds: float
+    hidden_seconds: float
+    num_blocks: int
+    num_bytes: int
+
+
+class SchedulerConnector(Protocol):
+    """The half beside the scheduler. Called from one thread; no call blocks or does I/O."""
+
+    def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
+        """Lend ``block_ids`` (the whole prompt's). The first ``num_cached_tokens`` are computed already."""
+
+    def publish(self, request_id: str, num_computed_tokens: int) -> None:
+        """After the coming forward pass ``num_computed_tokens`` of the prompt are computed: publish up to there.
+
+        Only full blocks, and the partly filled last one when the whole prompt is computed.
+        """
+
+    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
+        """The prompt is computed and published; token 0 of every choice travels with the end of the transfer."""
+
+    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
+        """End a transfer that nobody shall use: the answer ended at token 0 (NOT_NEEDED), or abort or error."""
+
+    def start_fetch(self, request: EngineRequest) -> None:
+        """Ask the sender named in ``request.transfer`` for this request's KV."""
+
+    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+        """Pull the prompt's blocks into ``block_ids`` (one per block of the prompt, in order).
+
+        The first ``num_cached_blocks`` are held already by the receiver's prefix cache and are not moved.
+        """
+
+    def cancel_fetch(self, request_id: str) -> bool:
+        """Stop fetching. True: no read is outstanding. False: a ``Drained`` event will follow."""
+
+    def take_received(self, request_id: str) -> Received:
+        """What came with a transfer that is in ``finished_recving``; called exactly once."""
+
+    def take_events(self) -> list[TransferEvent]:
+        """Events since the last call, in order."""
+
+    def build_metadata(self) -> Any | None:
+        """This step's orders to the ranks (``SchedulerOutput.kv_connector_metadata``), or None."""
+
+    def has_work(self) -> bool:
+        """True when events or orders wait, so that an idle core makes a step."""
+
+    def debug_state(self) -> dict[str, Any]:
+        """Transfers, leases and peers as plain data, for ``/debug/state``."""
+
+    def counters(self) -> dict[str, float]:
+        """Plain counters, name → value; labels as in ``transfer_blocks_total{transport=tcp}``."""
+
+    def close(self) -> None:
+        """Stop the I/O thread and close every socket."""
+
+
+class KVMemory(Protocol):
+    """A pool of KV blocks as bytes. On CPU the views are the pool itself."""
+
+    layout: KVLayout
+    num_blocks: int
+
+    def read_view(self, block_id: int) -> memoryview:
+        """The bytes of one block, valid at once; on CUDA a host copy made behind the computed event."""
+
+    def write_view(self, block_id: int) -> memoryview:
+        """Where to put the bytes of one block; on CUDA a host buffer until ``commit``."""
+
+    def commit(self, block_ids: list[int]) -> None:
+        """Make what was written to these blocks visible to the device (nothing to do on CPU)."""
+
+
+class RankConnector(Protocol):
+    """The half beside the KV memory. ``execute`` and ``take_finished`` are called from the step thread."""
+
+    def start(self, memory: KVMemory) -> None:
+        """The pool is allocated; called exactly once, before any other method."""
+
+    def execute(self, metadata: Any) -> None:
+        """Carry out a step's orders, after that step's forward pass has been computed. Does not block."""
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Request ids (finished_sending, finished_recving) since the last call."""
+
+    def close(self) -> None:
+        """Stop the data thread. Outstanding reads are terminal when this returns."""
+
+
+@dataclass(frozen=True)
+class ConnectorPair:
+    """Both halves, for an engine whose single rank lives in the core process.
+
+    address: "host:port" of the control link, for the worker's registration.
+    """
+
+    scheduler: SchedulerConnector
+    rank: RankConnector
+    address: str
+
+
+ConnectorFactory = Callable[[KVLayout, str, Callable[[], None]], ConnectorPair]
+"""(layout, model fingerprint, wake) → both halves. ``wake`` may be called from any thread and wakes an idle core."""

@@ -1,0 +1,95 @@
+"""What scheduler and runner say to each other in one step (seed 001): plain data, no tensors.
+
+The names are those of the seed. ``kv_connector_metadata`` carries this step's orders to the ranks' data halves (B19);
+``finished_sending`` and ``finished_recving`` are their completions: a prompt's KV has left (its blocks may be freed)
+or has arrived and was verified (the request may run) (B8).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from contract.requests import SamplingParams
+
+
+@dataclass(frozen=True)
+class NewRequestData:
+    """A request that the runner sees for the first time (B4).
+
+    ``prompt_token_ids`` are all tokens known at this point: the prompt, and for a request whose KV came from another
+    worker the tokens sampled there too. block_ids: one list per KV cache group. num_computed_tokens: tokens whose KV
+    is already in those blocks. num_prompt_tokens: how many of the tokens are the prompt.
+    """
+
+    req_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams | None
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    mm_inputs: list[Any] = field(default_factory=list)
+    mm_hashes: list[str] = field(default_factory=list)
+    mm_positions: list[tuple[int, int]] = field(default_factory=list)
+    pooling_params: Any | None = None
+    lora_request: str | None = None
+
+
+@dataclass
+class CachedRequestData:
+    """Requests that the runner knows already, column by column (B6).
+
+    ``new_block_ids`` are appended to a request's blocks, or replace them where ``resumed_from_preemption`` is True.
+    ``new_token_ids`` stays empty without pipeline parallelism; for a resumed request it holds all its tokens.
+    """
+
+    req_ids: list[str] = field(default_factory=list)
+    resumed_from_preemption: list[bool] = field(default_factory=list)
+    new_token_ids: list[list[int]] = field(default_factory=list)
+    new_block_ids: list[tuple[list[int], ...]] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass
+class SchedulerOutput:
+    """One forward pass (B2). ``num_scheduled_tokens`` counts tokens to process, not tokens to generate."""
+
+    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    num_common_prefix_blocks: list[int] = field(default_factory=list)
+    finished_req_ids: set[str] = field(default_factory=set)
+    free_encoder_input_ids: list[tuple[str, int]] = field(default_factory=list)
+    structured_output_request_ids: dict[str, int] = field(default_factory=dict)
+    grammar_bitmask: Any | None = None
+    kv_connector_metadata: Any | None = None
+
+
+class LogprobsLists(NamedTuple):
+    """Log probabilities of the sampled tokens, row i for request i (B9).
+
+    logprob_token_ids, logprobs: ``[num_reqs, k + 1]``, the sampled token first, then the k best in order.
+    sampled_token_ranks: ``[num_reqs]``, 1 is the best token.
+    """
+
+    logprob_token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    sampled_token_ranks: list[int]
+
+
+@dataclass
+class ModelRunnerOutput:
+    """What one forward pass gave (B8). A request whose prompt is not finished has an empty list of sampled ids."""
+
+    req_ids: list[str] = field(default_factory=list)
+    req_id_to_index: dict[str, int] = field(default_factory=dict)
+    sampled_token_ids: list[list[int]] = field(default_factory=list)
+    spec_token_ids: list[list[int]] | None = None
+    logprobs: LogprobsLists | None = None
+    prompt_logprobs_dict: dict[str, Any] = field(default_factory=dict)
+    pooler_output: list[Any] = field(default_factory=list)
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    num_nans_in_logits: dict[str, int] | None = None

@@ -1,0 +1,61 @@
+"""The part of the settings that an engine needs, checked when it is made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.errors import SettingError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How one engine runs. Raises SettingError with the name, the value and the allowed range.
+
+    model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_model_len: None is the
+    model's own. kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory /
+    workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: torch threads.
+    """
+
+    model: Path
+    device: str = "cpu"
+    dtype: str = "auto"
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    workers_on_host: int = 1
+    enable_prefix_caching: bool = True
+    num_threads: int = 1
+    remote_kv_timeout_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check every range."""
+        _at_least("block_size", self.block_size, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("num_threads", self.num_threads, 1)
+        _at_least("workers_on_host", self.workers_on_host, 1)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        if self.kv_cache_bytes is not None:
+            _at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
+        if self.dtype not in DTYPES:
+            raise SettingError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}", param="dtype")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise SettingError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]",
+                param="gpu_memory_utilization",
+            )
+        if self.remote_kv_timeout_seconds <= 0:
+            raise SettingError(
+                f"remote_kv_timeout_seconds is {self.remote_kv_timeout_seconds}; it must be above 0",
+                param="remote_kv_timeout_seconds",
+            )
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise SettingError(f"{name} is {value}; it must be {low} or more", param=name)

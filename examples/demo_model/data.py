@@ -1,0 +1,198 @@
+"""The demo model's data: in-context recall over long prompts, repeating, small sums and small talk.
+
+A *fact* is one line, ``key: value``. A prompt scatters facts among filler sentences and ends with a question for
+one key; the answer repeats the key and then names its value. The key comes first on purpose: it is the token that a
+prefill worker samples, so the value is always computed by the decode worker from KV that was handed over, and a
+damaged block of KV shows as a wrong answer.
+
+Every batch is a function of (seed, step) alone, so that training can be resumed anywhere. Many questions a sequence
+make recall learnable within minutes ("multi-query associative recall", Arora et al. 2023, Zoology).
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from examples.demo_model.words import ADJECTIVES, NOUNS, PLACES, SMALL_TALK, VERBS
+
+TEXT_WEIGHT = 0.03
+
+
+@dataclass
+class Document:
+    """A growing sequence of token ids, each with the weight of its loss."""
+
+    ids: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def add(self, ids: list[int], weight: float = TEXT_WEIGHT) -> None:
+        """Append ``ids``, all of one weight."""
+        self.ids += ids
+        self.weights += [weight] * len(ids)
+
+
+@dataclass(frozen=True)
+class RecallPrompt:
+    """One prompt of exactly the asked length, and the answer that it must get.
+
+    ``token_ids`` is the whole chat prompt, generation prompt included; ``answer_block`` is the index of the KV
+    block that holds the asked value.
+    """
+
+    token_ids: list[int]
+    answer: str
+    answer_block: int
+
+
+class DemoData:
+    """Makes training batches and held-out recall prompts in the ids of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._keys = [self._single(noun) for noun in NOUNS]
+        self._values = [self._single(" " + noun) for noun in NOUNS]
+        self._colon = self._single(":")
+        self._newline = self._single("\n")
+        self._bos = self._encode("<|bos|>")
+        self._user = self._encode("<|user|>\n")
+        self._to_answer = self._encode("<|end|>\n<|assistant|>\n")
+        self._end = self._encode("<|end|>\n")
+        self._what_is, self._question_mark = self._encode('What is "'), self._encode('"?')
+        self._repeat = self._encode("Repeat:")
+        self._small_talk = [(self._encode(ask), self._encode(say)) for ask, say in SMALL_TALK]
+        self._adjectives = [self._encode(" " + word) for word in ADJECTIVES]
+        self._verbs = [self._encode(" " + word) for word in VERBS]
+        self._places = [self._encode(" " + word) for word in PLACES]
+        self._the, self._lower_the, self._stop = (self._encode(t) for t in ("The", " the", "."))
+
+    def batch(self, seed: int, step: int, num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and loss weights, both ``[num_rows, length + 1]``; the same for the same arguments."""
+        rng = np.random.default_rng([seed, step])
+        ids = np.zeros((num_rows, length + 1), dtype=np.int64)
+        weights = np.zeros((num_rows, length + 1), dtype=np.float32)
+        for row in range(num_rows):
+            document = Document()
+            if rng.random() < 0.12:
+                self._add_skills(rng, document, length + 1)
+            else:
+                self._add_recall(rng, document, length + 1)
+            ids[row] = document.ids[: length + 1]
+            weights[row] = document.weights[: length + 1]
+        return ids, weights
+
+    def recall_prompt(
+        self,
+        rng: np.random.Generator,
+        num_tokens: int,
+        block: int | None = None,
+        block_size: int = 16,
+    ) -> RecallPrompt:
+        """A prompt of ``num_tokens`` tokens whose asked value lies in KV block ``block`` (drawn when None).
+
+        Raises ValueError for a block that holds no answer, such as the one where the question lies.
+        """
+        body_end = num_tokens - len(self._question(0)) - len(self._to_answer)
+        num_blocks = (body_end - 1) // block_size
+        wanted = int(rng.integers(0, num_blocks)) if block is None else block
+        if not 0 <= wanted < num_blocks:
+            raise ValueError(f"block {wanted} holds no answer: choose one of 0..{num_blocks - 1}")
+        while True:
+            document = Document()
+            facts = self._add_body(rng, document, body_end, float(rng.uniform(0.0, 0.6)), 0.0)
+            found = [fact for fact in facts if fact[2] // block_size == wanted]
+            if not found:
+                continue
+            key, value, _ = found[int(rng.integers(0, len(found)))]
+            document.add(self._question(key) + self._to_answer)
+            return RecallPrompt(document.ids, f"{NOUNS[key]}: {NOUNS[value]}", wanted)
+
+    def _add_recall(self, rng: np.random.Generator, document: Document, length: int) -> None:
+        """A body of facts, then as many questions about them as fit."""
+        body_end = min(int(length * rng.uniform(0.4, 0.92)), length - 16)
+        repeats = float(rng.choice([0.0, 0.3, 0.6]))
+        facts = self._add_body(rng, document, body_end, float(rng.uniform(0.0, 0.6)), repeats)
+        while True:
+            key, value, _ = facts[int(rng.integers(0, len(facts)))]
+            document.add(self._question(key) + self._to_answer)
+            document.add([self._keys[key], self._colon, self._values[value], self._end[0]], 1.0)
+            document.add([self._end[1]])
+            if len(document.ids) >= length:
+                return
+            document.add(self._user)
+
+    def _add_body(
+        self, rng: np.random.Generator, document: Document, end: int, filler: float, repeats: float
+    ) -> list[tuple[int, int, int]]:
+        """The user's turn up to position ``end``: facts (key, value, position of the value), some told again."""
+        document.add(self._bos + self._user)
+        facts: list[tuple[int, int, int]] = []
+        keys = rng.permutation(len(NOUNS)).tolist()
+        while (room := end - len(document.ids)) > 0:
+            again = len(facts) > 1 and rng.random() < repeats
+            if room < 12 or (facts and (not keys or rng.random() < filler) and not again):
+                self._add_filler(rng, document, room)
+            elif again:
+                key, value, _ = facts[int(rng.integers(0, len(facts)))]
+                document.add([self._keys[key], self._colon])
+                document.add([self._values[value]], 1.0)
+                document.add([self._newline])
+            else:
+                key, value = keys.pop(), int(rng.integers(0, len(NOUNS)))
+                facts.append((key, value, len(document.ids) + 2))
+                document.add([self._keys[key], self._colon], TEXT_WEIGHT)
+                document.add([self._values[value]], 0.0)
+                document.add([self._newline])
+        return facts
+
+    def _add_filler(self, rng: np.random.Generator, document: Document, room: int) -> None:
+        """One plain sentence, or exactly ``room`` tokens of words when no sentence fits."""
+        pick = lambda words: words[int(rng.integers(0, len(words)))]  # noqa: E731
+        sentence = [
+            *self._the,
+            *pick(self._adjectives),
+            pick(self._values),
+            *pick(self._verbs),
+            *pick(self._places),
+            *self._lower_the,
+            pick(self._values),
+            *self._stop,
+            self._newline,
+        ]
+        if len(sentence) > room:
+            sentence = [pick(self._values) for _ in range(room - 1)] + [self._newline]
+        document.add(sentence)
+
+    def _add_skills(self, rng: np.random.Generator, document: Document, length: int) -> None:
+        """Turns of small talk, repeating and small sums."""
+        document.add(self._bos)
+        while len(document.ids) < length:
+            ask, say = self._turn(rng)
+            document.add(self._user + ask + self._to_answer)
+            document.add([*say, self._end[0]], 1.0)
+            document.add([self._end[1]])
+
+    def _turn(self, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+        kind = rng.random()
+        if kind < 0.4:
+            return self._small_talk[int(rng.integers(0, len(self._small_talk)))]
+        if kind < 0.7:
+            words = rng.integers(0, len(NOUNS), size=int(rng.integers(2, 9))).tolist()
+            spaced = [self._values[word] for word in words]
+            return self._repeat + spaced, [self._keys[words[0]], *spaced[1:]]
+        left, right = (int(n) for n in rng.integers(0, 10, size=2))
+        total = f"{left} + {right} = {left + right}"
+        return self._encode(f"What is {left} + {right}?"), self._encode(total)
+
+    def _question(self, key: int) -> list[int]:
+        return [*self._what_is, self._keys[key], *self._question_mark]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _single(self, text: str) -> int:
+        ids = self._encode(text)
+        if len(ids) != 1:
+            raise ValueError(f"{text!r} should be one token of the demo tokenizer, but is {ids}")
+        return ids[0]
