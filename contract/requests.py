@@ -104,6 +104,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling_params: dict[str, Any] | None = None
     multi_modal_inputs: tuple[dict[str, Any], ...] = ()
 
+    @property
+    def key(self) -> str:
+        """The engine's own name for this choice of this attempt: two attempts may meet on one worker."""
+        return f"{self.request_id}#{self.choice}.{self.attempt}"
+
     def check(self, vocab_size: int) -> None:
         """Raise InvalidRequestError (or UnsupportedFieldError) that names what cannot be served."""
         self.sampling.check()
@@ -147,6 +152,9 @@ class RequestTimings(msgspec.Struct, frozen=True, omit_defaults=True):
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one choice in one step. The last one of a request carries ``finish_reason``.
 
+    is_leg_finished: this engine will say no more about the request. A prefill leg whose answer goes on elsewhere ends
+    so without a ``finish_reason``.
+
     first_index: index of ``token_ids[0]`` in the answer. stop_reason: the stop token id that ended it (None for the
     model's own end token). num_cached_tokens: prompt tokens whose KV this engine did not compute (set on the first
     output). An error is ``finish_reason`` ERROR with ``error_kind`` and ``error_message``.
@@ -158,6 +166,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_index: int = 0
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
+    is_leg_finished: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int | None = None
