@@ -1,1 +1,1 @@
-"""TODO."""
+"""What every process needs to be a service: settings, errors and statuses, health, metrics, logs."""

@@ -1,0 +1,48 @@
+"""The root of every service's settings: flag over environment over default, the same name in all of them.
+
+``--max-num-seqs`` is ``KVBATON_MAX_NUM_SEQS`` is ``max_num_seqs``. A bad value stops the process with its name, its
+value and the allowed range. This module and its like are the only places that read the environment.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _check_address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{value!r} is no HOST:PORT (port 0..65535; 0 picks a free one)")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_check_address)]
+"""A "host:port"; port 0 means any free port."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split a checked "host:port"; brackets of an IPv6 host are taken off."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class Settings(BaseSettings):
+    """Frozen settings that name every unknown or bad value. Subclasses add fields with descriptions and ranges."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVBATON_",
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+    def masked(self) -> dict[str, Any]:
+        """All settings for the log, secrets masked."""
+        return {
+            name: "***" if "secret" in name and value else value
+            for name, value in self.model_dump(mode="json").items()
+        }
