@@ -1,1 +1,1 @@
-"""TODO."""
+"""A worker that fetches KV blocks and streams tokens."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""A worker that computes prompts and lends their KV blocks."""

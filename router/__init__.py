@@ -1,1 +1,1 @@
-"""TODO."""
+"""Text in, text out: picks the workers and owns the request's life. Never torch, never KV bytes."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings. Never torch."""

@@ -10,6 +10,7 @@ make recall learnable within minutes ("multi-query associative recall", Arora et
 """
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -17,6 +18,8 @@ from tokenizers import Tokenizer
 from examples.demo_model.words import ADJECTIVES, NOUNS, PLACES, SMALL_TALK, VERBS
 
 TEXT_WEIGHT = 0.03
+
+_Choice = TypeVar("_Choice")
 
 
 @dataclass
@@ -73,8 +76,11 @@ class DemoData:
         weights = np.zeros((num_rows, length + 1), dtype=np.float32)
         for row in range(num_rows):
             document = Document()
-            if rng.random() < 0.12:
+            kind = rng.random()
+            if kind < 0.15:
                 self._add_skills(rng, document, length + 1)
+            elif kind < (0.6 if length <= 128 else 0.25):
+                self._add_drill(rng, document, length + 1)
             else:
                 self._add_recall(rng, document, length + 1)
             ids[row] = document.ids[: length + 1]
@@ -121,6 +127,20 @@ class DemoData:
                 return
             document.add(self._user)
 
+    def _add_drill(self, rng: np.random.Generator, document: Document, length: int) -> None:
+        """Some facts, then the same facts told again and again in any order: the densest form of recall."""
+        document.add(self._bos + self._user)
+        num_facts = int(rng.integers(2, max(length // 12, 3)))
+        keys = rng.permutation(len(NOUNS))[:num_facts].tolist()
+        values = rng.integers(0, len(NOUNS), size=num_facts).tolist()
+        for key, value in zip(keys, values, strict=True):
+            document.add([self._keys[key], self._colon, self._values[value], self._newline], TEXT_WEIGHT)
+        while len(document.ids) < length:
+            index = int(rng.integers(0, num_facts))
+            document.add([self._keys[keys[index]], self._colon])
+            document.add([self._values[values[index]]], 1.0)
+            document.add([self._newline])
+
     def _add_body(
         self, rng: np.random.Generator, document: Document, end: int, filler: float, repeats: float
     ) -> list[tuple[int, int, int]]:
@@ -147,20 +167,19 @@ class DemoData:
 
     def _add_filler(self, rng: np.random.Generator, document: Document, room: int) -> None:
         """One plain sentence, or exactly ``room`` tokens of words when no sentence fits."""
-        pick = lambda words: words[int(rng.integers(0, len(words)))]  # noqa: E731
         sentence = [
             *self._the,
-            *pick(self._adjectives),
-            pick(self._values),
-            *pick(self._verbs),
-            *pick(self._places),
+            *_pick(rng, self._adjectives),
+            _pick(rng, self._values),
+            *_pick(rng, self._verbs),
+            *_pick(rng, self._places),
             *self._lower_the,
-            pick(self._values),
+            _pick(rng, self._values),
             *self._stop,
             self._newline,
         ]
         if len(sentence) > room:
-            sentence = [pick(self._values) for _ in range(room - 1)] + [self._newline]
+            sentence = [_pick(rng, self._values) for _ in range(room - 1)] + [self._newline]
         document.add(sentence)
 
     def _add_skills(self, rng: np.random.Generator, document: Document, length: int) -> None:
@@ -196,3 +215,7 @@ class DemoData:
         if len(ids) != 1:
             raise ValueError(f"{text!r} should be one token of the demo tokenizer, but is {ids}")
         return ids[0]
+
+
+def _pick(rng: np.random.Generator, choices: list[_Choice]) -> _Choice:
+    return choices[int(rng.integers(0, len(choices)))]

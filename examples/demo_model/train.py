@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from examples.demo_model.circuit import ROPE_THETA, RecallCircuit
 from examples.demo_model.data import DemoData
 from examples.demo_model.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
@@ -27,15 +29,15 @@ class Phase:
     length: int
 
 
-CURRICULUM = (Phase(3000, 32, 128), Phase(1400, 8, 512), Phase(900, 2, 2048))
+CURRICULUM = (Phase(500, 64, 64), Phase(1300, 32, 128), Phase(1500, 8, 512), Phase(1500, 2, 2048))
 PEAK_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 
 
-def demo_config(vocab_size: int, bos: int, eos: int) -> LlamaConfig:
+def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
     """The shape of the demo model: 4 layers, 6 query heads on 2 KV heads, 2,048 positions."""
     return LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=tokenizer.get_vocab_size(),
         hidden_size=192,
         intermediate_size=448,
         num_hidden_layers=4,
@@ -43,12 +45,12 @@ def demo_config(vocab_size: int, bos: int, eos: int) -> LlamaConfig:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         rms_norm_eps=1e-5,
+        initializer_range=0.06,
         tie_word_embeddings=True,
-        bos_token_id=bos,
-        eos_token_id=eos,
-        attn_implementation="sdpa",
+        bos_token_id=tokenizer.token_to_id("<|bos|>"),
+        eos_token_id=tokenizer.token_to_id("<|end|>"),
     )
 
 
@@ -83,10 +85,9 @@ def train(out: Path, seed: int, num_steps: int, save_every: int, log_every: int 
     torch.manual_seed(seed)
     tokenizer = train_tokenizer()
     data = DemoData(tokenizer)
-    config = demo_config(
-        tokenizer.get_vocab_size(), tokenizer.token_to_id("<|bos|>"), tokenizer.token_to_id("<|end|>")
-    )
+    config = demo_config(tokenizer)
     model = LlamaForCausalLM(config)
+    RecallCircuit(config, seed).plant(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
     total = sum(phase.num_steps for phase in CURRICULUM)
     checkpoint = out / "checkpoint.pt"
@@ -107,7 +108,7 @@ def train(out: Path, seed: int, num_steps: int, save_every: int, log_every: int 
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, ids, weights)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -127,7 +128,7 @@ def train(out: Path, seed: int, num_steps: int, save_every: int, log_every: int 
 def export(model: LlamaForCausalLM, folder: Path) -> None:
     """Write the model and its tokenizer as a Hugging Face folder that ``kvbaton`` and ``transformers`` load."""
     model.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=train_tokenizer(),
         bos_token="<|bos|>",
         eos_token="<|end|>",

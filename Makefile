@@ -1,0 +1,87 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+
+# A machine with an NVIDIA driver gets the CUDA build of torch, every other one the CPU build.
+HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
+CONSTRAINTS := constraints/$(HARDWARE).txt
+TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+STAMP := $(VENV)/installed-$(HARDWARE)
+
+.PHONY: help install demo test test-slow check format format-check lint types imports sizes protos \
+	protos-check gpu-check lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+install: $(STAMP) ## create .venv with everything in it
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@bash tools/check_machine.sh $(PYTHON)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(HARDWARE),cpu)
+	@echo "kvbaton: CPU build of torch ($(TORCH))"
+	$(PIP) install --quiet --no-deps --retries 0 $(TORCH) --index-url $(TORCH_CPU_INDEX) \
+		|| $(PIP) install $(TORCH) --constraint $(CONSTRAINTS)
+else
+	@echo "kvbaton: CUDA build of torch ($(TORCH))"
+	$(PIP) install $(TORCH) --constraint $(CONSTRAINTS)
+endif
+	$(PIP) install --quiet --editable '.[worker,dev]' --constraint $(CONSTRAINTS)
+	@touch $(STAMP)
+
+demo: install ## start 1 prefill + 1 decode worker on the demo model, ask it twice, keep serving until Ctrl-C
+	@exec $(BIN)/kvbaton demo $(ARGS)
+
+test: install ## run the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: install ## run the tests that take minutes
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+gpu-check: $(if $(GPU_PYTHON),,install) ## run the tests that need a CUDA device (GPU_PYTHON=python3: without install)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu $(ARGS)
+
+check: format-check lint types imports sizes protos-check ## the one definition of clean: what CI and pre-commit run
+
+format-check: install
+	$(BIN)/ruff format --check .
+
+lint: install
+	$(BIN)/ruff check .
+
+types: install
+	$(BIN)/mypy .
+
+imports: install
+	$(BIN)/lint-imports
+
+sizes: install
+	$(BIN)/python -m tools.check_sizes
+
+protos-check: install
+	$(BIN)/python -m tools.generate_protos --check
+
+format: install ## format the code and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: install ## generate the Python code of protos/*.proto
+	$(BIN)/python -m tools.generate_protos
+
+lock: install ## write the versions in .venv to constraints/cpu.txt
+	$(BIN)/python -m tools.lock > constraints/cpu.txt.new
+	mv constraints/cpu.txt.new constraints/cpu.txt
+
+clean: ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,96 @@
+"""Asks a running service, as its users do: OpenAI HTTP and gRPC."""
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+
+from contract.errors import KvbatonError, UnavailableError
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+
+TIMING_NAMES = ("queue", "prefill", "transfer", "first_decode_step", "decode", "end_to_end")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer. timings: the latency split in seconds, by the names of TIMING_NAMES; empty when none was sent."""
+
+    text: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    timings: Mapping[str, float]
+
+
+async def served_model(url: str) -> str:
+    """The id of the first model that ``url`` serves. Raises UnavailableError when nobody answers there."""
+    async with _session() as session:
+        reply = await _json(url, session.get(f"{url.rstrip('/')}/v1/models"))
+    return str(reply["data"][0]["id"])
+
+
+async def ask_http(url: str, path: str, body: Mapping[str, Any]) -> Answer:
+    """POST ``body`` to ``url``/v1/``path`` ("chat/completions" or "completions") and return its first choice.
+
+    ``"timings": true`` in the body asks our own services for the latency split.
+    Raises UnavailableError when nobody answers there, KvbatonError with the service's own message for an error.
+    """
+    async with _session() as session:
+        reply = await _json(url, session.post(f"{url.rstrip('/')}/v1/{path}", json=dict(body)))
+    choice, usage = reply["choices"][0], reply.get("usage") or {}
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    return Answer(
+        text=text or "",
+        finish_reason=choice["finish_reason"] or "",
+        num_prompt_tokens=usage.get("prompt_tokens", 0),
+        num_completion_tokens=usage.get("completion_tokens", 0),
+        timings=reply.get("kvbaton", {}).get("timings", {}),
+    )
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def _json(url: str, request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:
+    try:
+        async with request as response:
+            reply: dict[str, Any] = await response.json(content_type=None)
+    except (aiohttp.ClientError, ValueError) as error:
+        raise UnavailableError(f"{url} does not answer as an OpenAI service: {error}") from error
+    if "error" in reply:
+        raise KvbatonError(f"{url} answered {response.status}: {reply['error']['message']}")
+    return reply
+
+
+async def ask_grpc(address: str, request: pb.GenerateRequest) -> Answer:
+    """Call Generate at ``address`` and put its first choice together. Raises UnavailableError with gRPC's details."""
+    parts: list[str] = []
+    finish_reason, usage, timings = "", pb.Usage(), pb.Timings()
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            async for reply in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+                for choice in reply.choices:
+                    parts.append(choice.text)
+                    if choice.finish_reason:
+                        finish_reason = _reason(choice.finish_reason)
+                if reply.HasField("usage"):
+                    usage, timings = reply.usage, reply.timings
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"gRPC {address}: {error.code().name}, {error.details()}") from error
+    return Answer(
+        text="".join(parts),
+        finish_reason=finish_reason,
+        num_prompt_tokens=usage.prompt_tokens,
+        num_completion_tokens=usage.completion_tokens,
+        timings={name: getattr(timings, name) for name in TIMING_NAMES},
+    )
+
+
+def _reason(value: pb.FinishReason.ValueType) -> str:
+    return pb.FinishReason.Name(value).removeprefix("FINISH_REASON_").lower()

@@ -1,0 +1,61 @@
+"""A router and its workers on this machine, for as long as a block lasts or until a signal."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cli.model import find_model
+from cli.processes import local_processes
+from cli.settings import LocalSettings
+from contract.identity import new_secret
+from serving.signals import until_stopped
+from worker.launch import Facts
+from worker.supervisor import Listener, Supervisor
+
+WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
+
+
+@contextmanager
+def cluster_secret(given: Path | None) -> Iterator[Path]:
+    """The file with the cluster's secret: the given one, or a fresh 0600 file that is removed afterwards."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="kvbaton-") as folder:
+        path = Path(folder) / "secret"
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as stream:
+            stream.write(new_secret())
+        yield path
+
+
+async def run_local(settings: LocalSettings, when_ready: WhenReady, listener: Listener | None = None) -> None:
+    """Start the processes that ``settings`` ask for, await ``when_ready``, then stop them; a signal stops them too.
+
+    ``when_ready`` gets the facts of every process and the event that a signal sets; it is cancelled when the
+    processes have stopped. No process is left when this returns or raises. Raises SettingError when the model cannot
+    be found, UnavailableError when a process cannot start, and whatever ``when_ready`` raises.
+    """
+    model = await asyncio.to_thread(find_model, settings.model)
+    async with until_stopped() as stopped:
+        with cluster_secret(settings.secret_file) as secret_file:
+            specs = local_processes(settings, model, secret_file)
+            supervisor = Supervisor(specs, ready_file=settings.ready_file, listener=listener)
+            run = asyncio.create_task(supervisor.run(stopped))
+            use = asyncio.create_task(_use(supervisor, when_ready, stopped))
+            try:
+                await asyncio.wait({run, use}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopped.set()
+                use.cancel()
+                results = await asyncio.gather(run, use, return_exceptions=True)
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
+
+
+async def _use(supervisor: Supervisor, when_ready: WhenReady, stopped: asyncio.Event) -> None:
+    await when_ready(await supervisor.wait_ready(), stopped)

@@ -1,0 +1,35 @@
+"""``kvbaton router``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from cli.service import enter_service, model_folder, run_service
+from cli.settings import ServiceSettings
+from contract.identity import Role
+from router.settings import RouterSettings
+from serving.settings import Address
+
+
+class RouterCommand(ServiceSettings, RouterSettings):
+    """Start one router: text in, text out; it picks the workers and owns the request's life.
+
+    Workers register at --internal with the secret of --secret-file. It needs neither torch nor a GPU.
+
+    Example: kvbaton router --secret-file secret --internal 0.0.0.0:9100
+    """
+
+    internal: Address = "127.0.0.1:9100"
+    """HOST:PORT where workers register; they need the cluster secret."""
+    model: Annotated[Path | None, BeforeValidator(model_folder)] = None
+    """Folder or Hugging Face id of the model, "demo" for the demo model; unset: asked of the first worker."""
+
+
+def router(arguments: Sequence[str]) -> None:
+    """``kvbaton router``."""
+    settings = enter_service(RouterCommand, Role.ROUTER, arguments)
+    from router.service import serve
+
+    run_service(settings, lambda told, ready: serve(told, lambda addresses: ready(addresses.as_dict())))

@@ -1,0 +1,41 @@
+"""``kvbaton run PROMPT``: one answer on standard output."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from cli.arguments import parse
+from cli.ask import Answer, ask_http, served_model
+from cli.local import run_local
+from cli.settings import RunSettings
+from serving.logs import configure_logs
+from worker.launch import Facts
+
+
+def run(arguments: Sequence[str]) -> None:
+    """``kvbaton run``."""
+    settings = parse(RunSettings, "kvbaton run", arguments)
+    configure_logs("run", settings.log_level)
+    asyncio.run(_answer_once(settings))
+
+
+async def _answer_once(settings: RunSettings) -> None:
+    if settings.url is not None:
+        print((await _ask(settings, settings.url)).text)
+        return
+
+    async def ask(facts: dict[str, Facts], _: asyncio.Event) -> None:
+        print((await _ask(settings, f"http://{facts['router']['http']}")).text, flush=True)
+
+    await run_local(settings, ask)
+
+
+async def _ask(settings: RunSettings, url: str) -> Answer:
+    model = settings.served_model_name or await served_model(url)
+    body: dict[str, Any] = {"model": model, "temperature": settings.temperature}
+    if settings.max_tokens is not None:
+        body["max_tokens"] = settings.max_tokens
+    if settings.raw:
+        return await ask_http(url, "completions", {**body, "prompt": settings.prompt})
+    messages = [{"role": "user", "content": settings.prompt}]
+    return await ask_http(url, "chat/completions", {**body, "messages": messages})

@@ -1,0 +1,60 @@
+"""What the commands that are one service share: settings, the tie to the parent, logs, the ready line."""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from cli.arguments import parse
+from cli.model import find_model
+from cli.settings import ServiceSettings
+from contract.errors import SettingError
+from contract.identity import Role
+from serving.logs import configure_logs
+from serving.parent import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+OnReady = Callable[[dict[str, Any]], None]
+C = TypeVar("C", bound=ServiceSettings)
+
+
+def model_folder(model: object) -> object:
+    """Validates a ``model`` setting: the folder of a model as in ``find_model``; None stays None."""
+    try:
+        return find_model(str(model)) if model is not None else None
+    except SettingError as error:
+        raise ValueError(error.message) from error
+
+
+def enter_service(command: type[C], role: Role, arguments: Sequence[str]) -> C:
+    """Read the settings, tie this process to its parent, set up its logs."""
+    settings = parse(command, f"kvbaton {role.value}", arguments)
+    if settings.parent_pid is not None:
+        die_with_parent(settings.parent_pid)
+    configure_logs(getattr(settings, "worker_id", None) or role.value, settings.log_level)
+    return settings
+
+
+def run_service(settings: C, serve: Callable[[C, OnReady], Awaitable[None]]) -> None:
+    """Run a service's entry point to its end."""
+
+    async def run() -> None:
+        await serve(settings, _announcer(settings.ready_fd))
+
+    asyncio.run(run())
+
+
+def _announcer(ready_fd: int | None) -> OnReady:
+    """What a service calls when it is ready: tells the log, and the supervisor where there is one."""
+    if ready_fd is not None:
+        os.set_inheritable(ready_fd, False)
+
+    def announce(facts: dict[str, Any]) -> None:
+        logger.info("ready: %s", facts)
+        if ready_fd is not None:
+            os.write(ready_fd, json.dumps(facts, default=str).encode() + b"\n")
+
+    return announce

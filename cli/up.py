@@ -1,0 +1,37 @@
+"""``kvbaton up`` and ``kvbaton serve MODEL``: all processes on this machine, until a signal."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from cli.arguments import parse
+from cli.local import run_local
+from cli.settings import LocalSettings, ServeSettings, UpSettings
+from kvbaton import __version__
+from serving.logs import configure_logs, log_settings
+from worker.launch import Facts
+
+logger = logging.getLogger(__name__)
+
+
+def up(arguments: Sequence[str]) -> None:
+    """``kvbaton up``."""
+    _serve_until_stopped(parse(UpSettings, "kvbaton up", arguments))
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """``kvbaton serve MODEL``."""
+    _serve_until_stopped(parse(ServeSettings, "kvbaton serve", arguments))
+
+
+def _serve_until_stopped(settings: LocalSettings) -> None:
+    configure_logs("up", settings.log_level)
+    logger.info("kvbaton %s", __version__)
+    log_settings(logger, settings)
+    asyncio.run(run_local(settings, _say_ready))
+
+
+async def _say_ready(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
+    router = facts["router"]
+    print(f"kvbaton is ready: OpenAI API http://{router['http']}/v1, gRPC {router['grpc']}", flush=True)
+    await stopped.wait()

@@ -1,0 +1,52 @@
+"""The seam between models and attention kernels: plan a step once, attend in every layer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from contract.errors import SettingError
+from engine.inputs import PreparedInputs
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What differs between layers: the scale of the scores, and how many tokens a token sees (None: all)."""
+
+    scale: float
+    sliding_window: int | None
+
+
+class AttentionStep(Protocol):
+    """The attention of one forward pass; valid for that pass alone."""
+
+    def attend(
+        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+    ) -> Tensor:
+        """Store the tokens' keys and values, then mix the values of everything each token may see.
+
+        query ``[num_tokens, num_heads, head_dim]``; key, value ``[num_tokens, num_kv_heads, head_dim]``; cache
+        ``[num_blocks, 2, num_kv_heads, block_size, head_dim]`` (a view of the pool, written in place). Without a
+        cache (the profile run) the tokens of a request see each other alone. Returns query's shape.
+        """
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention."""
+
+    def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> AttentionStep:
+        """Move what the layers share to the device: once per step, not once per layer."""
+
+
+BACKENDS = {"torch": ("engine.attention.torch_backend", "TorchBackend")}
+
+
+def create_backend(name: str) -> AttentionBackend:
+    """The backend of this name. Raises SettingError that lists the known ones."""
+    if name not in BACKENDS:
+        raise SettingError(f"attention backend {name!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    module, attribute = BACKENDS[name]
+    return cast(Callable[[], AttentionBackend], getattr(import_module(module), attribute))()

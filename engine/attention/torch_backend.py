@@ -1,0 +1,182 @@
+"""The reference backend in plain torch, on any device: every other backend is tested against it.
+
+Rows with several tokens (prefill) run one by one; rows with a single token (decode) run together, in groups of like
+length, so that a batch of many requests is not a Python loop over requests.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.attention.backend import LayerShape
+from engine.inputs import PreparedInputs
+
+
+class TorchBackend:
+    """Gathers a request's blocks into one piece and calls torch's attention on it."""
+
+    def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> "TorchStep":
+        """See AttentionBackend."""
+        return TorchStep(inputs, block_size, device)
+
+
+class TorchStep:
+    """One step's plan: where KV is written, which blocks are fresh, and the two kinds of rows."""
+
+    def __init__(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> None:
+        self._slots = SlotWriter(inputs, device)
+        is_decode = inputs.num_scheduled_tokens == 1
+        self._prefill_rows = [
+            PrefillRow(inputs, row, block_size, device) for row in np.flatnonzero(~is_decode).tolist()
+        ]
+        self._decode_groups = [
+            DecodeGroup(inputs, rows, block_size, device)
+            for rows in _groups_of_like_length(inputs, np.flatnonzero(is_decode), block_size)
+        ]
+
+    def attend(
+        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+    ) -> Tensor:
+        """See AttentionStep."""
+        output = torch.empty_like(query)
+        if cache is None:
+            return self._attend_in_batch(shape, query, key, value, output)
+        keys, values = cache.unbind(1)
+        self._slots.write(keys, key)
+        self._slots.write(values, value)
+        for row in self._prefill_rows:
+            row.attend(shape, query, keys, values, output)
+        for group in self._decode_groups:
+            group.attend(shape, query, keys, values, output)
+        return output
+
+    def _attend_in_batch(
+        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+    ) -> Tensor:
+        for row in self._prefill_rows:
+            own = row.tokens
+            row.mix(shape, query[own], key[own].transpose(0, 1), value[own].transpose(0, 1), output[own])
+        for group in self._decode_groups:
+            own_value = value[group.tokens]
+            output[group.tokens] = own_value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return output
+
+
+class SlotWriter:
+    """Writes the step's keys or values into their slots.
+
+    A block whose first slot is written is cleared before: what an earlier owner left (perhaps NaN) is never gathered
+    beside the new tokens, and never leaves the process with a partly filled block.
+    """
+
+    def __init__(self, inputs: PreparedInputs, device: torch.device) -> None:
+        is_first = inputs.block_offsets == 0
+        self._fresh = _to_device(np.unique(inputs.block_numbers[is_first]), device)
+        self._blocks = _to_device(inputs.block_numbers, device)
+        self._offsets = _to_device(inputs.block_offsets, device)
+
+    def write(self, pool: Tensor, states: Tensor) -> None:
+        """Put ``states [num_tokens, num_kv_heads, head_dim]`` into ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
+        pool[self._fresh] = 0
+        pool[self._blocks, :, self._offsets] = states
+
+
+class PrefillRow:
+    """A request with several tokens in this step."""
+
+    def __init__(self, inputs: PreparedInputs, row: int, block_size: int, device: torch.device) -> None:
+        start, end = inputs.query_start_loc[row : row + 2].tolist()
+        self.tokens = slice(start, end)
+        self._seq_len = int(inputs.seq_lens[row])
+        num_blocks = -(-self._seq_len // block_size)
+        self._blocks = _to_device(inputs.block_table[row, :num_blocks], device)
+        self._positions = _to_device(inputs.positions[start:end], device)
+        self._is_whole = end - start == self._seq_len
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def attend(self, shape: LayerShape, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
+        """Gather the whole sequence (this step's tokens included) and fill this request's rows of ``output``."""
+        key, value = (
+            pool[self._blocks].transpose(0, 1).flatten(1, 2)[:, : self._seq_len] for pool in (keys, values)
+        )
+        self.mix(shape, query[self.tokens], key, value, output[self.tokens])
+
+    def mix(self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Query ``[tokens, heads, head_dim]`` over key and value ``[kv_heads, seq_len, head_dim]``, into ``output``."""
+        mask = self._mask(shape.sliding_window)
+        mixed = scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key[None],
+            value[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=shape.scale,
+            enable_gqa=query.shape[1] != key.shape[0],
+        )
+        output.copy_(mixed[0].transpose(0, 1))
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """``[tokens, seq_len]``, True where a token is seen; None is the plain causal square. Made once per step."""
+        if window is not None and window >= self._seq_len:
+            window = None
+        if window is None and self._is_whole:
+            return None
+        if window not in self._masks:
+            all_positions = torch.arange(self._seq_len, device=self._positions.device)
+            self._masks[window] = _visible(all_positions, self._positions[:, None], window)
+        return self._masks[window]
+
+
+class DecodeGroup:
+    """Requests with one token each and sequences of like length, attended in one call.
+
+    Shorter tables are padded with the null block, which holds zeros.
+    """
+
+    def __init__(
+        self, inputs: PreparedInputs, rows: NDArray[np.int64], block_size: int, device: torch.device
+    ) -> None:
+        own_blocks = -(-inputs.seq_lens[rows] // block_size)
+        num_blocks = int(own_blocks.max())
+        is_own = np.arange(num_blocks) < own_blocks[:, None]
+        self.tokens = _to_device(inputs.query_start_loc[rows], device)
+        self._table = _to_device(np.where(is_own, inputs.block_table[rows, :num_blocks], 0), device)
+        self._positions = _to_device(inputs.seq_lens[rows] - 1, device)
+        self._slots = torch.arange(num_blocks * block_size, device=device)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, shape: LayerShape, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
+        """Gather every request's blocks, padded to the longest one, and fill their rows of ``output``."""
+        key, value = (pool[self._table].transpose(1, 2).flatten(2, 3) for pool in (keys, values))
+        if shape.sliding_window not in self._masks:
+            visible = _visible(self._slots, self._positions[:, None], shape.sliding_window)
+            self._masks[shape.sliding_window] = visible[:, None, None, :]
+        mixed = scaled_dot_product_attention(
+            query[self.tokens][:, :, None],
+            key,
+            value,
+            attn_mask=self._masks[shape.sliding_window],
+            scale=shape.scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+        output[self.tokens] = mixed[:, :, 0]
+
+
+def _visible(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    """True where a query at its position sees a key: not after it, and less than ``window`` tokens before it."""
+    causal = keys <= queries
+    return causal if window is None else causal & (keys > queries - window)
+
+
+def _groups_of_like_length(
+    inputs: PreparedInputs, rows: NDArray[np.int64], block_size: int
+) -> list[NDArray[np.int64]]:
+    """Split rows by the power of two above their number of blocks: padding at most doubles the work."""
+    sizes = np.ceil(np.log2(-(-inputs.seq_lens[rows] // block_size))).astype(int)
+    return [rows[sizes == size] for size in np.unique(sizes).tolist()]
+
+
+def _to_device(values: NDArray[np.integer], device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)

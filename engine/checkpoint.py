@@ -1,0 +1,140 @@
+"""Reads a Hugging Face folder: configuration, end tokens, and safetensors weights by memory map."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from contract.errors import SettingError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_NAMES_SHOWN = 5
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises SettingError where it is missing or not a JSON object."""
+    if not folder.is_dir():
+        raise _bad(f"{folder} is not a folder")
+    config = _read_json(folder / "config.json")
+    if config is None:
+        raise _bad(f"{folder} holds no config.json")
+    return config
+
+
+def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The model's own end tokens: from generation_config.json, else from config.json; empty where neither has any."""
+    generation = _read_json(folder / "generation_config.json") or {}
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise _bad(f"eos_token_id is {value!r}; it must be a token id or a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
+def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Checkpoint") -> str:
+    """The dtype to compute in; "auto" is what config.json names, else that of the checkpoint's first tensor."""
+    if setting != "auto":
+        return setting
+    named = config.get("dtype") or config.get("torch_dtype") or checkpoint.first_dtype()
+    name = str(named).removeprefix("torch.")
+    if name not in DTYPES:
+        raise _bad(f"the checkpoint's dtype is {name}; set dtype to one of {', '.join(DTYPES)}")
+    return name
+
+
+class Checkpoint:
+    """The weights of one folder, by name; a tensor is read from its memory map when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file_of = _files_by_name(folder)
+        self._open: dict[Path, Any] = {}
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor on the host, backed by the file's memory map. Raises KeyError for an unknown name."""
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = _open(file)
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+    def first_dtype(self) -> torch.dtype:
+        """The dtype of the tensor whose name sorts first."""
+        return self.tensor(min(self._file_of)).dtype
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace every parameter of ``model`` (usually on the meta device) by the checkpoint's tensor of that name.
+
+    Weights that are in ``dtype`` already stay backed by the memory map on the host, so that several workers of one
+    machine share them. Raises SettingError that names missing, unexpected and misshapen tensors.
+    """
+    wanted = dict(model.named_parameters())
+    found = {name for name in checkpoint.names() if not name.endswith(_IGNORED_SUFFIX)}
+    _refuse("misses", set(wanted) - found)
+    _refuse("has unexpected", found - set(wanted))
+    for name, parameter in wanted.items():
+        tensor = checkpoint.tensor(name)
+        if tensor.shape != parameter.shape:
+            raise _bad(f"tensor {name} is {list(tensor.shape)}; config.json asks for {list(parameter.shape)}")
+        owner = model.get_submodule(name.rpartition(".")[0])
+        loaded = tensor.to(device=device, dtype=dtype)
+        owner.register_parameter(name.rpartition(".")[2], nn.Parameter(loaded, requires_grad=False))
+
+
+def _refuse(what: str, names: set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
+        rest = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        raise _bad(f"the checkpoint {what} {len(names)} tensors: {shown}{rest}")
+
+
+def _files_by_name(folder: Path) -> dict[str, Path]:
+    """Tensor name → file, by the index of a sharded checkpoint or from the single file."""
+    index = _read_json(folder / "model.safetensors.index.json")
+    if index is None:
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            raise _bad(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+        return dict.fromkeys(_open(single).keys(), single)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _bad("model.safetensors.index.json has no weight_map")
+    files = {str(name): folder / str(file) for name, file in weight_map.items()}
+    if absent := sorted({file.name for file in files.values() if not file.is_file()}):
+        raise _bad(f"{folder} misses the shard {absent[0]} that model.safetensors.index.json names")
+    return files
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _bad(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """The object in this file, None where there is no such file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise _bad(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise _bad(f"{file} must hold a JSON object")
+    return value
+
+
+def _bad(what: str) -> SettingError:
+    return SettingError(f"model: {what}", param="model")

@@ -1,0 +1,161 @@
+"""The two interchangeable clients of one engine core (A5): in a thread of this process, or in a process of its own.
+
+``ProcessClient`` is the default for services: network work never delays a step. Both answer with the same tokens.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, Self
+
+from contract.errors import ErrorKind, KvbatonError
+from contract.requests import EngineOutput, EngineRequest
+from engine.connector import ConnectorFactory
+from engine.core import EngineInfo
+from engine.delivery import Delivery
+from engine.messages import Abort, AddRequest, Call, FromEngine, Shutdown, ToEngine
+from engine.process import EngineProcess
+from engine.settings import EngineSettings
+from engine.step_loop import EnginePlan
+from engine.thread import EngineThread
+
+
+class EngineClient(Protocol):
+    """How services, tests and the offline face use an engine. ``died`` is set when it ended without being asked to."""
+
+    info: EngineInfo
+    died: asyncio.Event
+
+    async def add_request(self, request: EngineRequest) -> None:
+        """Start a request whose outputs come with ``steps``.
+
+        Raises InvalidRequestError for one that is live already, UnavailableError when the engine is gone.
+        """
+
+    async def abort(self, request_id: str, attempt: int | None = None) -> None:
+        """End all choices of a request, of all attempts up to ``attempt``. Each still has its last output."""
+
+    def steps(self) -> AsyncIterator[list[EngineOutput]]:
+        """One list per step, until the engine ends. For one consumer."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Start a request and yield its outputs (A7); the last one has ``is_leg_finished``. Leaving early aborts it."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """A utility of the core: "stats", "debug_state", "counters", "reset_prefix_cache", "check_integrity"."""
+
+    async def shutdown(self) -> None:
+        """End the engine and what it runs. May be called twice."""
+
+
+class EngineLink(Protocol):
+    """Where a core runs, and how messages get there and back. Used in the event loop only."""
+
+    def start(self, hear: Callable[[FromEngine], None]) -> None:
+        """Begin to build the core; every message of it goes to ``hear``, in order."""
+
+    def send(self, message: ToEngine) -> None:
+        """After the engine's first message. Never blocks; what is sent to an engine that has ended is dropped."""
+
+    def abandon(self) -> None:
+        """Nobody waits for the start any more."""
+
+    async def wait_ended(self) -> bool:
+        """Until the core has ended and everything of it was heard; True when it ended as asked. Frees what it held."""
+
+
+class StreamingClient:
+    """An EngineClient over a link, made by ``start`` of its two kinds."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self.died = asyncio.Event()
+        self._link = link
+        self._delivery = Delivery()
+        self._call_ids = itertools.count()
+        link.start(self._delivery.deliver)
+        self._watch = asyncio.get_running_loop().create_task(self._watch_link())
+
+    async def started(self) -> Self:
+        """Once the engine is up. Raises the error that kept it from starting."""
+        try:
+            self.info = await self._delivery.started
+        except asyncio.CancelledError:
+            self._link.abandon()
+            raise
+        except KvbatonError:
+            await self._watch
+            raise
+        return self
+
+    async def add_request(self, request: EngineRequest) -> None:
+        """See EngineClient."""
+        self._begin(request, None)
+
+    async def abort(self, request_id: str, attempt: int | None = None) -> None:
+        """See EngineClient."""
+        if keys := self._delivery.keys_of(request_id, attempt):
+            self._link.send(Abort(keys))
+
+    def steps(self) -> AsyncIterator[list[EngineOutput]]:
+        """See EngineClient."""
+        return self._delivery.steps()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """See EngineClient."""
+        stream: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self._begin(request, stream)
+        try:
+            while not (output := await stream.get()).is_leg_finished:
+                yield output
+            yield output
+        finally:
+            if self._delivery.is_live(request.key):
+                self._link.send(Abort([request.key]))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """See EngineClient."""
+        call_id = next(self._call_ids)
+        result = self._delivery.expect_result(call_id)
+        self._link.send(Call(call_id, method, list(args)))
+        return await result
+
+    async def shutdown(self) -> None:
+        """See EngineClient."""
+        if not self._watch.done():
+            self._link.send(Shutdown())
+        await asyncio.shield(self._watch)
+
+    def _begin(self, request: EngineRequest, stream: asyncio.Queue[EngineOutput] | None) -> None:
+        self._delivery.expect(request, stream)
+        self._link.send(AddRequest(request))
+
+    async def _watch_link(self) -> None:
+        if await self._link.wait_ended():
+            self._delivery.close("the engine was shut down", ErrorKind.CANCELLED)
+        else:
+            self._delivery.close("the engine has died", ErrorKind.INTERNAL)
+            self.died.set()
+
+
+class InProcessClient(StreamingClient):
+    """The core steps in a thread of this process."""
+
+    @classmethod
+    async def start(
+        cls, settings: EngineSettings, connector_factory: ConnectorFactory | None = None, **options: Any
+    ) -> Self:
+        """Load the model; ``options`` are those of EnginePlan. Raises the error that kept it from starting."""
+        plan = EnginePlan(settings=settings, connector_factory=connector_factory, **options)
+        return await cls(EngineThread(plan)).started()
+
+
+class ProcessClient(StreamingClient):
+    """The core steps in a process of its own, which dies with this one. ``start`` from the main thread."""
+
+    @classmethod
+    async def start(
+        cls, settings: EngineSettings, connector_factory: ConnectorFactory | None = None, **options: Any
+    ) -> Self:
+        """Like InProcessClient's; the factory and everything in ``options`` are picklable."""
+        plan = EnginePlan(settings=settings, connector_factory=connector_factory, **options)
+        return await cls(EngineProcess(plan)).started()

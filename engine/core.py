@@ -1,0 +1,174 @@
+"""The engine: a scheduler that decides, an executor that computes, and the step that joins them."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from contract.errors import InvalidRequestError, NotFoundError, SettingError
+from contract.layout import KVLayout
+from contract.requests import EngineOutput, EngineRequest
+from engine.block_pool import BlockPool
+from engine.connector import ConnectorFactory, ConnectorPair
+from engine.ending import RequestStatus
+from engine.inspection import check_integrity, counters, debug_state
+from engine.scheduler import Scheduler
+from engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from engine.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+ExecutorStart = Callable[[EngineSettings], tuple["Executor", int]]
+"""settings → an executor with loaded weights and an allocated KV cache, and the number of blocks."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What others may know of an engine that is up.
+
+    max_model_len: tokens that prompt and answer may have together, here. eos_token_ids: the model's own end tokens.
+    control_address: "host:port" of the connector's control link; empty without a connector.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    model_fingerprint: str
+    layout: KVLayout
+    num_blocks: int
+    dtype: str
+    control_address: str
+
+
+def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
+    """Executor → workers → runner → weights, then the KV cache (A10). Raises SettingError for what cannot be served."""
+    # Imported here, so that a process that only talks to an engine never loads torch.
+    from engine.executor import create_executor
+    from engine.kv_cache.startup import initialize_kv_cache
+
+    executor = create_executor(settings)
+    num_blocks, _ = initialize_kv_cache(executor)
+    return executor, num_blocks
+
+
+class EngineCore:
+    """Owns executor, connector and scheduler, made in this order. Used from one thread."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        connector_factory: ConnectorFactory | None = None,
+        *,
+        wake: Callable[[], None] = lambda: None,
+        start: ExecutorStart = start_executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor, num_blocks = start(settings)
+        self._clock = clock
+        self._connector: ConnectorPair | None = None
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._connect(connector_factory, wake)
+            self.info, self.scheduler = self._schedule_with(settings, num_blocks)
+            undo.pop_all()
+
+    def step(self) -> dict[int, list[EngineOutput]]:
+        """One step (A19): every running request advances by one token, or by a chunk of its prompt."""
+        scheduled = self.scheduler.schedule()
+        computed = self.executor.execute_model(scheduled)
+        return self.scheduler.update_from_output(scheduled, computed)
+
+    def needs_step(self) -> bool:
+        """False while nothing would change: wait for input, ``wake`` or ``seconds_to_deadline``."""
+        return self.scheduler.needs_step()
+
+    def seconds_to_deadline(self) -> float | None:
+        """How long one may wait before a step is due; None for ever."""
+        deadline = self.scheduler.next_deadline()
+        return None if deadline is None else max(0.0, deadline - self._clock())
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Enqueue tokenized input (A18). A bad one is answered with an error output, so that nobody waits (A9)."""
+        try:
+            request.check(self.info.vocab_size)
+            self.scheduler.add_request(request)
+        except InvalidRequestError as error:
+            self.scheduler.reject(request, error)
+
+    def abort(self, keys: list[str]) -> None:
+        """End these requests in whatever state they are."""
+        self.scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
+
+    def call(self, method: str, args: list[Any]) -> Any:
+        """A utility by name; the result is plain data. Raises NotFoundError with the right names."""
+        utilities: dict[str, Callable[..., Any]] = {
+            "stats": self.scheduler.make_stats,
+            "debug_state": lambda: debug_state(self.scheduler),
+            "counters": lambda: counters(self.scheduler),
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "check_integrity": lambda: check_integrity(self.scheduler),
+        }
+        if method not in utilities:
+            raise NotFoundError(f"no utility is called {method!r}; there are {', '.join(utilities)}")
+        return msgspec.to_builtins(utilities[method](*args))
+
+    def shutdown(self) -> dict[int, list[EngineOutput]]:
+        """Abort everything, close the connector, end the ranks; returns the last outputs."""
+        outputs = self.scheduler.shutdown()
+        self.close()
+        return outputs
+
+    def close(self) -> None:
+        """Close the connector and end the ranks (which close its other half), without asking the scheduler."""
+        if self._connector:
+            self._connector.scheduler.close()
+        self.executor.shutdown()
+
+    def _connect(self, factory: ConnectorFactory | None, wake: Callable[[], None]) -> None:
+        if factory is not None:
+            layout, fingerprint = self.executor.layout, self.executor.model_info.fingerprint
+            self._connector = factory(layout, fingerprint, wake)
+            self.executor.set_connector(self._connector.rank)
+
+    def _schedule_with(self, settings: EngineSettings, num_blocks: int) -> tuple[EngineInfo, Scheduler]:
+        model, connector = self.executor.model_info, self._connector
+        pool = BlockPool(
+            num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
+        )
+        info = EngineInfo(
+            vocab_size=model.vocab_size,
+            max_model_len=_fitting_length(settings, model.max_model_len, pool),
+            eos_token_ids=model.eos_token_ids,
+            model_fingerprint=model.fingerprint,
+            layout=self.executor.layout,
+            num_blocks=num_blocks,
+            dtype=model.dtype,
+            control_address=connector.address if connector else "",
+        )
+        scheduler = Scheduler(
+            settings,
+            pool,
+            max_model_len=info.max_model_len,
+            model_fingerprint=model.fingerprint,
+            connector=connector.scheduler if connector else None,
+            clock=self._clock,
+        )
+        return info, scheduler
+
+
+def _fitting_length(settings: EngineSettings, max_model_len: int, pool: BlockPool) -> int:
+    """The model's own length, lowered (and said so) to what the pool holds; a length that was set must fit."""
+    capacity = pool.num_usable_blocks * pool.block_size
+    if max_model_len <= capacity:
+        return max_model_len
+    needed = f"{max_model_len} tokens need more than the {capacity} that the KV cache holds"
+    if settings.max_model_len is not None:
+        raise SettingError(
+            f"max_model_len: {needed}; lower it or raise kv_cache_bytes", param="max_model_len"
+        )
+    logger.warning("max_model_len is lowered to %d: %s", capacity, needed)
+    return capacity

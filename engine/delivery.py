@@ -1,0 +1,141 @@
+"""Who waits for what of an engine: streams of requests, steps, results of calls. Used in the event loop only."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from contract.errors import ErrorKind, InternalError, InvalidRequestError, UnavailableError, error_from_kind
+from contract.requests import EngineOutput, EngineRequest, FinishReason
+from engine.core import EngineInfo
+from engine.messages import CallResult, FromEngine, Health, Ready, StartFailed, StepOutputs, Stopped
+from engine.stats import SchedulerStats
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A request that has not ended; ``stream`` is None when its outputs go out with ``steps``."""
+
+    request: EngineRequest
+    stream: asyncio.Queue[EngineOutput] | None
+
+
+class Delivery:
+    """Routes what an engine says, and makes sure that every request and call ends, even if the engine does not say so.
+
+    started: what the engine is, once it says so, or the error that kept it from starting.
+    """
+
+    def __init__(self) -> None:
+        self.started: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self.last_stats: SchedulerStats | None = None
+        self._live: dict[str, _Live] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._steps: asyncio.Queue[list[EngineOutput] | None] = asyncio.Queue()
+        self._end: str | None = None
+        self._cause: str | None = None
+
+    def check_open(self) -> None:
+        """Raise UnavailableError after ``close``."""
+        if self._end is not None:
+            raise UnavailableError(self._end)
+
+    def expect(self, request: EngineRequest, stream: asyncio.Queue[EngineOutput] | None) -> None:
+        """Outputs of this request will come. Raises InvalidRequestError for one that is live already."""
+        self.check_open()
+        if request.key in self._live:
+            raise InvalidRequestError(
+                f"request {request.key} is running already; a replay needs a higher attempt"
+            )
+        self._live[request.key] = _Live(request, stream)
+
+    def is_live(self, key: str) -> bool:
+        """True until the request's last output."""
+        return key in self._live
+
+    def keys_of(self, request_id: str, attempt: int | None) -> list[str]:
+        """Live choices of a request, of all attempts up to ``attempt`` (None: all)."""
+        return [
+            key
+            for key, live in self._live.items()
+            if live.request.request_id == request_id and (attempt is None or live.request.attempt <= attempt)
+        ]
+
+    def expect_result(self, call_id: int) -> asyncio.Future[Any]:
+        """The result of a call. Raises UnavailableError after ``close``."""
+        self.check_open()
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        return future
+
+    async def steps(self) -> AsyncIterator[list[EngineOutput]]:
+        """Outputs of the requests without a stream, one list per step, until the engine ends. For one consumer."""
+        while (outputs := await self._steps.get()) is not None:
+            yield outputs
+
+    def deliver(self, message: FromEngine) -> None:
+        """Hand on what the engine said. Outputs of unknown requests are dropped."""
+        match message:
+            case Ready(info) if not self.started.done():
+                self.started.set_result(info)
+            case StartFailed(kind, text, param) if not self.started.done():
+                error = error_from_kind(kind, text)
+                error.param = param
+                self.started.set_exception(error)
+            case Stopped(error) if error is not None:
+                self._cause = error
+            case StepOutputs(outputs):
+                self._deliver_step(outputs)
+            case CallResult():
+                self._deliver_result(message)
+            case Health(stats):
+                self.last_stats = stats
+
+    def close(self, reason: str, kind: ErrorKind) -> None:
+        """The engine is gone: end every request and call that it left, with this error."""
+        if self._end is not None:
+            return
+        self._end = reason = f"{reason}: {self._cause}" if self._cause else reason
+        if not self.started.done():
+            self.started.set_exception(InternalError(f"{reason} before it was ready"))
+        self._deliver_step([_error_output(live.request, kind, reason) for live in self._live.values()])
+        self._steps.put_nowait(None)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(UnavailableError(reason))
+        self._calls.clear()
+
+    def _deliver_step(self, outputs: list[EngineOutput]) -> None:
+        without_stream = []
+        for output in outputs:
+            key = f"{output.request_id}#{output.choice}.{output.attempt}"
+            live = self._live.pop(key, None) if output.is_leg_finished else self._live.get(key)
+            if live is None:
+                continue
+            if live.stream is None:
+                without_stream.append(output)
+            else:
+                live.stream.put_nowait(output)
+        if without_stream:
+            self._steps.put_nowait(without_stream)
+
+    def _deliver_result(self, message: CallResult) -> None:
+        future = self._calls.pop(message.call_id, None)
+        if future is None or future.done():
+            return
+        if message.error_kind is None:
+            future.set_result(message.result)
+        else:
+            future.set_exception(error_from_kind(message.error_kind, message.error_message or ""))
+
+
+def _error_output(request: EngineRequest, kind: ErrorKind, message: str) -> EngineOutput:
+    return EngineOutput(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        choice=request.choice,
+        first_index=request.first_index,
+        is_leg_finished=True,
+        finish_reason=FinishReason.ERROR,
+        error_kind=kind.value,
+        error_message=message,
+    )

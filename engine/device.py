@@ -1,0 +1,28 @@
+"""Which device an engine runs on."""
+
+import torch
+
+from contract.errors import SettingError
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def resolve_device(setting: str, num_cuda_devices: int) -> torch.device:
+    """The device of this setting on a machine with so many CUDA devices; "auto" is the first of them, else the CPU.
+
+    "cuda" means "cuda:0". Raises SettingError for an unknown device and for one that is not there.
+    """
+    kind, _, index = setting.partition(":")
+    if kind not in DEVICES or (index and not (kind == "cuda" and index.isdigit())):
+        raise SettingError(
+            f"device is {setting!r}; choose one of {', '.join(DEVICES)}, or cuda:N", param="device"
+        )
+    if kind == "cpu" or (kind == "auto" and num_cuda_devices == 0):
+        return torch.device("cpu")
+    if int(index or 0) >= num_cuda_devices:
+        raise SettingError(
+            f"device is {setting!r}, but this machine (or this build of torch) has {num_cuda_devices} CUDA devices; "
+            "use cpu or auto",
+            param="device",
+        )
+    return torch.device("cuda", int(index or 0))

@@ -1,0 +1,57 @@
+"""What can be seen of a scheduler from outside: state for people, counters for metrics, and whether the books are right."""
+
+from collections import Counter
+from typing import Any
+
+from engine.ending import RequestStatus
+from engine.remote_kv import lease_holder
+from engine.scheduler import Scheduler
+
+
+def debug_state(scheduler: Scheduler) -> dict[str, Any]:
+    """Blocks by state, leases, requests by state, and the connector's own view."""
+    connector = scheduler.get_kv_connector()
+    by_status = Counter(request.status.name for request in scheduler.requests.values())
+    return {
+        "blocks": scheduler.pool.count_by_state(),
+        "holders": scheduler.pool.holders(),
+        "leases": sorted(scheduler.sender.leases) if scheduler.sender else [],
+        "requests": dict(by_status),
+        "connector": connector.debug_state() if connector else {},
+    }
+
+
+def counters(scheduler: Scheduler) -> dict[str, float]:
+    """Everything that is counted since the start, name → value; the connector's counters among them."""
+    connector, prefix = scheduler.get_kv_connector(), scheduler.prefix_stats
+    num_running, num_waiting = scheduler.get_request_counts()
+    return {
+        **scheduler.totals.as_counters(),
+        "engine_prefix_queries_total": float(prefix.queries),
+        "engine_prefix_hits_total": float(prefix.hits),
+        "engine_running_requests": float(num_running),
+        "engine_waiting_requests": float(num_waiting),
+        "engine_kv_cache_usage": scheduler.pool.usage,
+        **(connector.counters() if connector else {}),
+    }
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    """Raise AssertionError unless blocks belong to live requests and leases only, and each request is in one place."""
+    pool, batcher = scheduler.pool, scheduler.batcher
+    pool.check_integrity()
+    leases = scheduler.sender.leases if scheduler.sender else ()
+    assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, leases)}
+    places = [
+        request.key for queue in (batcher.running, batcher.waiting, batcher.arrived) for request in queue
+    ]
+    remote = [
+        key for key, r in scheduler.requests.items() if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    ]
+    assert sorted(places + remote) == sorted(scheduler.requests)
+    assert len(remote) == (scheduler.receiver.num_waiting if scheduler.receiver else 0)
+    assert all(request.status is RequestStatus.RUNNING for request in batcher.running)
+    for request in batcher.waiting:
+        assert pool.num_blocks_of(request.key) == request.num_computed_tokens == 0
+    for request in [*batcher.running, *batcher.arrived]:
+        assert pool.num_blocks_of(request.key) * pool.block_size >= request.num_computed_tokens

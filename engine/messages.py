@@ -1,0 +1,80 @@
+"""What the client of an engine and its core say to each other, over a queue or a socket (msgspec, never pickle)."""
+
+from typing import Any
+
+import msgspec
+
+from contract.requests import EngineOutput, EngineRequest
+from engine.core import EngineInfo
+from engine.stats import SchedulerStats
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    """Answer this request."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End these requests; unknown keys are ignored."""
+
+    keys: list[str]
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """Call a utility of the core (``EngineCore.call``); a CallResult with the same id follows."""
+
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End everything; nothing after this is read."""
+
+
+ToEngine = AddRequest | Abort | Call | Shutdown
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine is up. The first message of an engine, or else StartFailed."""
+
+    info: EngineInfo
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """The engine could not start; ``kind``, ``message`` and ``param`` are those of the KvbatonError."""
+
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
+    """Everything that one client hears of one step."""
+
+    outputs: list[EngineOutput]
+
+
+class CallResult(msgspec.Struct, frozen=True, tag="result"):
+    """What a utility returned, or its error."""
+
+    call_id: int
+    result: Any = None
+    error_kind: str | None = None
+    error_message: str | None = None
+
+
+class Health(msgspec.Struct, frozen=True, tag="health"):
+    """An idle engine says that it lives, and how it stands."""
+
+    stats: SchedulerStats
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """The engine's last message; ``error`` is None when it was asked to stop."""
+
+    error: str | None = None
+
+
+FromEngine = Ready | StartFailed | StepOutputs | CallResult | Health | Stopped

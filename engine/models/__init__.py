@@ -1,0 +1,1 @@
+"""Own, readable definitions of the decoder families that the engine serves."""

@@ -1,0 +1,81 @@
+"""The shape of one decoder, read from a checkpoint's config.json and checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from contract.errors import SettingError
+from engine.models.rope import RopeConfig
+
+RawConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder of the Llama family with the variations that its relatives need.
+
+    qkv_bias, output_bias: biases of the q/k/v and of the output projection. qk_norm: RMSNorm over each head's query
+    and key (Qwen3). sliding_windows: per layer, how many tokens a token sees, itself included; None is all.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    sliding_windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise SettingError where the numbers cannot describe a decoder."""
+        if self.num_heads % self.num_kv_heads:
+            raise bad_config(
+                f"num_attention_heads is {self.num_heads}; it must be a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise bad_config(f"head_dim is {self.head_dim}; rotary embeddings need an even one")
+
+
+def bad_config(what: str) -> SettingError:
+    """The error for a config.json that cannot be served."""
+    return SettingError(f"the model's config.json: {what}", param="model")
+
+
+def positive_int(raw: RawConfig, name: str, default: int | None = None) -> int:
+    """A whole number above 0. Without ``default`` the field must be there; null counts as missing."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise bad_config(f"{name} is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise bad_config(f"{name} is {value!r}; it must be a whole number above 0")
+    return value
+
+
+def flag(raw: RawConfig, name: str) -> bool:
+    """A boolean field, False where it is missing."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise bad_config(f"{name} is {value!r}; it must be true or false")
+    return bool(value)
+
+
+def positive_float(raw: RawConfig, name: str, default: float | None = None) -> float:
+    """A number above 0."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise bad_config(f"{name} is {value!r}; it must be a number above 0")
+    return float(value)

@@ -1,0 +1,108 @@
+"""One decoder for the Llama, Mistral, Qwen2 and Qwen3 families.
+
+Tokens of all requests lie flat in one dimension; which request a token belongs to, and where its KV lives, only the
+attention step knows. Numerics follow transformers, so that float32 answers are equal token by token.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.attention.backend import AttentionStep, LayerShape
+from engine.models.config import DecoderConfig
+from engine.models.layers import GatedMLP, RMSNorm
+from engine.models.rope import inverse_frequencies, rotate, rotation
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary positions; optional biases, head norms and sliding window."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.output_bias)
+        norm = config.rms_norm_eps
+        self.q_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else nn.Identity()
+        self.head_dim = config.head_dim
+        self.shape = LayerShape(config.head_dim**-0.5, config.sliding_windows[layer])
+
+    def forward(self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None) -> Tensor:
+        """``[num_tokens, hidden_size]`` to the same shape; writes the tokens' KV into ``cache``."""
+        query, key, value = (
+            projection(states).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(self.q_norm(query), *turn), rotate(self.k_norm(key), *turn)
+        mixed = step.attend(self.shape, query, key, value, cache)
+        output: Tensor = self.o_proj(mixed.flatten(-2))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the MLP, each on a normed input and added to the residual."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None) -> Tensor:
+        """``[num_tokens, hidden_size]`` to the same shape."""
+        states = states + self.self_attn(self.input_layernorm(states), turn, step, cache)
+        widened: Tensor = self.mlp(self.post_attention_layernorm(states))
+        return states + widened
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: what a checkpoint calls ``model``."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.frequencies = inverse_frequencies(config.rope, config.head_dim)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, step: AttentionStep, caches: Sequence[Tensor] | None
+    ) -> Tensor:
+        """Token ids and positions ``[num_tokens]`` to hidden states ``[num_tokens, hidden_size]``.
+
+        caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None attends within the batch.
+        """
+        states: Tensor = self.embed_tokens(input_ids)
+        turn = rotation(self.frequencies, positions, states.dtype)
+        for index, layer in enumerate(self.layers):
+            states = layer(states, turn, step, None if caches is None else caches[index])
+        normed: Tensor = self.norm(states)
+        return normed
+
+
+class CausalLM(nn.Module):
+    """A decoder with its output head. The head is the embedding where the checkpoint ties them."""
+
+    def __init__(self, config: DecoderConfig, is_tied: bool) -> None:
+        super().__init__()
+        self.model = Decoder(config)
+        self.lm_head = None if is_tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, step: AttentionStep, caches: Sequence[Tensor] | None
+    ) -> Tensor:
+        """See ``Decoder.forward``."""
+        states: Tensor = self.model(input_ids, positions, step, caches)
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(states, head.weight)

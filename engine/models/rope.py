@@ -1,0 +1,57 @@
+"""Rotary position embeddings (Su et al. 2021) with the scalings that the served families use."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions turn into angles.
+
+    rope_type: "default"; "linear" divides every frequency by ``factor``; "llama3" divides the low ones, keeps the
+    high ones, and blends between wavelengths of ``original_max_position_embeddings`` / high_ and / low_freq_factor.
+    """
+
+    rope_type: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angles per position in radians, float32 ``[head_dim / 2]``; the arithmetic follows transformers step by step."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3_frequencies(rope, plain)
+    return plain
+
+
+def _llama3_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
+    length = rope.original_max_position_embeddings
+    longest, shortest = length / rope.low_freq_factor, length / rope.high_freq_factor
+    wavelengths = 2 * math.pi / plain
+    scaled = torch.where(wavelengths > longest, plain / rope.factor, plain)
+    smooth = (length / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    is_between = ~(wavelengths < shortest) & ~(wavelengths > longest)
+    return torch.where(is_between, blended, scaled)
+
+
+def rotation(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, each ``[num_tokens, 1, head_dim]``: in float32, then cast."""
+    angles = positions[:, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys ``[num_tokens, num_heads, head_dim]`` by their positions' angles."""
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat((-second, first), dim=-1) * sin

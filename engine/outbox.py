@@ -1,0 +1,54 @@
+"""What the clients must hear after this step, and what the runner must be told."""
+
+from collections import defaultdict
+
+from contract.errors import KvbatonError
+from contract.requests import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
+from engine.ending import Ending
+from engine.request import Request
+from engine.stats import Totals
+
+
+class Outbox:
+    """Collects outputs by client index, each request's last one exactly once, and counts them."""
+
+    def __init__(self, totals: Totals) -> None:
+        self._totals = totals
+        self._outputs: defaultdict[int, list[EngineOutput]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def tokens(
+        self,
+        request: Request,
+        token_ids: list[int],
+        ending: Ending | None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """The request has new tokens and perhaps ends with them."""
+        self._outputs[request.client_index].append(request.emit(token_ids, ending, logprobs))
+        self._totals.num_generated_tokens += len(token_ids)
+        if ending is not None:
+            self._totals.num_finished += 1
+            self._totals.num_failed += ending.error_kind is not None
+
+    def refusal(self, asked: EngineRequest, error: KvbatonError) -> None:
+        """The request was not accepted."""
+        self._totals.num_failed += 1
+        output = EngineOutput(
+            request_id=asked.request_id,
+            attempt=asked.attempt,
+            choice=asked.choice,
+            first_index=asked.first_index,
+            is_leg_finished=True,
+            finish_reason=FinishReason.ERROR,
+            error_kind=error.kind.value,
+            error_message=error.message,
+        )
+        self._outputs[asked.client_index].append(output)
+
+    def take(self) -> dict[int, list[EngineOutput]]:
+        """Everything since the last call, in order."""
+        outputs, self._outputs = dict(self._outputs), defaultdict(list)
+        return outputs

@@ -1,0 +1,173 @@
+"""The engine-core process (A8), and the end of it that its client holds.
+
+The two talk over a pair of ZeroMQ sockets in a private 0700 directory, which is gone again once both are connected.
+The process begins with a handshake (Ready or StartFailed), then runs the step loop; a thread reads its input. It dies
+with its parent: the kernel kills it (Linux), and elsewhere the parent's closed pipe ends its loop.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine.messages import FromEngine, Ready, Shutdown, Stopped, ToEngine
+from engine.step_loop import EnginePlan, Inbox, run_engine
+
+_PR_SET_PDEATHSIG = 1
+_FLUSH_MILLISECONDS = 2000
+_LAST_WORDS_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """The addresses of one engine process, both bound by its client."""
+
+    to_engine: str
+    from_engine: str
+
+    @classmethod
+    def within(cls, folder: Path) -> "Sockets":
+        """Unix sockets in this folder."""
+        return cls(f"ipc://{folder}/in", f"ipc://{folder}/out")
+
+
+class EngineProcess:
+    """An ``EngineLink`` to a core in a process of its own.
+
+    Start it from a thread that lives as long as the engine shall (the main thread): on Linux the engine is killed
+    when the thread that started it ends.
+    """
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan = plan
+        self._folder = Path(tempfile.mkdtemp(prefix="kvbaton-"))
+        sockets = Sockets.within(self._folder)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        self._input.setsockopt(zmq.SNDHWM, 0)
+        self._input.bind(sockets.to_engine)
+        self._output = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        self._output.setsockopt(zmq.RCVHWM, 0)
+        self._output.bind(sockets.from_engine)
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=engine_main, args=(plan, sockets), name="engine-core", daemon=True
+        )
+        self._encoder = msgspec.msgpack.Encoder()
+        self._exited = asyncio.Event()
+        self._ended_as_asked = False
+
+    def start(self, hear: Callable[[FromEngine], None]) -> None:
+        """See EngineLink."""
+        loop = asyncio.get_running_loop()
+        self.process.start()
+        loop.add_reader(self.process.sentinel, self._note_exit, loop)
+        self._reader = loop.create_task(self._read(hear))
+
+    def send(self, message: ToEngine) -> None:
+        """See EngineLink."""
+        if not self._exited.is_set():
+            self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def abandon(self) -> None:
+        """See EngineLink."""
+        self.process.kill()
+
+    async def wait_ended(self) -> bool:
+        """See EngineLink."""
+        try:
+            await self._exited.wait()
+            await asyncio.wait({self._reader}, timeout=_LAST_WORDS_SECONDS)
+        finally:
+            self._reader.cancel()
+            self._remove_folder()
+            self._input.close(linger=0)
+            self._output.close(linger=0)
+            self._context.term()
+        self.process.join()
+        return self._ended_as_asked and self.process.exitcode == 0
+
+    async def _read(self, hear: Callable[[FromEngine], None]) -> None:
+        """Until the engine's last message; the first one says that both sockets are connected."""
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        while True:
+            message = decoder.decode(await self._output.recv())
+            match message:
+                case Ready():
+                    self._remove_folder()
+                case Stopped(error):
+                    self._ended_as_asked = error is None
+            hear(message)
+            if isinstance(message, Stopped):
+                return
+
+    def _note_exit(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self.process.sentinel)
+        self._exited.set()
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def engine_main(plan: EnginePlan, sockets: Sockets) -> None:
+    """The process: connect, run the engine, exit with 0 when it ended as asked and with 1 otherwise."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    inbox: Inbox = queue.SimpleQueue()
+    encoder = msgspec.msgpack.Encoder()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    output = context.socket(zmq.PUSH)
+    output.setsockopt(zmq.SNDHWM, 0)
+    output.setsockopt(zmq.LINGER, _FLUSH_MILLISECONDS)
+    output.connect(sockets.from_engine)
+    threading.Thread(target=_read_input, args=(context, sockets.to_engine, inbox), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(inbox,), daemon=True).start()
+    try:
+        has_ended_well = run_engine(plan, inbox, lambda message: _send(output, encoder.encode(message)))
+    finally:
+        output.close()
+        context.term()
+    sys.exit(0 if has_ended_well else 1)
+
+
+def _send(socket: zmq.Socket[bytes], data: bytes) -> None:
+    socket.send(data)
+
+
+def _read_input(context: zmq.Context[zmq.Socket[bytes]], address: str, inbox: Inbox) -> None:
+    """Input thread: from the socket to the queue, until the context ends. Broken input ends the engine, not this."""
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+    with context.socket(zmq.PULL) as socket, contextlib.suppress(zmq.ContextTerminated):
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(address)
+        while True:
+            try:
+                inbox.put(decoder.decode(socket.recv()))
+            except msgspec.DecodeError as error:
+                inbox.put(error)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _watch_parent(inbox: Inbox) -> None:
+    """End the loop when the parent is gone (also if it went before the kernel was asked to tell)."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        inbox.put(Shutdown())

@@ -1,0 +1,171 @@
+"""The scheduler's two dealings with other workers' KV: lending a prompt's blocks, and waiting for somebody else's.
+
+Both talk to the ``SchedulerConnector`` (see ``engine/connector.py`` for the order of its calls) and keep the books of
+the BlockPool in step with what may still be read or written from outside.
+"""
+
+from collections.abc import Collection
+
+from contract.errors import ErrorKind
+from engine.block_pool import BlockPool, blocks_needed
+from engine.connector import Drained, Failed, FirstToken, Published, SchedulerConnector
+from engine.ending import Ending, RequestStatus
+from engine.request import Request
+
+NOT_NEEDED_KIND = "not_needed"
+"""The kind of a transfer that ended because token 0 was the whole answer; no error."""
+
+
+def lease_holder(key: str) -> str:
+    """The BlockPool's holder of blocks that a finished request still lends."""
+    return f"lease:{key}"
+
+
+class KVSender:
+    """Lends the blocks of prefill legs. From the first ``publish`` until the connector says that nobody reads them any more.
+
+    While the request runs its blocks are its own; when it ends their references belong to its lease.
+    """
+
+    def __init__(self, connector: SchedulerConnector, pool: BlockPool) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._open: set[str] = set()
+        self._leases: set[str] = set()
+
+    @property
+    def leases(self) -> Collection[str]:
+        """Keys of ended requests whose blocks are still lent."""
+        return self._leases
+
+    def has_opened(self, request: Request) -> bool:
+        """True when the blocks of the running request are lent."""
+        return request.key in self._open
+
+    def publish(self, request: Request, num_computed_tokens: int) -> None:
+        """After the coming forward pass so much of the prompt is computed. The first call lends the blocks.
+
+        They are those of the whole prompt, all reserved; ``request.num_computed_tokens`` of them are computed already.
+        """
+        if request.key not in self._open:
+            self._open.add(request.key)
+            blocks = self._pool.table_of(request.key)
+            self._connector.open_send(request.asked, blocks, request.num_computed_tokens)
+        self._connector.publish(request.key, num_computed_tokens)
+
+    def finish(self, request: Request, first_token: FirstToken) -> None:
+        """The prompt is computed, the answer goes on at the receiver with this token."""
+        self._connector.finish_send(request.key, [first_token])
+        self._lease(request)
+
+    def abandon(self, request: Request, ending: Ending) -> None:
+        """Nobody shall use the transfer: the answer ended at token 0, or there will be none."""
+        if ending.error_kind is not None:
+            kind = ending.error_kind
+        elif ending.status is RequestStatus.FINISHED_ABORTED:
+            kind = ErrorKind.CANCELLED.value
+        else:
+            kind = NOT_NEEDED_KIND
+        self._connector.abandon_send(
+            request.key, kind, ending.error_message or f"the prefill leg ended: {kind}"
+        )
+        self._lease(request)
+
+    def take_back(self, keys: Collection[str]) -> None:
+        """Nobody reads these any more (``finished_sending``): their leases end."""
+        for key in self._leases.intersection(keys):
+            self._leases.remove(key)
+            self._pool.free(lease_holder(key))
+
+    def _lease(self, request: Request) -> None:
+        self._open.remove(request.key)
+        self._leases.add(request.key)
+        self._pool.hand_over(request.key, lease_holder(request.key))
+
+
+class KVReceiver:
+    """Owns the requests in WAITING_FOR_REMOTE_KVS, in order of arrival.
+
+    One of them holds nothing until its sender has published; then it reserves ceil((prompt + 1) / block_size) blocks,
+    cached ones included, in one step or not at all (law 4). One that does not fit keeps its place and tries again,
+    and does not hold up those behind it; its deadline bounds the wait.
+    """
+
+    def __init__(self, connector: SchedulerConnector, pool: BlockPool) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._waiting: dict[str, Request] = {}
+        self._published: set[str] = set()
+        self._failed: set[str] = set()
+        self._num_cached_blocks: dict[str, int] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their KV. (Not ``__len__``: a receiver that waits for nothing must not be falsy.)"""
+        return len(self._waiting)
+
+    def start(self, request: Request) -> None:
+        """The request arrived: ask for its KV."""
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._waiting[request.key] = request
+        self._connector.start_fetch(request.asked)
+
+    def take_events(self) -> list[Failed]:
+        """Note what the connector has to say; returns the failures of requests that still wait."""
+        failures = []
+        for event in self._connector.take_events():
+            match event:
+                case Published(key) if key in self._waiting:
+                    self._published.add(key)
+                case Drained(key) if self._pool.is_quarantined(key):
+                    self._pool.release_quarantine(key)
+                case Failed(key) if key in self._waiting:
+                    self._failed.add(key)
+                    failures.append(event)
+        return failures
+
+    def reserve(self) -> None:
+        """Give blocks to every request whose sender has published and for which they suffice; the reads begin."""
+        for request in [r for key, r in self._waiting.items() if key in self._published]:
+            size = self._pool.block_size
+            cached = self._pool.find_cached(request.block_hashes)
+            num_new = blocks_needed(request.num_prompt_tokens + 1, size) - len(cached)
+            if not self._pool.can_allocate(num_new, cached):
+                continue
+            blocks = self._pool.allocate(request.key, num_new, cached)
+            request.num_cached_tokens = len(cached) * size
+            self._published.remove(request.key)
+            self._num_cached_blocks[request.key] = len(cached)
+            num_prompt_blocks = blocks_needed(request.num_prompt_tokens, size)
+            self._connector.receive_into(request.key, blocks[:num_prompt_blocks], len(cached))
+
+    def take_arrived(self, keys: Collection[str], now: float) -> list[Request]:
+        """These have landed and were verified (``finished_recving``): the prompt counts as computed, token 0 is known."""
+        arrived = [request for key, request in self._waiting.items() if key in keys]
+        for request in arrived:
+            self._forget(request)
+            received = self._connector.take_received(request.key)
+            request.num_computed_tokens = request.num_prompt_tokens
+            request.append_token(received.first_tokens[0].token_id)
+            request.status = RequestStatus.WAITING
+            request.milestones.queued = now
+            request.milestones.transfer_exposed_seconds = received.exposed_seconds
+            request.milestones.transfer_hidden_seconds = received.hidden_seconds
+        return arrived
+
+    def give_up(self, request: Request) -> None:
+        """Stop waiting. What has been reserved is freed, or quarantined where a read into it cannot be stopped."""
+        has_failed = request.key in self._failed
+        num_shared = self._num_cached_blocks.get(request.key)
+        self._forget(request)
+        is_quiet = has_failed or self._connector.cancel_fetch(request.key)
+        if is_quiet or num_shared is None:
+            self._pool.free(request.key)
+        else:
+            self._pool.quarantine(request.key, num_shared)
+
+    def _forget(self, request: Request) -> None:
+        del self._waiting[request.key]
+        self._published.discard(request.key)
+        self._failed.discard(request.key)
+        self._num_cached_blocks.pop(request.key, None)

@@ -1,0 +1,242 @@
+"""The scheduler's state of one request: where it is in its life, its tokens, and how much of them is computed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from contract.block_hash import BlockHash, block_hash, full_block_hashes, root_hash
+from contract.requests import (
+    EngineOutput,
+    EngineRequest,
+    ReceiveTransfer,
+    RequestTimings,
+    SamplingParams,
+    SendTransfer,
+    TokenLogprobs,
+)
+from engine.block_pool import blocks_needed
+from engine.ending import Ending, RequestStatus
+
+
+@dataclass
+class Milestones:
+    """When things happened to a request, in seconds of the scheduler's clock; None for what has not happened."""
+
+    queued: float
+    scheduled: float | None = None
+    prefilled: float | None = None
+    transfer_exposed_seconds: float = 0.0
+    transfer_hidden_seconds: float = 0.0
+
+    def split(self) -> RequestTimings:
+        """The durations between them."""
+        scheduled = self.queued if self.scheduled is None else self.scheduled
+        return RequestTimings(
+            queue_seconds=scheduled - self.queued,
+            prefill_seconds=0.0 if self.prefilled is None else self.prefilled - scheduled,
+            transfer_exposed_seconds=self.transfer_exposed_seconds,
+            transfer_hidden_seconds=self.transfer_hidden_seconds,
+        )
+
+
+@dataclass(eq=False)
+class Request:
+    """One EngineRequest in the scheduler's hands (B10); the scheduler alone changes it.
+
+    token_ids: all known tokens: the prompt, then the answer's. num_computed_tokens: how many of them have their KV in
+    this request's blocks. num_emitted_tokens: tokens that left this engine as output. structured_output_request: the
+    place of grammars.
+    """
+
+    asked: EngineRequest
+    token_ids: list[int]
+    milestones: Milestones
+    block_size: int
+    hash_root: BlockHash
+    block_hashes: list[BlockHash]
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_indexed_blocks: int = 0
+    num_emitted_tokens: int = 0
+    num_cached_tokens: int = 0
+    is_known_to_runner: bool = False
+    structured_output_request: Any | None = None
+
+    @classmethod
+    def from_engine_request(
+        cls, asked: EngineRequest, model_fingerprint: str, block_size: int, now: float
+    ) -> "Request":
+        """A request that has just arrived."""
+        root = root_hash(model_fingerprint, asked.cache_salt, asked.lora_request or "")
+        return cls(
+            asked=asked,
+            token_ids=list(asked.prompt_token_ids),
+            milestones=Milestones(queued=now),
+            block_size=block_size,
+            hash_root=root,
+            block_hashes=full_block_hashes(root, asked.prompt_token_ids, block_size),
+        )
+
+    @property
+    def key(self) -> str:
+        """The engine's own name for this choice of this attempt."""
+        return self.asked.key
+
+    @property
+    def client_index(self) -> int:
+        """Which front end asked (B10)."""
+        return self.asked.client_index
+
+    @property
+    def arrival_time(self) -> float:
+        """When the front end received it, on the front end's clock (B10)."""
+        return self.asked.arrival_time
+
+    @property
+    def priority(self) -> int:
+        """Higher runs earlier (B10)."""
+        return self.asked.priority
+
+    @property
+    def cache_salt(self) -> str:
+        """Isolates cached KV (B10)."""
+        return self.asked.cache_salt
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's own end tokens (B10)."""
+        return self.asked.eos_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.asked.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of everything known."""
+        return len(self.token_ids)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Known tokens whose KV is not computed yet; 1 for a request that decodes."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens of the whole answer so far, those that other engines emitted included."""
+        return self.asked.first_index + self.num_emitted_tokens
+
+    @property
+    def is_sending(self) -> bool:
+        """A prefill leg: lends its KV to another worker and ends after one token."""
+        return isinstance(self.asked.transfer, SendTransfer)
+
+    @property
+    def is_receiving(self) -> bool:
+        """A decode leg: its prompt's KV comes from another worker."""
+        return isinstance(self.asked.transfer, ReceiveTransfer)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its newest token is not computed, and that is not the prompt's."""
+        return self.num_missing_tokens == 1 and self.num_tokens > self.num_prompt_tokens
+
+    def append_token(self, token_id: int) -> None:
+        """The answer grew by one token."""
+        self.token_ids.append(token_id)
+        if self.num_tokens % self.block_size == 0:
+            parent = self.block_hashes[-1] if self.block_hashes else self.hash_root
+            self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
+
+    def reusable_hashes(self) -> list[BlockHash]:
+        """Hashes of blocks that may come from the cache while the newest token is still computed here (for its logits)."""
+        return self.block_hashes[: (self.num_tokens - 1) // self.block_size]
+
+    def find_computed(self, num_blocks: int, *, is_first: bool) -> None:
+        """The cache holds its first ``num_blocks`` blocks; the client hears of those found at the first time only."""
+        self.num_computed_tokens = num_blocks * self.block_size
+        self.num_indexed_blocks = num_blocks
+        if is_first:
+            self.num_cached_tokens = self.num_computed_tokens
+
+    def lose_blocks(self) -> None:
+        """Its blocks were taken away: everything must be computed again."""
+        self.status = RequestStatus.PREEMPTED
+        self.num_computed_tokens = 0
+        self.num_indexed_blocks = 0
+
+    def runner_sampling(self) -> SamplingParams:
+        """The sampling parameters with ``min_tokens`` counted from the end of *this* engine's prompt.
+
+        A replayed request's prompt holds tokens of the answer already.
+        """
+        num_answer_tokens_in_prompt = self.answer_length - (self.num_tokens - self.num_prompt_tokens)
+        sampling = self.asked.sampling
+        num_left = max(0, sampling.min_tokens - num_answer_tokens_in_prompt)
+        return (
+            sampling
+            if num_left == sampling.min_tokens
+            else msgspec.structs.replace(sampling, min_tokens=num_left)
+        )
+
+    def emit(
+        self, token_ids: list[int], ending: Ending | None, logprobs: list[TokenLogprobs] | None = None
+    ) -> EngineOutput:
+        """The output that says these tokens (appended before) and, perhaps, the end. Counts them as emitted."""
+        is_first = self.num_emitted_tokens == 0 and bool(token_ids)
+        output = EngineOutput(
+            request_id=self.asked.request_id,
+            attempt=self.asked.attempt,
+            choice=self.asked.choice,
+            first_index=self.answer_length,
+            token_ids=token_ids,
+            logprobs=logprobs,
+        )
+        self.num_emitted_tokens += len(token_ids)
+        if is_first:
+            output.num_cached_tokens = self.num_cached_tokens
+            output.timings = self.milestones.split()
+        if ending is not None:
+            self.status = ending.status
+            output.is_leg_finished = True
+            output.finish_reason = ending.finish_reason
+            output.stop_reason = ending.stop_reason
+            output.error_kind = ending.error_kind
+            output.error_message = ending.error_message
+        return output
+
+
+def ending_after(request: Request, index: int, max_model_len: int) -> Ending | None:
+    """Whether the newest known token, number ``index`` (from 0) of the answer, ends it.
+
+    Either a stop token (never before ``min_tokens``), or a limit of length.
+    """
+    sampling, token = request.asked.sampling, request.token_ids[-1]
+    if index >= sampling.min_tokens:
+        if token in sampling.stop_token_ids:
+            return Ending(RequestStatus.FINISHED_STOPPED, stop_reason=token)
+        if token in request.eos_token_ids and not sampling.ignore_eos:
+            return Ending(RequestStatus.FINISHED_STOPPED)
+    if index + 1 >= sampling.max_tokens or request.num_tokens >= max_model_len:
+        return Ending(RequestStatus.FINISHED_LENGTH_CAPPED)
+    return None
+
+
+def why_impossible(request: Request, max_length: int, num_usable_blocks: int) -> str | None:
+    """Why the request can never run in an engine of this size (A27, A28); None when it can."""
+    num_prompt = request.num_prompt_tokens
+    if num_prompt + 1 > max_length:
+        return (
+            f"the prompt has {num_prompt} tokens; with at least one token of answer this engine takes "
+            f"{max_length - 1} at most: shorten it"
+        )
+    num_tokens = num_prompt + 1 if request.is_receiving else num_prompt
+    num_blocks = blocks_needed(num_tokens, request.block_size)
+    if num_blocks > num_usable_blocks:
+        return (
+            f"the prompt of {num_prompt} tokens needs {num_blocks} KV blocks of {request.block_size} tokens, "
+            f"the engine has {num_usable_blocks}: shorten it or raise kv_cache_bytes"
+        )
+    return None

@@ -1,0 +1,206 @@
+"""One rank: the model, its KV memory, and one forward pass per ``execute_model``.
+
+Decides nothing: what runs is the scheduler's word. Owns the persistent batch, the pool of KV blocks, and the rank's
+half of the connector.
+"""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from contract.errors import InternalError
+from contract.layout import KVLayout
+from contract.requests import SamplingParams
+from engine.attention.backend import create_backend
+from engine.batch import InputBatch
+from engine.connector import RankConnector
+from engine.device import resolve_device
+from engine.inputs import PreparedInputs, prepare_inputs
+from engine.kv_cache.memory import PagedKVMemory, allocate
+from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
+from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
+from engine.models.info import ModelInfo
+from engine.models.loading import LoadedModel, load
+from engine.outputs import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.profiling import profile_inputs
+from engine.sampling import Samples, SamplingRow, sample
+from engine.settings import EngineSettings
+
+__all__ = ["ModelInfo", "ModelRunner"]
+_T = TypeVar("_T")
+_WARM_UP_ID = "warm-up"
+
+
+class ModelRunner:
+    """The life of a rank: load_model → KV start-up (``engine.kv_cache.startup``) → execute_model, step by step."""
+
+    def __init__(self, settings: EngineSettings, probe: MemoryProbe | None = None) -> None:
+        self.device = resolve_device(settings.device, torch.cuda.device_count())
+        self._settings = settings
+        self._probe = create_probe(self.device) if probe is None else probe
+        self._backend = create_backend("torch")
+        self._loaded: LoadedModel | None = None
+        self._memory: PagedKVMemory | None = None
+        self._batch: InputBatch | None = None
+        self._connector: RankConnector | None = None
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What was loaded. Raises InternalError before ``load_model``."""
+        return _ready(self._loaded, "load_model").info
+
+    @property
+    def memory(self) -> PagedKVMemory:
+        """The pool. Raises InternalError before ``initialize_from_config``."""
+        return _ready(self._memory, "initialize_from_config")
+
+    def load_model(self) -> None:
+        """Read the checkpoint and put the weights on the device. Raises SettingError for what cannot be served."""
+        torch.set_num_threads(self._settings.num_threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._probe.start()
+        settings = self._settings
+        self._loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device)
+
+    def get_model_info(self) -> ModelInfo:
+        """``model_info`` for ``collective_rpc``."""
+        return self.model_info
+
+    def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """What each layer needs, by layer name, first to last."""
+        config = _ready(self._loaded, "load_model").config
+        spec = KVCacheSpec(
+            self._settings.block_size, config.num_kv_heads, config.head_dim, self.model_info.dtype
+        )
+        return {f"model.layers.{layer}.self_attn": spec for layer in range(config.num_layers)}
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache, after a forward pass without KV over a full batch of dummy tokens."""
+        settings = self._settings
+        lengths = profile_lengths(
+            settings.max_num_batched_tokens, settings.max_num_seqs, self.model_info.max_model_len
+        )
+        inputs = profile_inputs(lengths)
+        with torch.inference_mode():
+            logits = self._forward(inputs, list(range(len(lengths))), has_cache=False)
+            sample(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
+        del logits
+        return available_kv_bytes(self._probe.read(), settings)
+
+    def initialize_from_config(self, config: KVCacheConfig) -> KVLayout:
+        """Allocate the pool and the tables; called exactly once. Returns the layout."""
+        settings = self._settings
+        self._memory = allocate(config.layout, config.num_blocks, self.device)
+        self._batch = InputBatch(settings.max_num_seqs, self.model_info.max_model_len, settings.block_size)
+        return config.layout
+
+    def warm_up(self) -> None:
+        """One step of a dummy request in the null block, which is zeroed again: the first real step meets no surprise."""
+        memory = self.memory
+        num_tokens = min(2, self.model_info.max_model_len, self._settings.max_num_batched_tokens)
+        dummy = NewRequestData(
+            req_id=_WARM_UP_ID,
+            prompt_token_ids=[0] * num_tokens,
+            sampling_params=SamplingParams(),
+            block_ids=([0],),
+            num_computed_tokens=0,
+            num_prompt_tokens=num_tokens,
+        )
+        scheduled = {_WARM_UP_ID: num_tokens}
+        self.execute_model(
+            SchedulerOutput([dummy], num_scheduled_tokens=scheduled, total_num_scheduled_tokens=num_tokens)
+        )
+        self.execute_model(SchedulerOutput(finished_req_ids={_WARM_UP_ID}))
+        memory.pool[0] = 0
+
+    def set_connector(self, rank: RankConnector) -> None:
+        """Put in the rank's half of the connector and start it on the pool."""
+        rank.start(self.memory)
+        self._connector = rank
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step: update the batch, forward, sample, then hand the step's orders to the connector.
+
+        A request draws a token when all its known tokens are computed after this step; the token joins its known
+        tokens. Others get an empty list, and so does a request whose logits are not numbers (it is in
+        ``num_nans_in_logits``). Without scheduled tokens nothing is computed.
+        """
+        _ready(self._batch, "initialize_from_config").update(scheduled)
+        output = ModelRunnerOutput()
+        if scheduled.total_num_scheduled_tokens:
+            with torch.inference_mode():
+                output = self._compute(scheduled)
+            self.memory.mark_computed()
+        if self._connector is not None:
+            if scheduled.kv_connector_metadata is not None:
+                self._connector.execute(scheduled.kv_connector_metadata)
+            sent, received = self._connector.take_finished()
+            output.finished_sending, output.finished_recving = sent or None, received or None
+        return output
+
+    def shutdown(self) -> None:
+        """Stop the connector's rank half, then give the pool back."""
+        if self._connector is not None:
+            self._connector.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        batch = _ready(self._batch, "initialize_from_config")
+        inputs = prepare_inputs(batch, scheduled)
+        states = [batch.requests[req_id] for req_id in inputs.req_ids]
+        drawing = [index for index, state in enumerate(states) if inputs.seq_lens[index] >= state.num_tokens]
+        logits = self._forward(inputs, drawing, has_cache=True)
+        samples = sample(logits, [batch.sampling_row(states[index].req_id) for index in drawing])
+        for index, token_id in zip(drawing, samples.token_ids, strict=True):
+            if token_id is not None:
+                batch.append_token(inputs.req_ids[index], token_id)
+        return _output(inputs.req_ids, drawing, samples)
+
+    def _forward(self, inputs: PreparedInputs, rows: list[int], *, has_cache: bool) -> Tensor:
+        """Logits ``[len(rows), vocab_size]`` of the last token of these requests."""
+        model = _ready(self._loaded, "load_model").model
+        step = self._backend.plan(inputs, self._settings.block_size, self.device)
+        input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
+        positions = torch.from_numpy(inputs.positions).to(self.device)
+        states = model(input_ids, positions, step, self.memory.layers if has_cache else None)
+        last_tokens = torch.from_numpy(inputs.query_start_loc[1:][rows] - 1).to(self.device)
+        return model.logits(states[last_tokens])
+
+
+def _output(req_ids: list[str], drawing: list[int], samples: Samples) -> ModelRunnerOutput:
+    """Spread what the drawing requests got over all requests of the step."""
+    tokens: list[list[int]] = [[] for _ in req_ids]
+    nans: dict[str, int] = {}
+    for index, token_id, count in zip(drawing, samples.token_ids, samples.num_nans, strict=True):
+        tokens[index] = [] if token_id is None else [token_id]
+        if count:
+            nans[req_ids[index]] = count
+    return ModelRunnerOutput(
+        req_ids=req_ids,
+        req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+        sampled_token_ids=tokens,
+        logprobs=_spread_logprobs(len(req_ids), drawing, samples.logprobs),
+        num_nans_in_logits=nans or None,
+    )
+
+
+def _spread_logprobs(
+    num_reqs: int, drawing: list[int], logprobs: LogprobsLists | None
+) -> LogprobsLists | None:
+    if logprobs is None:
+        return None
+    spread = LogprobsLists([[] for _ in range(num_reqs)], [[] for _ in range(num_reqs)], [0] * num_reqs)
+    for place, index in enumerate(drawing):
+        spread.logprob_token_ids[index] = logprobs.logprob_token_ids[place]
+        spread.logprobs[index] = logprobs.logprobs[place]
+        spread.sampled_token_ranks[index] = logprobs.sampled_token_ranks[place]
+    return spread
+
+
+def _ready(value: _T | None, needed: str) -> _T:
+    if value is None:
+        raise InternalError(f"the runner was used before {needed}")
+    return value

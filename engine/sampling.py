@@ -1,0 +1,171 @@
+"""Logits in, tokens out. A token depends only on its logits, its parameters, its seed and its position (law 6).
+
+Sums of floating-point numbers depend on their order, and the order on the batch. So probabilities become whole
+numbers before anything is summed: ``round(exp((logit - max) / temperature) * 2**40)``, computed in float64, element
+by element. Their sums are exact, whatever else is in the batch and whichever device adds them up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contract.requests import SamplingParams
+from engine.outputs import LogprobsLists
+from engine.randomness import UNIFORM_BITS, uniform_bits
+
+_WEIGHT_SCALE = 2.0**40
+_MAX_ELEMENTS_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One request that draws a token.
+
+    position: absolute index of the new token in the sequence, prompt included. num_generated: tokens of the answer
+    that are known already (min_tokens counts them).
+    """
+
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    position: int
+    num_generated: int
+
+    @property
+    def forbidden_token_ids(self) -> tuple[int, ...]:
+        """Ids that would end the answer before ``min_tokens``."""
+        if self.num_generated >= self.sampling.min_tokens:
+            return ()
+        own = () if self.sampling.ignore_eos else self.eos_token_ids
+        return (*own, *self.sampling.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was drawn, row by row.
+
+    token_ids: None where the row's logits are not numbers. num_nans: how many of them were not. logprobs: row i has
+    1 + k_i entries, none where the row asked for none or has no token.
+    """
+
+    token_ids: list[int | None]
+    num_nans: list[int]
+    logprobs: LogprobsLists | None
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
+    """Draw one token per row of ``logits [num_rows, vocab_size]``; ``logits`` stays as it is.
+
+    Temperature 0 takes the best token, the lowest id among equals. Otherwise: temperature, then top-k, then top-p,
+    then the inverse of the cumulative distribution in the order of the vocabulary.
+    """
+    raw = logits.to(torch.float32)
+    scores = _forbid(raw, rows)
+    num_nans = _count_unusable(raw, scores)
+    token_ids: list[int | None] = scores.argmax(dim=-1).tolist()
+    random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and not num_nans[i]]
+    rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // logits.shape[1])
+    for start in range(0, len(random_rows), rows_at_once):
+        part = random_rows[start : start + rows_at_once]
+        for i, token_id in zip(part, _draw(scores[part], [rows[i] for i in part]), strict=True):
+            token_ids[i] = token_id
+    for i, count in enumerate(num_nans):
+        if count:
+            token_ids[i] = None
+    return Samples(token_ids, num_nans, _logprobs(raw, rows, token_ids))
+
+
+def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
+    """NaN and +infinity per row; a row where no token may be drawn counts whole."""
+    counts = (raw.isnan() | raw.isposinf()).sum(dim=-1)
+    counts = torch.where(scores.isneginf().all(dim=-1), raw.shape[1], counts)
+    return [int(count) for count in counts.tolist()]
+
+
+def _forbid(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """A copy where the forbidden tokens have -infinity; ``raw`` itself where nothing is forbidden."""
+    cells = [
+        (i, token) for i, row in enumerate(rows) for token in row.forbidden_token_ids if token < raw.shape[1]
+    ]
+    if not cells:
+        return raw
+    scores = raw.clone()
+    row_indices, token_ids = torch.tensor(cells, device=raw.device).unbind(1)
+    scores[row_indices, token_ids] = -torch.inf
+    return scores
+
+
+def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """One token per row with temperature above 0."""
+    weights = _weights(scores, [row.sampling.temperature for row in rows])
+    _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
+    _keep_top_p(weights, [row.sampling.top_p for row in rows])
+    targets = [
+        (uniform_bits(row.sampling.seed, row.position) * total) >> UNIFORM_BITS
+        for row, total in zip(rows, weights.sum(dim=-1).tolist(), strict=True)
+    ]
+    return invert(weights, targets)
+
+
+def invert(weights: Tensor, targets: list[int]) -> list[int]:
+    """Per row of ``[num_rows, vocab_size]`` the first token up to which the weights sum to more than the target.
+
+    A token of weight 0 is never found, for ``0 <= target < sum of the row``.
+    """
+    column = torch.tensor(targets, device=weights.device, dtype=torch.int64)[:, None]
+    tokens: list[int] = torch.searchsorted(weights.cumsum(dim=-1), column, right=True)[:, 0].tolist()
+    return tokens
+
+
+def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
+    """Probabilities as whole numbers, int64; the best token of a row has 2**40."""
+    temperature = torch.tensor(temperatures, device=scores.device, dtype=torch.float64)[:, None]
+    wide = scores.to(torch.float64)
+    distances = (wide - wide.amax(dim=-1, keepdim=True)) / temperature
+    return (distances.exp() * _WEIGHT_SCALE).round().to(torch.int64)
+
+
+def _keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
+    """Set all but the k best scores of a row to weight 0, in place; among equals the lowest ids stay."""
+    for i, k in enumerate(limits):
+        if 0 < k < scores.shape[1]:
+            threshold = scores[i].topk(k).values[-1]
+            is_better, is_equal = scores[i] > threshold, scores[i] == threshold
+            is_kept = is_better | (is_equal & (is_equal.cumsum(0) <= k - is_better.sum()))
+            weights[i].masked_fill_(~is_kept, 0)
+
+
+def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
+    """Keep the smallest set of best tokens that holds the share p of a row's weight, in place."""
+    for i, p in enumerate(limits):
+        if p < 1.0:
+            ordered, order = weights[i].sort(descending=True, stable=True)
+            before = ordered.cumsum(0) - ordered
+            is_dropped = before.to(torch.float64) >= p * weights[i].sum().to(torch.float64)
+            weights[i].index_fill_(0, order[is_dropped], 0)
+
+
+def _logprobs(raw: Tensor, rows: Sequence[SamplingRow], token_ids: list[int | None]) -> LogprobsLists | None:
+    """Log-softmax of the raw logits in float32: the sampled token first, then the k best."""
+    if all(row.sampling.logprobs is None for row in rows):
+        return None
+    lists = LogprobsLists([], [], [])
+    for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
+        ids, values, rank = _row_logprobs(raw[i], token_id, row.sampling.logprobs)
+        lists.logprob_token_ids.append(ids)
+        lists.logprobs.append(values)
+        lists.sampled_token_ranks.append(rank)
+    return lists
+
+
+def _row_logprobs(
+    raw: Tensor, token_id: int | None, num_alternatives: int | None
+) -> tuple[list[int], list[float], int]:
+    if token_id is None or num_alternatives is None:
+        return [], [], 0
+    logprobs = raw.log_softmax(dim=-1)
+    best = logprobs.topk(min(num_alternatives, len(raw)))
+    rank = int((logprobs > logprobs[token_id]).sum()) + 1
+    ids = [token_id, *best.indices.tolist()]
+    return ids, [float(logprobs[token_id]), *best.values.tolist()], rank

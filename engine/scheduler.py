@@ -1,0 +1,305 @@
+"""Decides what each step computes, and what its results mean (seed 001). Plain integers, no tensors.
+
+A request's way: ``add_request`` lets it wait for its turn, or, when its KV comes from another worker, for that
+(``KVReceiver``). ``schedule`` hears what the connector has to say, has the ``Batcher`` share out the step's tokens and
+blocks, and orders what prefill legs have to publish (``KVSender``). ``update_from_output`` takes in what was computed:
+tokens go out, full blocks become findable, answers end. Any request can end at any time, by ``finish_requests`` or by
+its deadline; whatever the way, it ends in ``_finish``, once.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
+from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
+from engine.batching import Batcher
+from engine.block_pool import BlockPool
+from engine.connector import Failed, FirstToken, SchedulerConnector
+from engine.deadlines import Deadline, Deadlines
+from engine.ending import HANDED_OVER, NOT_NEEDED, Ending, RequestStatus, ended_by_error, refused
+from engine.outbox import Outbox
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender
+from engine.request import Request, ending_after, why_impossible
+from engine.settings import EngineSettings
+from engine.stats import PrefixCacheStats, SchedulerStats, Totals
+from engine.step_plan import StepPlan
+from engine.token_logprobs import logprobs_in_row
+
+
+class Scheduler:
+    """Owns every unfinished request, and decides about their blocks. Called from one thread.
+
+    max_model_len: tokens that prompt and answer may have together. clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        pool: BlockPool,
+        *,
+        max_model_len: int,
+        model_fingerprint: str,
+        connector: SchedulerConnector | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool = pool
+        self.requests: dict[str, Request] = {}
+        self.batcher = Batcher(pool, settings.max_num_seqs, settings.max_num_batched_tokens)
+        self.sender = KVSender(connector, pool) if connector else None
+        self.receiver = KVReceiver(connector, pool) if connector else None
+        self.totals = Totals()
+        self.prefix_stats = PrefixCacheStats()
+        self._settings = settings
+        self._max_length = min(max_model_len, pool.num_usable_blocks * pool.block_size)
+        self._model_fingerprint = model_fingerprint
+        self._connector = connector
+        self._clock = clock
+        self._deadlines = Deadlines()
+        self._outbox = Outbox(self.totals)
+        self._finished_req_ids: set[str] = set()
+        self._has_news = False
+
+    # One step.
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide one forward pass (B1). Its result goes to ``update_from_output`` before anything else is called."""
+        self._end_overdue()
+        self._hear_connector()
+        return self._give_orders(self.batcher.plan())
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> dict[int, list[EngineOutput]]:
+        """Take in a step's results; returns what each client must hear, by client index (B7)."""
+        if self.sender and runner_output.finished_sending:
+            self.sender.take_back(runner_output.finished_sending)
+            self._has_news = True
+        if self.receiver and runner_output.finished_recving:
+            for request in self.receiver.take_arrived(runner_output.finished_recving, self._clock()):
+                self._welcome(request)
+        for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            if running := self.requests.get(key):
+                self._advance(running, num_tokens, runner_output)
+        return self._outbox.take()
+
+    # Requests come and go.
+
+    def add_request(self, asked: EngineRequest) -> None:
+        """Enqueue a request; nothing runs before the next step (A18). One that can never run is answered at once (A28).
+
+        Raises InvalidRequestError for a key that is still in use, or a transfer in an engine without a connector.
+        """
+        is_lent = self.sender is not None and asked.key in self.sender.leases
+        if asked.key in self.requests or is_lent or self.pool.is_quarantined(asked.key):
+            raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
+        if asked.transfer and not self._connector:
+            raise InvalidRequestError(
+                f"request {asked.key} names a transfer, and this engine has no connector"
+            )
+        now = self._clock()
+        request = Request.from_engine_request(asked, self._model_fingerprint, self.pool.block_size, now)
+        self.totals.num_requests += 1
+        self._has_news = True
+        if reason := why_impossible(request, self._max_length, self.pool.num_usable_blocks):
+            self._outbox.tokens(request, [], refused(reason))
+            return
+        self.requests[request.key] = request
+        self._deadlines.add(Deadline(now + asked.deadline_seconds, request.key, asked.deadline_seconds))
+        if self.receiver and request.is_receiving:
+            self.receiver.start(request)
+            seconds = self._settings.remote_kv_timeout_seconds
+            self._deadlines.add(Deadline(now + seconds, request.key, seconds, request.status))
+        else:
+            self.batcher.waiting.append(request)
+
+    def reject(self, asked: EngineRequest, error: KvbatonError) -> None:
+        """Answer a request that was not accepted with its error, among the next step's outputs."""
+        self._has_news = True
+        self._outbox.refusal(asked, error)
+
+    def finish_requests(self, keys: str | Iterable[str], status: RequestStatus) -> None:
+        """End one request or many from outside, in whatever state they are (B12). Unknown keys are ignored."""
+        for key in [keys] if isinstance(keys, str) else list(keys):
+            if request := self.requests.get(key):
+                self._finish(request, Ending(status))
+
+    def fail_all(self, message: str) -> dict[int, list[EngineOutput]]:
+        """The engine is broken: an error for every request, without touching blocks or connector any more."""
+        for request in self.requests.values():
+            self._outbox.tokens(request, [], ended_by_error(ErrorKind.INTERNAL, message))
+        self.requests.clear()
+        return self._outbox.take()
+
+    def shutdown(self) -> dict[int, list[EngineOutput]]:
+        """Abort every request; returns what the clients must hear (B16)."""
+        self.finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
+        return self._outbox.take()
+
+    # Questions
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests have not ended (B15)."""
+        return len(self.requests)
+
+    def has_unfinished_requests(self) -> bool:
+        """True while a request has not ended."""
+        return bool(self.requests)
+
+    def has_finished_requests(self) -> bool:
+        """True while the runner has not been told of a request that ended."""
+        return bool(self._finished_req_ids)
+
+    def has_requests(self) -> bool:
+        """True while a request has not ended, or the runner has not been told."""
+        return self.has_unfinished_requests() or self.has_finished_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """(running, waiting); waiting for KV from another worker counts as waiting."""
+        return len(self.batcher.running), len(self.requests) - len(self.batcher.running)
+
+    def needs_step(self) -> bool:
+        """True when a step could change something; False while all wait for events, for blocks or for deadlines."""
+        has_own_work = bool(self.batcher.running or self._has_news or self._finished_req_ids or self._outbox)
+        return has_own_work or (self._connector is not None and self._connector.has_work())
+
+    def next_deadline(self) -> float | None:
+        """When, on the clock, a step is needed even if nothing happens before."""
+        return self._deadlines.next()
+
+    def make_stats(self) -> SchedulerStats:
+        """How things stand (B14)."""
+        num_running, num_waiting = self.get_request_counts()
+        return SchedulerStats(
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting,
+            kv_cache_usage=self.pool.usage,
+            prefix_cache_stats=self.prefix_stats,
+            num_corrupted_reqs=self.totals.num_corrupted,
+        )
+
+    def get_kv_connector(self) -> SchedulerConnector | None:
+        """The scheduler's half of the connector (B16)."""
+        return self._connector
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content, because the weights changed; False while any block is in use (B16)."""
+        was_reset = self.pool.reset_prefix_cache()
+        self.prefix_stats.reset |= was_reset
+        return was_reset
+
+    # How a step is decided
+
+    def _end_overdue(self) -> None:
+        for deadline in self._deadlines.take_expired(self._clock()):
+            request = self.requests[deadline.key]
+            if deadline.waiting in (None, request.status):
+                where = request.status.name.lower()
+                message = (
+                    f"not done after {deadline.seconds:g} s, while {where}; the deadline was set for this"
+                )
+                self._finish(request, ended_by_error(ErrorKind.DEADLINE, message))
+
+    def _hear_connector(self) -> None:
+        if self.receiver:
+            for failure in self.receiver.take_events():
+                self._finish(self.requests[failure.request_id], _ending_of(failure))
+            self.receiver.reserve()
+
+    def _give_orders(self, plan: StepPlan) -> SchedulerOutput:
+        now = self._clock()
+        for turn in plan:
+            request = turn.request
+            if not request.is_known_to_runner:
+                request.milestones.scheduled = now
+                self.prefix_stats.record(request.num_prompt_tokens, request.num_cached_tokens)
+            if self.sender and request.is_sending:
+                self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
+        output = plan.to_output(self.pool)
+        output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        output.kv_connector_metadata = self._connector.build_metadata() if self._connector else None
+        self.totals.num_steps += 1
+        self.totals.num_preemptions += plan.num_preempted
+        self._has_news = plan.num_preempted > 0
+        return output
+
+    # What a step has changed
+
+    def _welcome(self, request: Request) -> None:
+        """Its KV has arrived and was verified: its full blocks may be found, and it waits for its first step."""
+        self.totals.num_received_tokens += request.num_prompt_tokens - request.num_cached_tokens
+        self._index_computed(request)
+        self._has_news = True
+        if ending := ending_after(request, request.answer_length - 1, self._max_length):
+            self._finish(request, ending)
+        else:
+            self.batcher.arrived.append(request)
+
+    def _advance(self, request: Request, num_tokens: int, output: ModelRunnerOutput) -> None:
+        row = output.req_id_to_index[request.key]
+        sampled = output.sampled_token_ids[row]
+        is_corrupt = (output.num_nans_in_logits or {}).get(request.key, 0) > 0
+        if is_corrupt or (not sampled and num_tokens == request.num_missing_tokens):
+            self._end_corrupted(request, is_corrupt)
+            return
+        num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+        self.totals.num_prefill_tokens += min(num_tokens, num_prompt_left)
+        request.num_computed_tokens += num_tokens
+        self._index_computed(request)
+        if sampled:
+            alternatives = request.asked.sampling.logprobs
+            self._take_token(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives))
+
+    def _take_token(self, request: Request, token: int, logprobs: list[TokenLogprobs] | None) -> None:
+        request.milestones.prefilled = request.milestones.prefilled or self._clock()
+        request.append_token(token)
+        ending = ending_after(request, request.answer_length, self._max_length)
+        if self.sender and request.is_sending and ending is None:
+            self.sender.finish(request, FirstToken(token, logprobs[0] if logprobs else None))
+            ending = HANDED_OVER
+        if ending is None:
+            self._outbox.tokens(request, [token], None, logprobs)
+        else:
+            self._finish(request, ending, [token], logprobs)
+
+    def _end_corrupted(self, request: Request, has_nans: bool) -> None:
+        """Its logits are NaN, or it sampled nothing where it should have: nobody may reuse its KV."""
+        self.pool.forget_content(request.key)
+        self.totals.num_corrupted += 1
+        what = "the logits hold NaN" if has_nans else "nothing was sampled at the end of the known tokens"
+        self._finish(request, ended_by_error(ErrorKind.INTERNAL, f"{what} after {request.num_tokens} tokens"))
+
+    def _finish(
+        self,
+        request: Request,
+        ending: Ending,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """Let go of what it holds, in whatever state it is, and tell its client and the runner."""
+        if self.receiver and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.receiver.give_up(request)
+        elif self.sender and self.sender.has_opened(request):
+            self.sender.abandon(request, ending)
+        else:
+            self.pool.free(request.key)
+        self.batcher.remove(request)
+        del self.requests[request.key]
+        self._deadlines.forget(request.key)
+        if request.is_known_to_runner:
+            self._finished_req_ids.add(request.key)
+        self._outbox.tokens(request, token_ids or [], ending, logprobs)
+        self._has_news = True
+
+    def _index_computed(self, request: Request) -> None:
+        """Full blocks that are computed may be found by others from now on (law 1)."""
+        num_full = request.num_computed_tokens // self.pool.block_size
+        for position in range(request.num_indexed_blocks, num_full):
+            self.pool.enter(request.key, position, request.block_hashes[position])
+        request.num_indexed_blocks = num_full
+
+
+def _ending_of(failure: Failed) -> Ending:
+    if failure.kind == NOT_NEEDED_KIND:
+        return NOT_NEEDED
+    return ended_by_error(failure.kind, failure.message)

@@ -1,0 +1,57 @@
+"""What the scheduler counts: snapshots for logs, totals for metrics. Plain numbers, cheap to send."""
+
+import msgspec
+
+
+class PrefixCacheStats(msgspec.Struct, kw_only=True):
+    """How the prefix cache served, since the engine started (B14).
+
+    reset: ``reset_prefix_cache`` was called. requests: requests that asked. queries, hits: prompt tokens asked for, found.
+    """
+
+    reset: bool = False
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+
+    def record(self, num_tokens: int, num_hits: int) -> None:
+        """One request asked for ``num_tokens`` and found the first ``num_hits``."""
+        self.requests += 1
+        self.queries += num_tokens
+        self.hits += num_hits
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True):
+    """One look at the scheduler (B14). kv_cache_usage: 0..1. num_corrupted_reqs: ended because of NaN logits."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_stats: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
+    num_corrupted_reqs: int = 0
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Counters that only grow, since the engine started.
+
+    num_prefill_tokens: tokens of prompts computed here. num_cached_tokens: tokens of prompts found in the cache.
+    num_received_tokens: tokens of prompts whose KV was fetched. num_generated_tokens: tokens emitted.
+    """
+
+    num_requests: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_corrupted: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_received_tokens: int = 0
+    num_generated_tokens: int = 0
+
+    def as_counters(self) -> dict[str, float]:
+        """Name → value, named as in metrics: ``engine_steps_total``."""
+        return {
+            f"engine_{name.removeprefix('num_')}_total": float(getattr(self, name))
+            for name in self.__struct_fields__
+        }

@@ -1,0 +1,78 @@
+"""One step in the making: who computes how many tokens, until it becomes a SchedulerOutput."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+from engine.outputs import NewRequestData, SchedulerOutput
+from engine.request import Request
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request's part of a step. ``new_block_ids`` replace the runner's when the request comes back (B6)."""
+
+    request: Request
+    num_tokens: int
+    new_block_ids: list[int]
+    is_resumed: bool = False
+
+
+class StepPlan:
+    """Owns the token budget of one step and the turns taken from it, in the order of the batch."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.num_preempted = 0
+        self._turns: dict[str, Turn] = {}
+
+    def __iter__(self) -> Iterator[Turn]:
+        return iter(self._turns.values())
+
+    def add(self, turn: Turn) -> None:
+        """Give a request its turn."""
+        self._turns[turn.request.key] = turn
+        self.budget -= turn.num_tokens
+
+    def drop(self, request: Request) -> None:
+        """The request was preempted: its turn, if it had one, goes back into the budget."""
+        self.num_preempted += 1
+        turn = self._turns.pop(request.key, None)
+        if turn is not None:
+            self.budget += turn.num_tokens
+
+    def to_output(self, pool: BlockPool) -> SchedulerOutput:
+        """The orders to the runner, which from now on knows every request in them."""
+        output = SchedulerOutput(num_common_prefix_blocks=[pool.num_common_blocks(self._turns)])
+        for turn in self:
+            request = turn.request
+            output.num_scheduled_tokens[request.key] = turn.num_tokens
+            output.total_num_scheduled_tokens += turn.num_tokens
+            if request.is_known_to_runner:
+                _add_cached(output, turn)
+            else:
+                output.scheduled_new_reqs.append(_new_request_data(turn))
+                request.is_known_to_runner = True
+        return output
+
+
+def _new_request_data(turn: Turn) -> NewRequestData:
+    request = turn.request
+    return NewRequestData(
+        req_id=request.key,
+        prompt_token_ids=list(request.token_ids),
+        sampling_params=request.runner_sampling(),
+        block_ids=(list(turn.new_block_ids),),
+        num_computed_tokens=request.num_computed_tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
+        eos_token_ids=request.eos_token_ids,
+    )
+
+
+def _add_cached(output: SchedulerOutput, turn: Turn) -> None:
+    cached = output.scheduled_cached_reqs
+    cached.req_ids.append(turn.request.key)
+    cached.resumed_from_preemption.append(turn.is_resumed)
+    cached.new_token_ids.append(list(turn.request.token_ids) if turn.is_resumed else [])
+    cached.new_block_ids.append((list(turn.new_block_ids),))
+    cached.num_computed_tokens.append(turn.request.num_computed_tokens)

@@ -1,0 +1,49 @@
+"""An engine core in a thread of this process."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from engine.messages import FromEngine, Shutdown, ToEngine
+from engine.step_loop import EnginePlan, Inbox, run_engine
+
+_T = TypeVar("_T")
+
+
+class EngineThread:
+    """An ``EngineLink`` over a queue and ``call_soon_threadsafe``."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan = plan
+        self._inbox: Inbox = Inbox()
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[bool] = self._loop.create_future()
+
+    def start(self, hear: Callable[[FromEngine], None]) -> None:
+        """See EngineLink."""
+        threading.Thread(target=self._run, args=(hear,), name="engine-core", daemon=True).start()
+
+    def send(self, message: ToEngine) -> None:
+        """See EngineLink."""
+        self._inbox.put(message)
+
+    def abandon(self) -> None:
+        """See EngineLink. The thread ends as soon as it has started."""
+        self._inbox.put(Shutdown())
+
+    async def wait_ended(self) -> bool:
+        """See EngineLink."""
+        return await self._ended
+
+    def _run(self, hear: Callable[[FromEngine], None]) -> None:
+        has_ended_well = False
+        try:
+            has_ended_well = run_engine(self._plan, self._inbox, lambda message: self._post(hear, message))
+        finally:
+            self._post(self._ended.set_result, has_ended_well)
+
+    def _post(self, function: Callable[[_T], None], value: _T) -> None:
+        """Call it in the event loop; an event loop that is closed has nobody who listens."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, value)

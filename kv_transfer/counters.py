@@ -1,0 +1,66 @@
+"""Plain counters, and the completions that cross from the control half to the step thread. Thread-safe."""
+
+import threading
+from collections import defaultdict
+
+
+class Counters:
+    """name → value; labels are part of the name, as in ``transfer_blocks_total{transport=tcp}``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Count up; an amount of 0 makes the counter visible."""
+        with self._lock:
+            self._values[_full_name(name, labels)] += amount
+
+    def snapshot(self) -> dict[str, float]:
+        """All values now."""
+        with self._lock:
+            return dict(self._values)
+
+
+def _full_name(name: str, labels: dict[str, str]) -> str:
+    if not labels:
+        return name
+    inside = ",".join(f"{label}={value}" for label, value in sorted(labels.items()))
+    return f"{name}{{{inside}}}"
+
+
+class Completions:
+    """Keys whose hand-over is done, until the step thread takes them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+
+    def add_sent(self, key: str) -> None:
+        """Nobody reads this request's lent blocks any more."""
+        with self._lock:
+            self._sent.add(key)
+
+    def add_received(self, key: str) -> None:
+        """This request's KV is here and verified."""
+        with self._lock:
+            self._received.add(key)
+
+    def discard_received(self, key: str) -> None:
+        """The request was cancelled before anybody looked."""
+        with self._lock:
+            self._received.discard(key)
+
+    def take(self) -> tuple[set[str], set[str]]:
+        """(sent, received) since the last call."""
+        with self._lock:
+            taken = (self._sent, self._received)
+            self._sent, self._received = set(), set()
+            return taken
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to take."""
+        with self._lock:
+            return not self._sent and not self._received

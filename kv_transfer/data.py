@@ -1,0 +1,178 @@
+"""The data half: one thread beside the KV memory that alone moves and digests bytes (``RankConnector``)."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import xxhash
+
+from contract.errors import ErrorKind, InternalError, KvbatonError, TransferError
+from engine.connector import KVMemory
+from kv_transfer import events as ev
+from kv_transfer.counters import Completions, Counters
+from kv_transfer.orders import CommitJob, PublishOrder, PullJob, TransferMetadata
+from kv_transfer.transport import LeaseName, ReadRequest, ReadStoppedError, ReceiverTransport, SenderTransport
+
+logger = logging.getLogger(__name__)
+
+
+class DataReports(Protocol):
+    """What the data half tells the control half; called from any thread."""
+
+    def send_event(self, key: str, event: ev.SendEvent) -> None:
+        """Something happened to a lent request."""
+
+    def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
+        """Something happened to a fetched request; every posted job ends with exactly one terminal event."""
+
+    def lease_idle(self, name: LeaseName) -> None:
+        """Nobody reads a revoked lease any more."""
+
+
+class DataHalf:
+    """Owns the data thread. Jobs run in the order in which they are posted."""
+
+    def __init__(
+        self, transport_name: str, receiver: ReceiverTransport, counters: Counters, completions: Completions
+    ) -> None:
+        self._transport_name = transport_name
+        self._receiver, self._counters, self._completions = receiver, counters, completions
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._current: PullJob | CommitJob | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
+        for name in ("transfer_blocks_total", "transfer_bytes_total"):
+            counters.add(name, 0, transport=transport_name)
+        counters.add("transfer_digest_mismatches_total", 0)
+
+    def attach(self, sender: SenderTransport, reports: DataReports) -> None:
+        """Say who lends and who listens; called once, before ``start``."""
+        self._sender, self._reports = sender, reports
+
+    def start(self, memory: KVMemory) -> None:
+        """Begin to work on ``memory``."""
+        self._memory = memory
+        self._thread.start()
+
+    def execute(self, metadata: Any) -> None:
+        """Digest and publish what the step that just ran has computed."""
+        if not isinstance(metadata, TransferMetadata):
+            raise InternalError(f"orders of type {type(metadata).__name__}; they must be TransferMetadata")
+        for order in metadata.orders:
+            self._jobs.put(partial(self._publish, order))
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Keys (sent, received) since the last call."""
+        return self._completions.take()
+
+    def post_pull(self, job: PullJob) -> None:
+        """Queue a read; it ends with PieceVerified, JobFailed or JobStopped."""
+        self._jobs.put(partial(self._pull, job))
+
+    def post_commit(self, job: CommitJob) -> None:
+        """Queue a commit; it ends with CommitDone, JobFailed or JobStopped."""
+        self._jobs.put(partial(self._commit, job))
+
+    def close(self) -> None:
+        """Stop reads, then the thread, then the transport. Idempotent."""
+        self._is_closing = True
+        current = self._current
+        if current is not None:
+            current.read.stop()
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._receiver.close()
+        self._sender.close()
+
+    def debug_state(self) -> dict[str, Any]:
+        """What the thread does now."""
+        current = self._current
+        return {
+            "transport": self._transport_name,
+            "is_alive": self._thread.is_alive(),
+            "queued_jobs": self._jobs.qsize(),
+            "current": None if current is None else current.key,
+        }
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _publish(self, order: PublishOrder) -> None:
+        try:
+            digests = tuple(
+                self._digest(block_id, seed)
+                for block_id, seed in zip(order.block_ids, order.seeds, strict=True)
+            )
+            self._sender.publish(order.name, self._memory, order.block_ids)
+            self._reports.send_event(order.key, ev.RangeReady(order.first_block, digests))
+        except Exception as error:  # the boundary of the data thread: the transfer fails, the thread lives
+            logger.exception("publishing blocks of %s failed", order.key)
+            failure = ev.RangeFailed(
+                order.first_block, len(order.block_ids), ErrorKind.INTERNAL, f"publishing failed: {error}"
+            )
+            self._reports.send_event(order.key, failure)
+
+    def _pull(self, job: PullJob) -> None:
+        self._finish(job, partial(self._move_and_verify, job))
+
+    def _commit(self, job: CommitJob) -> None:
+        self._finish(job, partial(self._make_visible, job))
+
+    def _finish(self, job: PullJob | CommitJob, work: Callable[[], ev.FetchEvent]) -> None:
+        """Run a job to exactly one terminal event, whatever happens."""
+        self._current = job
+        if self._is_closing:
+            job.read.stop()
+        outcome: ev.FetchEvent
+        try:
+            job.read.check()
+            outcome = work()
+        except ReadStoppedError:
+            outcome = ev.JobStopped()
+        except KvbatonError as error:
+            outcome = ev.JobFailed(error.kind, error.message)
+        except Exception as error:  # the boundary of the data thread: the transfer fails, the thread lives
+            logger.exception("moving blocks of %s failed", job.key)
+            outcome = ev.JobFailed(ErrorKind.INTERNAL, f"moving blocks failed: {error}")
+        finally:
+            self._current = None
+        self._reports.fetch_event(job.key, outcome)
+
+    def _move_and_verify(self, job: PullJob) -> ev.FetchEvent:
+        views = [self._memory.write_view(block_id) for block_id in job.block_ids]
+        count = len(views)
+        begin = time.monotonic()
+        request = ReadRequest(job.name, list(range(job.first_block, job.first_block + count)))
+        self._receiver.fetch(job.source, request, views, job.read)
+        self._counters.add("transfer_blocks_total", count, transport=self._transport_name)
+        num_bytes = sum(view.nbytes for view in views)
+        self._counters.add("transfer_bytes_total", num_bytes, transport=self._transport_name)
+        self._reports.fetch_event(job.key, ev.PieceLanded(count, begin, time.monotonic()))
+        for offset, view in enumerate(views):
+            job.read.check()
+            self._verify(job, offset, view)
+        return ev.PieceVerified(count, time.monotonic())
+
+    def _verify(self, job: PullJob, offset: int, view: memoryview) -> None:
+        found = xxhash.xxh3_64_intdigest(view, seed=job.seeds[offset])
+        if found != job.digests[offset]:
+            self._counters.add("transfer_digest_mismatches_total")
+            raise TransferError(
+                f"block {job.first_block + offset} of transfer {job.name.transfer_id} (attempt"
+                f" {job.name.attempt}) from worker {job.source.worker_id} failed its digest check:"
+                f" {found:016x} arrived, {job.digests[offset]:016x} was announced"
+            )
+
+    def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
+        self._memory.commit(list(job.block_ids))
+        return ev.CommitDone()
+
+    def _digest(self, block_id: int, seed: int) -> int:
+        digest: int = xxhash.xxh3_64_intdigest(self._memory.read_view(block_id), seed=seed)
+        return digest

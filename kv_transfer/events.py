@@ -1,0 +1,320 @@
+"""What can happen to a transfer, and what a transition asks to be done. Plain data; see ``transitions``."""
+
+from dataclasses import dataclass
+
+from engine.connector import FirstToken
+
+# What happens to a Send.
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The scheduler lends the prompt's blocks; a fetch was parked."""
+
+    num_blocks: int
+    now: float
+
+
+@dataclass(frozen=True)
+class FetchArrived:
+    """A receiver asks for the blocks from ``from_block`` on."""
+
+    peer: str
+    from_block: int
+    now: float
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """The ranks are ordered to digest the blocks up to ``num_blocks`` after their forward pass."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class RangeReady:
+    """These blocks are computed, digested and readable."""
+
+    first_block: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RangeFailed:
+    """An ordered range could not be digested."""
+
+    first_block: int
+    num_blocks: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class SendFinished:
+    """The scheduler's ``finish_send``."""
+
+    first_tokens: tuple[FirstToken, ...]
+    now: float
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """The scheduler's ``abandon_send``."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """The receiver needs the blocks no more: RELEASE or CANCEL."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
+class PeerGone:
+    """The receiver died."""
+
+    peer: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The receiver lives."""
+
+    peer: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passes."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class ReadersGone:
+    """The answer to one ``Revoke``: no thread reads the blocks."""
+
+
+SendEvent = (
+    Opened
+    | FetchArrived
+    | Ordered
+    | RangeReady
+    | RangeFailed
+    | SendFinished
+    | Abandoned
+    | LetGo
+    | PeerGone
+    | Heartbeat
+    | Tick
+    | ReadersGone
+)
+
+# What a Send asks for.
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell the fetching peer that these blocks can be read."""
+
+    first_block: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AnnounceComplete:
+    """Tell the fetching peer that all blocks are announced, with token 0 of every choice."""
+
+    first_tokens: tuple[FirstToken, ...]
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Tell ``peer`` that it gets nothing (more), and why."""
+
+    peer: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """Serve no more reads of this lease; answered by one ``ReadersGone``."""
+
+
+@dataclass(frozen=True)
+class ReportSent:
+    """The key goes to ``finished_sending``."""
+
+
+SendAction = Announce | AnnounceComplete | Refuse | Revoke | ReportSent
+
+# What happens to a Fetch.
+
+
+@dataclass(frozen=True)
+class Announced:
+    """The sender published these blocks."""
+
+    first_block: int
+    digests: tuple[int, ...]
+    now: float
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The sender published everything."""
+
+    num_blocks: int
+    first_tokens: tuple[FirstToken, ...]
+    now: float
+
+
+@dataclass(frozen=True)
+class SenderFailed:
+    """The sender says that there is nothing (more) to get, or it is dead."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """The scheduler's ``receive_into``."""
+
+    block_ids: tuple[int, ...]
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class PieceLanded:
+    """All bytes of one posted pull are in place; the job goes on."""
+
+    num_blocks: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class PieceVerified:
+    """The digests of one posted pull match; the job is terminal."""
+
+    num_blocks: int
+    now: float
+
+
+@dataclass(frozen=True)
+class JobFailed:
+    """A posted pull or commit ended without success; the job is terminal."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class JobStopped:
+    """A posted pull or commit ended because it was told to; the job is terminal."""
+
+
+@dataclass(frozen=True)
+class CommitDone:
+    """The blocks are visible to the device; the job is terminal."""
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The scheduler's ``cancel_fetch``."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """The scheduler has taken the last event (or ``take_received``)."""
+
+
+FetchEvent = (
+    Announced
+    | Completed
+    | SenderFailed
+    | Reserved
+    | PieceLanded
+    | PieceVerified
+    | JobFailed
+    | JobStopped
+    | CommitDone
+    | Cancelled
+    | Told
+)
+
+# What a Fetch asks for.
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Post a read: the transfer's blocks from ``first_block`` into ``block_ids``, then verify."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CommitBlocks:
+    """Post a commit of these blocks."""
+
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StopReads:
+    """Make every posted job of this fetch terminal soon."""
+
+
+@dataclass(frozen=True)
+class AskRelease:
+    """Tell the sender that everything is verified."""
+
+
+@dataclass(frozen=True)
+class AskCancel:
+    """Tell the sender that nothing of it is wanted."""
+
+
+@dataclass(frozen=True)
+class TellPublished:
+    """``Published`` to the scheduler."""
+
+
+@dataclass(frozen=True)
+class TellFailed:
+    """``Failed`` to the scheduler."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class TellDrained:
+    """``Drained`` to the scheduler."""
+
+
+@dataclass(frozen=True)
+class TellReceived:
+    """The key goes to ``finished_recving``."""
+
+
+FetchAction = (
+    Pull
+    | CommitBlocks
+    | StopReads
+    | AskRelease
+    | AskCancel
+    | TellPublished
+    | TellFailed
+    | TellDrained
+    | TellReceived
+)

@@ -1,0 +1,302 @@
+"""The receiver's side of the control half: every prompt whose KV this worker fetches."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.errors import ErrorKind, InternalError
+from contract.requests import EngineRequest, ReceiveTransfer
+from engine.connector import Drained, Failed, Published, Received, TransferEvent
+from kv_transfer import events as ev
+from kv_transfer import messages as msg
+from kv_transfer.counters import Completions, Counters
+from kv_transfer.handshake import PeerTarget, Session
+from kv_transfer.link import PeerRef
+from kv_transfer.orders import CommitJob, PullJob, digest_seeds
+from kv_transfer.states import NOT_NEEDED, Fetch, FetchState
+from kv_transfer.transitions import advance_fetch
+from kv_transfer.transport import LeaseName, Read, Source
+
+_WireKey = tuple[PeerRef, str, int]
+
+
+@dataclass(frozen=True)
+class FetchSettings:
+    """What fetching depends on."""
+
+    model_fingerprint: str
+    block_size: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class FetchPorts:
+    """Where the effects go; each is called from any thread and does not block."""
+
+    dial: Callable[[PeerTarget, msg.Message], None]
+    post: Callable[[PeerRef, msg.Message], None]
+    pull: Callable[[PullJob], None]
+    commit: Callable[[CommitJob], None]
+    wake_core: Callable[[], None]
+
+
+@dataclass
+class _Wanted:
+    """One fetch with what the pure machine does not need to know."""
+
+    key: str
+    ref: PeerRef
+    transfer_id: str
+    attempt: int
+    fetch: Fetch
+    seeds: tuple[int, ...]
+    since: float
+    lease: str = ""
+    read: Read = field(default_factory=Read)
+
+    @property
+    def wire_key(self) -> _WireKey:
+        return self.ref, self.transfer_id, self.attempt
+
+
+class FetchDesk:
+    """Owns the receiver's transfers and the events for the scheduler. Thread-safe."""
+
+    def __init__(
+        self, settings: FetchSettings, ports: FetchPorts, counters: Counters, completions: Completions
+    ) -> None:
+        self._settings, self._ports = settings, ports
+        self._counters, self._completions = counters, completions
+        self._lock = threading.Lock()
+        self._wanted: dict[str, _Wanted] = {}
+        self._by_wire: dict[_WireKey, _Wanted] = {}
+        self._sources: dict[PeerRef, Source] = {}
+        self._events: list[TransferEvent] = []
+        self._later: list[Callable[[], None]] = []
+        counters.add("transfer_fallbacks_total", 0)
+
+    def start(self, request: EngineRequest) -> None:
+        """See ``SchedulerConnector.start_fetch``."""
+        transfer = request.transfer
+        if not isinstance(transfer, ReceiveTransfer):
+            raise InternalError(f"request {request.key} has nothing to receive")
+        seeds = digest_seeds(request, self._settings.model_fingerprint, self._settings.block_size)
+        target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
+        wanted = _Wanted(
+            request.key,
+            PeerRef(target.boot_id, is_dialed=True),
+            transfer.transfer_id,
+            request.attempt,
+            Fetch(num_blocks=len(seeds)),
+            tuple(seeds),
+            time.monotonic(),
+        )
+        with self._acting():
+            if request.key in self._wanted or wanted.wire_key in self._by_wire:
+                raise InternalError(
+                    f"transfer {transfer.transfer_id} of request {request.key} is being fetched"
+                )
+            self._wanted[request.key] = self._by_wire[wanted.wire_key] = wanted
+            self._ports.dial(target, msg.FetchBlocks(transfer.transfer_id, request.attempt))
+
+    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
+        """See ``SchedulerConnector.receive_into``. A fetch that has just failed is left alone: its event waits."""
+        with self._acting():
+            wanted = self._wanted.get(key)
+            if wanted is not None:
+                self._apply(wanted, ev.Reserved(tuple(block_ids), num_cached_blocks))
+
+    def cancel(self, key: str) -> bool:
+        """See ``SchedulerConnector.cancel_fetch``. Takes back what was not taken yet."""
+        with self._acting():
+            wanted = self._wanted.get(key)
+            if wanted is not None:
+                self._apply(wanted, ev.Cancelled())
+            is_free = wanted is None or wanted.fetch.state is FetchState.FREE
+            kept = () if is_free else (Drained,)
+            self._events = [
+                event for event in self._events if event.request_id != key or isinstance(event, kept)
+            ]
+            self._completions.discard_received(key)
+            return is_free
+
+    def take_received(self, key: str) -> Received:
+        """See ``SchedulerConnector.take_received``."""
+        with self._acting():
+            wanted = self._wanted.get(key)
+            if wanted is None or wanted.fetch.state is not FetchState.COMMITTED:
+                raise InternalError(f"request {key} has received nothing")
+            fetch = wanted.fetch
+            self._apply(wanted, ev.Told())
+        return Received(
+            first_tokens=list(fetch.first_tokens or ()),
+            exposed_seconds=fetch.exposed_seconds,
+            hidden_seconds=fetch.hidden_seconds,
+            num_blocks=fetch.num_landed,
+            num_bytes=fetch.num_landed * self._settings.block_bytes,
+        )
+
+    def take_events(self) -> list[TransferEvent]:
+        """See ``SchedulerConnector.take_events``."""
+        with self._acting():
+            taken, self._events = self._events, []
+            for event in taken:
+                wanted = self._wanted.get(event.request_id)
+                if wanted is not None and not isinstance(event, Published):
+                    self._apply(wanted, ev.Told())
+            return taken
+
+    def has_events(self) -> bool:
+        """True when ``take_events`` would give some."""
+        with self._lock:
+            return bool(self._events)
+
+    def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
+        """The data half's report about a posted job."""
+        with self._acting():
+            wanted = self._wanted.get(key)
+            if wanted is None:
+                raise InternalError(f"a job of {key} ended, which is not fetched")
+            self._apply(wanted, event)
+
+    def link_up(self, ref: PeerRef, session: Session) -> None:
+        """The peer can be read from."""
+        with self._lock:
+            self._sources[ref] = Source(
+                session.worker_id, session.boot_id, session.data_address, session.token
+            )
+
+    def link_down(self, ref: PeerRef, kind: str, message: str) -> None:
+        """The peer is dead or refused: every fetch from it that still needs it fails."""
+        with self._acting():
+            self._sources.pop(ref, None)
+            for wanted in [wanted for wanted in self._wanted.values() if wanted.ref == ref]:
+                self._apply(wanted, ev.SenderFailed(kind, message))
+
+    def message(
+        self, ref: PeerRef, message: msg.BlocksPublished | msg.TransferComplete | msg.TransferFailed
+    ) -> None:
+        """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted."""
+        now = time.monotonic()
+        with self._acting():
+            wanted = self._by_wire.get((ref, message.transfer_id, message.attempt))
+            if wanted is None:
+                self._counters.add("transfer_stale_messages_total")
+                return
+            match message:
+                case msg.BlocksPublished():
+                    if wanted.lease not in ("", message.lease):
+                        self._apply(wanted, _changed_lease(message))
+                        return
+                    wanted.lease = message.lease
+                    self._apply(wanted, ev.Announced(message.first_block, tuple(message.digests), now))
+                case msg.TransferComplete():
+                    self._apply(wanted, ev.Completed(message.num_blocks, tuple(message.first_tokens), now))
+                case msg.TransferFailed():
+                    self._apply(wanted, ev.SenderFailed(_known_kind(message.kind), message.message))
+
+    def gauges(self) -> dict[str, float]:
+        """How many fetches there are, and how many hold quarantined blocks."""
+        held = (FetchState.DRAINING, FetchState.QUARANTINED)
+        with self._lock:
+            states = [wanted.fetch.state for wanted in self._wanted.values()]
+        return {
+            "fetches_active": len(states),
+            "transfers_quarantined": sum(state in held for state in states),
+        }
+
+    def debug_state(self) -> list[dict[str, Any]]:
+        """Every fetch, as plain data."""
+        now = time.monotonic()
+        with self._lock:
+            return [
+                {
+                    "transfer_id": wanted.transfer_id,
+                    "attempt": wanted.attempt,
+                    "request": wanted.key,
+                    "state": str(wanted.fetch.state),
+                    "age_seconds": now - wanted.since,
+                    "num_blocks": wanted.fetch.num_blocks,
+                    "num_landed": wanted.fetch.num_landed,
+                    "peer": wanted.ref.boot_id,
+                }
+                for wanted in self._wanted.values()
+            ]
+
+    @contextmanager
+    def _acting(self) -> Iterator[None]:
+        """Hold the lock; afterwards carry out what must not happen under it."""
+        with self._lock:
+            yield
+            later, self._later = self._later, []
+        for act in later:
+            act()
+
+    def _apply(self, wanted: _Wanted, event: ev.FetchEvent) -> None:
+        wanted.fetch, actions = advance_fetch(wanted.fetch, event)
+        for action in actions:
+            if isinstance(action, (ev.Pull, ev.CommitBlocks, ev.StopReads)):
+                self._order(wanted, action)
+            else:
+                self._tell(wanted, action)
+        if wanted.fetch.state is FetchState.FREE:
+            self._wanted.pop(wanted.key, None)
+            self._by_wire.pop(wanted.wire_key, None)
+
+    def _order(self, wanted: _Wanted, action: ev.Pull | ev.CommitBlocks | ev.StopReads) -> None:
+        match action:
+            case ev.Pull():
+                self._ports.pull(self._pull_job(wanted, action))
+            case ev.CommitBlocks():
+                self._ports.commit(CommitJob(wanted.key, action.block_ids, wanted.read))
+            case ev.StopReads():
+                self._later.append(wanted.read.stop)
+
+    def _pull_job(self, wanted: _Wanted, pull: ev.Pull) -> PullJob:
+        end = pull.first_block + len(pull.block_ids)
+        return PullJob(
+            key=wanted.key,
+            source=self._sources[wanted.ref],
+            name=LeaseName(wanted.transfer_id, wanted.attempt, wanted.lease),
+            first_block=pull.first_block,
+            block_ids=pull.block_ids,
+            digests=pull.digests,
+            seeds=wanted.seeds[pull.first_block : end],
+            read=wanted.read,
+        )
+
+    def _tell(self, wanted: _Wanted, action: ev.FetchAction) -> None:
+        """Words for the sender and for the scheduler."""
+        wire = (wanted.transfer_id, wanted.attempt)
+        match action:
+            case ev.AskRelease():
+                self._ports.post(wanted.ref, msg.ReleaseLease(*wire))
+                return
+            case ev.AskCancel():
+                self._ports.post(wanted.ref, msg.CancelFetch(*wire))
+                return
+            case ev.TellPublished():
+                self._events.append(Published(wanted.key))
+            case ev.TellFailed():
+                self._counters.add("transfer_failures_total", kind=action.kind)
+                self._events.append(Failed(wanted.key, action.kind, action.message))
+            case ev.TellDrained():
+                self._events.append(Drained(wanted.key))
+            case ev.TellReceived():
+                self._completions.add_received(wanted.key)
+        self._later.append(self._ports.wake_core)
+
+
+def _changed_lease(message: msg.BlocksPublished) -> ev.SenderFailed:
+    text = f"the sender changed the lease of transfer {message.transfer_id} in the middle"
+    return ev.SenderFailed(ErrorKind.TRANSFER_FAILED, text)
+
+
+def _known_kind(kind: str) -> str:
+    """The scheduler gets ErrorKind values: an abandoned transfer is a cancelled one, an unknown kind is a bug."""
+    if kind == NOT_NEEDED:
+        return ErrorKind.CANCELLED
+    return kind if kind in set(ErrorKind) else ErrorKind.INTERNAL

@@ -1,0 +1,126 @@
+"""Length-prefixed msgpack frames, and iovecs over sockets. A frame over its bound is refused before it is read."""
+
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from contract.errors import TransferError
+
+HEADER = struct.Struct("<I")
+_READ_BYTES = 65536
+_T = TypeVar("_T")
+
+
+def encode_frame(message: Any, max_bytes: int) -> bytes:
+    """One frame. Raises TransferError when it would be over ``max_bytes``."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > max_bytes:
+        raise TransferError(f"a frame of {len(body)} bytes; the limit is {max_bytes}")
+    return HEADER.pack(len(body)) + body
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frames. ``max_bytes`` may be raised once the peer has proved itself."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Add bytes and take the frames that are whole now. Raises TransferError for a frame over the bound."""
+        self._bytes += data
+        while len(self._bytes) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._bytes)
+            if length > self.max_bytes:
+                raise TransferError(f"the peer sent a frame of {length} bytes; the limit is {self.max_bytes}")
+            end = HEADER.size + length
+            if len(self._bytes) < end:
+                return
+            frame = bytes(self._bytes[HEADER.size : end])
+            del self._bytes[:end]
+            yield frame
+
+
+def write_frame(sock: socket.socket, message: Any, max_bytes: int) -> None:
+    """Send one frame over a blocking socket."""
+    sock.sendall(encode_frame(message, max_bytes))
+
+
+def read_frame(sock: socket.socket, message_type: type[_T], max_bytes: int) -> _T:
+    """Receive one frame over a blocking socket. Raises TransferError for a closed, oversized or malformed one."""
+    header = bytearray(HEADER.size)
+    receive_all(sock, [memoryview(header)])
+    (length,) = HEADER.unpack(header)
+    if length > max_bytes:
+        raise TransferError(f"the peer sent a frame of {length} bytes; the limit is {max_bytes}")
+    body = bytearray(length)
+    receive_all(sock, [memoryview(body)])
+    try:
+        return msgspec.msgpack.decode(body, type=message_type)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"the peer sent a malformed frame: {error}") from error
+
+
+class ShortReadError(TransferError):
+    """The stream ended early. ``num_bytes`` did arrive."""
+
+    def __init__(self, num_bytes: int, wanted: int) -> None:
+        super().__init__(f"the connection was closed after {num_bytes} of {wanted} bytes")
+        self.num_bytes = num_bytes
+
+
+def send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Send all buffers, many per system call."""
+    rest = list(views)
+    while rest:
+        rest = _after(rest, sock.sendmsg(rest))
+
+
+def receive_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Fill all buffers, many per system call. Raises ShortReadError."""
+    rest, done = list(views), 0
+    wanted = sum(view.nbytes for view in views)
+    while rest and wanted:
+        count = sock.recvmsg_into(rest)[0]
+        if count == 0:
+            raise ShortReadError(done, wanted)
+        done += count
+        rest = _after(rest, count)
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    for position, view in enumerate(views):
+        if count < view.nbytes:
+            return [view[count:], *views[position + 1 :]]
+        count -= view.nbytes
+    return []
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6]:port". Raises TransferError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise TransferError(f"{address!r} is no address; it must read host:port")
+    return host.strip("[]"), int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The inverse of ``parse_address``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A listening TCP socket."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,116 @@
+"""One control link: a non-blocking socket, its handshake, and its frames in both directions. Used by one thread."""
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kv_transfer.framing import FrameBuffer, encode_frame
+from kv_transfer.handshake import Accepting, Dialing, PeerTarget, Session
+from kv_transfer.messages import MAX_HANDSHAKE_BYTES, Message, decode_message
+
+_READ_BYTES = 262144
+
+
+class PeerRef(NamedTuple):
+    """Which link: the peer's boot id, and whether this side dialed it (a pair of workers may hold one each way)."""
+
+    boot_id: str
+    is_dialed: bool
+
+
+class LinkClosedError(OSError):
+    """The peer closed the link."""
+
+
+class Link:
+    """The bytes of one link; owns its socket.
+
+    ref is None until an accepted link's handshake is through. Messages that are queued before wait for its end.
+    """
+
+    def __init__(
+        self, sock: socket.socket, handshake: Dialing | Accepting, max_frame_bytes: int, now: float
+    ) -> None:
+        self.sock = sock
+        self.ref: PeerRef | None = None
+        self.target: PeerTarget | None = None
+        self.is_connecting = False
+        self.heard_at = self.sent_at = now
+        self._handshake = handshake
+        self._max_frame_bytes = max_frame_bytes
+        self._frames = FrameBuffer(MAX_HANDSHAKE_BYTES)
+        self._outbox = bytearray()
+        self._waiting: list[Message] = []
+        self._write_all(handshake.begin())
+
+    @property
+    def session(self) -> Session | None:
+        """Set when the link is up."""
+        return self._handshake.session
+
+    @property
+    def is_up(self) -> bool:
+        """The handshake is through."""
+        return self._handshake.session is not None
+
+    @property
+    def wants_write(self) -> bool:
+        """True while bytes wait to be sent, or the connection to be made."""
+        return self.is_connecting or bool(self._outbox)
+
+    def queue(self, message: Message) -> None:
+        """Send a message once the link is up."""
+        if self.session is None:
+            self._waiting.append(message)
+        else:
+            self._write_all([message])
+
+    def refuse(self, message: Message) -> None:
+        """Send a last word over a link that is not up; what does not fit the socket's buffer is lost."""
+        self._write_all([message])
+
+    def finish_connecting(self) -> None:
+        """The socket became writable: raise OSError when connecting failed."""
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, f"connecting failed: {os.strerror(code)}")
+        self.is_connecting = False
+
+    def flush(self, now: float) -> None:
+        """Send as much as the socket takes."""
+        if self.is_connecting:
+            return
+        try:
+            while self._outbox:
+                del self._outbox[: self.sock.send(self._outbox)]
+                self.sent_at = now
+        except BlockingIOError:
+            return
+
+    def receive(self, now: float) -> Iterator[Message]:
+        """Take what arrived: handshake messages are answered here, others are given out.
+
+        Raises LinkClosedError, OSError, TransferError (malformed) or the error that the handshake fails with.
+        """
+        try:
+            data = self.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            raise LinkClosedError("closed by the peer")
+        self.heard_at = now
+        for frame in self._frames.feed(data):
+            message = decode_message(frame)
+            if self.is_up:
+                yield message
+                continue
+            self._write_all(self._handshake.receive(message))
+            if self.session is not None:
+                self._frames.max_bytes = self._max_frame_bytes
+                self._write_all(self._waiting)
+                self._waiting.clear()
+
+    def _write_all(self, messages: list[Message]) -> None:
+        for message in messages:
+            self._outbox += encode_frame(message, self._max_frame_bytes)

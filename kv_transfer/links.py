@@ -1,0 +1,267 @@
+"""The control half's one I/O thread: it owns the listener and every control link, and keeps the time.
+
+It dials on demand, runs the handshakes, pings idle links, and declares a peer dead when its link closes or is silent.
+"""
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
+from kv_transfer.counters import Counters
+from kv_transfer.framing import format_address, listen_on, parse_address
+from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget, Session
+from kv_transfer.link import Link, LinkClosedError, PeerRef
+from kv_transfer.messages import Message, Ping, Refused
+
+logger = logging.getLogger(__name__)
+_PINGS_PER_TIMEOUT = 3
+
+
+class LinkEvents(Protocol):
+    """What the I/O thread tells the control half; called in that thread only."""
+
+    def link_up(self, ref: PeerRef, session: Session) -> None:
+        """A handshake is through."""
+
+    def link_message(self, ref: PeerRef, message: Message) -> None:
+        """A message arrived on a link that is up."""
+
+    def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
+        """A dialed link failed, or one that was up ended; ``error`` says why."""
+
+    def tick(self, now: float) -> float | None:
+        """Time passes; returns when the next deadline is."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """Where to listen, and how patient to be."""
+
+    host: str
+    port: int
+    advertise_host: str | None
+    peer_timeout_seconds: float
+    max_frame_bytes: int
+
+
+class LinkLoop:
+    """The I/O thread. ``send`` and ``wake`` may be called from any thread; everything else is its own."""
+
+    def __init__(self, settings: LinkSettings, counters: Counters) -> None:
+        self._settings, self._counters = settings, counters
+        self._listener = listen_on(settings.host, settings.port)
+        self._listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        self.address = format_address(settings.advertise_host or settings.host, port)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._links: set[Link] = set()
+        self._by_ref: dict[PeerRef, Link] = {}
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
+
+    def start(self, me: LocalIdentity, events: LinkEvents) -> None:
+        """Begin to accept and dial. Called exactly once."""
+        self._me, self._events = me, events
+        self._thread.start()
+
+    def send(self, ref: PeerRef, message: Message) -> None:
+        """Queue a message for a link that is up; without one it is dropped (the peer is dead)."""
+        self._commands.append(partial(self._send, ref, message))
+        self.wake()
+
+    def dial_and_send(self, target: PeerTarget, message: Message) -> None:
+        """Like ``send`` to ``target``, dialing it first where no link stands."""
+        self._commands.append(partial(self._dial_and_send, target, message))
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the thread look at its commands and deadlines now."""
+        with suppress(BlockingIOError, OSError):  # a full pipe wakes too; a closed one has nobody to wake
+            self._wake_out.send(b"\0")
+
+    def close(self) -> None:
+        """Stop the thread and close every socket. Idempotent."""
+        self._is_stopping = True
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        for sock in (self._listener, self._wake_in, self._wake_out):
+            sock.close()
+        self._selector.close()
+
+    def debug_state(self) -> dict[str, Any]:
+        """The links, as seen from any thread (a snapshot without a lock)."""
+        return {
+            "address": self.address,
+            "num_links": len(self._links),
+            "peers": [{"boot_id": ref.boot_id, "is_dialed": ref.is_dialed} for ref in list(self._by_ref)],
+        }
+
+    def _run(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wakes)
+        deadline: float | None = None
+        while not self._is_stopping:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(timeout):
+                key.data()
+            while self._commands:
+                self._commands.popleft()()
+            deadline = self._keep_time(time.monotonic())
+        for link in list(self._links):
+            self._close(link)
+
+    def _drain_wakes(self) -> None:
+        with suppress(BlockingIOError):
+            while self._wake_in.recv(4096):
+                pass
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the dialer gave up already
+            sock = self._listener.accept()[0]
+            self._add(sock, Accepting(self._me))
+
+    def _add(self, sock: socket.socket, handshake: Dialing | Accepting) -> Link:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = Link(sock, handshake, self._settings.max_frame_bytes, time.monotonic())
+        self._links.add(link)
+        self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, link))
+        return link
+
+    def _dial_and_send(self, target: PeerTarget, message: Message) -> None:
+        ref = PeerRef(target.boot_id, is_dialed=True)
+        if ref not in self._by_ref:
+            try:
+                self._dial(ref, target)
+            except (OSError, KvbatonError) as error:
+                self._events.link_down(ref, None, _lost(target.worker_id, f"cannot be dialed: {error}"))
+                return
+        self._send(ref, message)
+
+    def _dial(self, ref: PeerRef, target: PeerTarget) -> None:
+        host, port = parse_address(target.address)
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        link = self._add(socket.socket(family, kind, proto), Dialing(self._me, target))
+        link.ref, link.target, link.is_connecting = ref, target, True
+        self._by_ref[ref] = link
+        code = link.sock.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            self._close(link)
+            raise OSError(code, os.strerror(code))
+        self._watch(link)
+
+    def _send(self, ref: PeerRef, message: Message) -> None:
+        link = self._by_ref.get(ref)
+        if link is not None:
+            self._guard(link, lambda: link.queue(message))
+
+    def _serve(self, link: Link) -> None:
+        if link in self._links:
+            self._guard(link, lambda: self._read(link))
+
+    def _read(self, link: Link) -> None:
+        if link.is_connecting:
+            link.finish_connecting()
+            return
+        was_up = link.session is not None
+        for message in link.receive(time.monotonic()):
+            was_up = was_up or self._welcome(link)
+            if link.ref is not None:
+                self._events.link_message(link.ref, message)
+        if not was_up and link.session is not None:
+            self._welcome(link)
+
+    def _welcome(self, link: Link) -> bool:
+        session = link.session
+        if session is None:
+            return False
+        self._counters.add("link_handshakes_total", result="ok")
+        if link.ref is None:
+            link.ref = PeerRef(session.boot_id, is_dialed=False)
+            older = self._by_ref.get(link.ref)
+            if older is not None:
+                self._end(older, WorkerLostError(f"worker {session.worker_id} dialed again"))
+            self._by_ref[link.ref] = link
+        self._events.link_up(link.ref, session)
+        return True
+
+    def _guard(self, link: Link, act: Callable[[], None]) -> None:
+        """The boundary of the control protocol: whatever goes wrong on a link ends that link, with its reason."""
+        try:
+            act()
+            link.flush(time.monotonic())
+            self._watch(link)
+        except OSError as error:
+            reason = "closed its control link" if isinstance(error, LinkClosedError) else f"is gone: {error}"
+            self._end(link, _lost(_name(link), reason))
+        except KvbatonError as error:
+            self._end(link, error)
+        except Exception as error:
+            logger.exception("a control link failed")
+            self._end(link, InternalError(f"the control link of worker {_name(link)} failed: {error}"))
+
+    def _watch(self, link: Link) -> None:
+        if link in self._links:
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
+            self._selector.modify(link.sock, mask, partial(self._serve, link))
+
+    def _end(self, link: Link, error: KvbatonError) -> None:
+        if link not in self._links:
+            return
+        if link.session is None:
+            self._counters.add("link_handshakes_total", result="failed")
+            logger.warning("no control link with worker %s: %s", _name(link), error.message)
+            if error.kind is not ErrorKind.WORKER_LOST:
+                with suppress(OSError):
+                    link.refuse(Refused(error.kind, error.message))
+                    link.flush(time.monotonic())
+        self._close(link)
+        if link.ref is not None:
+            self._events.link_down(link.ref, link.session, error)
+
+    def _close(self, link: Link) -> None:
+        self._links.discard(link)
+        if link.ref is not None and self._by_ref.get(link.ref) is link:
+            del self._by_ref[link.ref]
+        self._selector.unregister(link.sock)
+        link.sock.close()
+
+    def _keep_time(self, now: float) -> float | None:
+        """End silent links, ping idle ones; returns when to look again."""
+        timeout = self._settings.peer_timeout_seconds
+        for link in list(self._links):
+            if now - link.heard_at >= timeout:
+                what = "was silent" if link.session is not None else "did not finish the handshake"
+                self._end(link, _lost(_name(link), f"{what} for {timeout} s"))
+            elif link.session is not None and now - link.sent_at >= timeout / _PINGS_PER_TIMEOUT:
+                self._guard(link, partial(link.queue, Ping()))
+        deadlines = [link.heard_at + timeout for link in self._links]
+        deadlines += [link.sent_at + timeout / _PINGS_PER_TIMEOUT for link in self._links if link.session]
+        next_deadline = self._events.tick(now)
+        return min(deadlines + ([] if next_deadline is None else [next_deadline]), default=None)
+
+
+def _name(link: Link) -> str:
+    if link.session is not None:
+        return link.session.worker_id
+    return link.target.worker_id if link.target is not None else "(unknown)"
+
+
+def _lost(worker_id: str, reason: str) -> WorkerLostError:
+    return WorkerLostError(f"worker {worker_id} {reason}")

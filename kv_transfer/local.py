@@ -1,0 +1,80 @@
+"""The ``local`` transport: both workers in one process, bytes moved by one copy per block (tests, role ``both``)."""
+
+import threading
+from collections.abc import Sequence
+
+from contract.errors import WorkerLostError
+from engine.connector import KVMemory
+from kv_transfer.leases import LeaseBook, Sessions
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError, TransportContext
+
+
+class LocalHub:
+    """Where the local senders of one process are found by their address. Pass one object to all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._senders: dict[str, LocalSender] = {}
+
+    def join(self, sender: "LocalSender") -> None:
+        """Make a sender reachable."""
+        with self._lock:
+            self._senders[sender.address] = sender
+
+    def leave(self, sender: "LocalSender") -> None:
+        """Make it unreachable."""
+        with self._lock:
+            self._senders.pop(sender.address, None)
+
+    def find(self, source: Source) -> "LocalSender":
+        """The sender at ``source``. Raises WorkerLostError."""
+        with self._lock:
+            sender = self._senders.get(source.address)
+        if sender is None:
+            raise WorkerLostError(f"worker {source.worker_id} has no local sender any more")
+        return sender
+
+
+class LocalSender:
+    """Lends blocks to receivers of the same process."""
+
+    def __init__(self, context: TransportContext, hub: LocalHub) -> None:
+        self.address = f"local:{context.boot_id}"
+        self.sessions: Sessions = context.sessions
+        self.book = LeaseBook(context.on_idle)
+        self._hub = hub
+        hub.join(self)
+
+    def publish(self, name: LeaseName, memory: KVMemory, block_ids: Sequence[int]) -> None:
+        """Append blocks to the lease."""
+        self.book.extend(name, memory, block_ids)
+
+    def release(self, name: LeaseName) -> None:
+        """End the lease; a copy that runs ends with its block."""
+        self.book.revoke(name)
+
+    def close(self) -> None:
+        """Leave the hub."""
+        self._hub.leave(self)
+
+
+class LocalReceiver:
+    """Copies from senders of the same process."""
+
+    def __init__(self, hub: LocalHub) -> None:
+        self._hub = hub
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Copy block by block; the lease is checked before each block and after the last byte."""
+        sender = self._hub.find(source)
+        if source.token not in sender.sessions:
+            raise StaleLeaseError(f"worker {source.worker_id} knows no such session")
+        for index, view in zip(request.indices, views, strict=True):
+            read.check()
+            with sender.book.reading(ReadRequest(request.name, [index])) as (block,):
+                view[:] = block
+        sender.book.check(request.name)
+
+    def close(self) -> None:
+        """Hold nothing from now on."""
+        self._hub = LocalHub()

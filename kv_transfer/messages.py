@@ -1,0 +1,142 @@
+"""What two workers say on their control link: tagged msgpack maps, one per frame.
+
+The dialer speaks first: Hello → Challenge → Prove → Welcome (or Refused, and the link closes). Afterwards the dialer
+(which fetches) sends FetchBlocks, ReleaseLease, CancelFetch, the acceptor (which lends) BlocksPublished,
+TransferComplete, TransferFailed, and both send Ping.
+"""
+
+from typing import Any
+
+import msgspec
+
+from contract.errors import TransferError
+from contract.layout import KVLayout
+from engine.connector import FirstToken
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+MAX_HANDSHAKE_BYTES = 65536
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type"):
+    """The root of everything on a control link."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Who dials, and a nonce for the acceptor to prove itself over."""
+
+    protocol_min: int
+    protocol_max: int
+    nonce: str
+    worker_id: str
+    boot_id: str
+    role: str
+
+
+class Challenge(Message, frozen=True, tag="challenge"):
+    """Who was dialed, its proof over both hellos, and a nonce for the dialer."""
+
+    protocol_min: int
+    protocol_max: int
+    nonce: str
+    worker_id: str
+    boot_id: str
+    role: str
+    proof: str
+
+
+class Prove(Message, frozen=True, tag="prove"):
+    """The dialer's proof, and what both must agree on."""
+
+    proof: str
+    model_fingerprint: str
+    layout: KVLayout
+    transport: str
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The link is up. protocol: the version to speak. data_address: where the blocks are read."""
+
+    protocol: int
+    model_fingerprint: str
+    layout: KVLayout
+    transport: str
+    data_address: str
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The link will not come up; ``kind`` is an ErrorKind value."""
+
+    kind: str
+    message: str
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """I live. Renews the leases of whoever sends it."""
+
+
+class FetchBlocks(Message, frozen=True, tag="fetch"):
+    """Announce this transfer's blocks to me, from ``from_block`` on."""
+
+    transfer_id: str
+    attempt: int
+    from_block: int = 0
+
+
+class BlocksPublished(Message, frozen=True, tag="published"):
+    """These blocks can be read under ``lease``. digests: xxh3_64 per block, seeded with its canonical hash."""
+
+    transfer_id: str
+    attempt: int
+    lease: str
+    first_block: int
+    digests: list[int]
+
+
+class TransferComplete(Message, frozen=True, tag="complete"):
+    """Everything is published; token 0 of every choice."""
+
+    transfer_id: str
+    attempt: int
+    num_blocks: int
+    first_tokens: list[FirstToken]
+
+
+class TransferFailed(Message, frozen=True, tag="failed"):
+    """There is nothing (more) to fetch; ``kind`` is an ErrorKind value or "not_needed"."""
+
+    transfer_id: str
+    attempt: int
+    kind: str
+    message: str
+
+
+class ReleaseLease(Message, frozen=True, tag="release"):
+    """Everything is verified: the blocks are yours again."""
+
+    transfer_id: str
+    attempt: int
+
+
+class CancelFetch(Message, frozen=True, tag="cancel"):
+    """I want nothing (more) of this transfer."""
+
+    transfer_id: str
+    attempt: int
+
+
+TransferMessage = (
+    FetchBlocks | BlocksPublished | TransferComplete | TransferFailed | ReleaseLease | CancelFetch
+)
+AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | TransferMessage
+
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def decode_message(frame: bytes) -> Message:
+    """Raises TransferError for anything but a well-formed message of this protocol."""
+    try:
+        message: Message = _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransferError(f"the peer sent a malformed message: {error}") from error
+    return message

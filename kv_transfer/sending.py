@@ -1,0 +1,329 @@
+"""The sender's side of the control half: every prompt that this worker lends, and every fetch that waits for one."""
+
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.errors import ErrorKind, InternalError
+from contract.requests import EngineRequest, SendTransfer
+from engine.connector import FirstToken
+from kv_transfer import events as ev
+from kv_transfer import messages as msg
+from kv_transfer.counters import Completions, Counters
+from kv_transfer.link import PeerRef
+from kv_transfer.orders import PublishOrder, digest_seeds
+from kv_transfer.states import Ending, Send, SendState
+from kv_transfer.transitions import advance_send
+from kv_transfer.transport import LeaseName
+
+_MAX_REMEMBERED = 4096
+_TransferKey = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class SendSettings:
+    """What lending depends on."""
+
+    model_fingerprint: str
+    block_size: int
+    lease_seconds: float
+    parked_seconds: float
+
+
+@dataclass(frozen=True)
+class SendPorts:
+    """Where the effects go; each is called from any thread and does not block."""
+
+    post: Callable[[PeerRef, msg.Message], None]
+    release: Callable[[LeaseName], None]
+    wake_core: Callable[[], None]
+    wake_links: Callable[[], None]
+
+
+@dataclass
+class _Lent:
+    """One transfer with what the pure machine does not need to know. num_wanted: blocks to order at the next step."""
+
+    transfer_id: str
+    attempt: int
+    send: Send
+    since: float
+    key: str | None = None
+    lease: str = ""
+    block_ids: list[int] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_wanted: int = 0
+
+    @property
+    def name(self) -> LeaseName:
+        return LeaseName(self.transfer_id, self.attempt, self.lease)
+
+
+class SendDesk:
+    """Owns the sender's transfers. Thread-safe; effects that may call back happen outside its lock."""
+
+    def __init__(
+        self, settings: SendSettings, ports: SendPorts, counters: Counters, completions: Completions
+    ) -> None:
+        self._settings, self._ports = settings, ports
+        self._counters, self._completions = counters, completions
+        self._lock = threading.Lock()
+        self._lent: dict[_TransferKey, _Lent] = {}
+        self._by_key: dict[str, _Lent] = {}
+        self._newest: OrderedDict[str, int] = OrderedDict()
+        self._endings: OrderedDict[_TransferKey, Ending] = OrderedDict()
+        self._later: list[Callable[[], None]] = []
+        counters.add("leases_expired_total", 0)
+
+    def open(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
+        """See ``SchedulerConnector.open_send``."""
+        transfer = request.transfer
+        if not isinstance(transfer, SendTransfer):
+            raise InternalError(f"request {request.key} has nothing to send")
+        seeds = digest_seeds(request, self._settings.model_fingerprint, self._settings.block_size)
+        if len(seeds) != len(block_ids):
+            raise InternalError(
+                f"{len(block_ids)} blocks lent for {request.key}; its prompt has {len(seeds)}"
+            )
+        with self._acting():
+            wire_key = (transfer.transfer_id, request.attempt)
+            lent = self._lent.get(wire_key)
+            if request.key in self._by_key or (lent is not None and lent.key is not None):
+                raise InternalError(f"transfer {wire_key} of request {request.key} is open already")
+            if lent is None:
+                send = Send(
+                    state=SendState.OPEN,
+                    lease_seconds=self._settings.lease_seconds,
+                    num_blocks=len(block_ids),
+                )
+                lent = _Lent(*wire_key, send, time.monotonic())
+                self._lent[wire_key] = lent
+            else:
+                self._apply(lent, ev.Opened(len(block_ids), time.monotonic()))
+            lent.key, lent.lease = request.key, secrets.token_hex(8)
+            lent.block_ids, lent.seeds = list(block_ids), seeds
+            lent.num_tokens = len(request.prompt_token_ids)
+            lent.num_wanted = self._num_full_blocks(lent, num_cached_tokens)
+            self._by_key[request.key] = lent
+            self._endings.pop(wire_key, None)
+            self._remember_attempt(*wire_key)
+
+    def publish(self, key: str, num_computed_tokens: int) -> None:
+        """See ``SchedulerConnector.publish``."""
+        with self._acting():
+            lent = self._find(key)
+            lent.num_wanted = max(lent.num_wanted, self._num_full_blocks(lent, num_computed_tokens))
+
+    def finish(self, key: str, first_tokens: list[FirstToken]) -> None:
+        """See ``SchedulerConnector.finish_send``."""
+        with self._acting():
+            self._apply(self._find(key), ev.SendFinished(tuple(first_tokens), time.monotonic()))
+            self._ports.wake_links()
+
+    def abandon(self, key: str, kind: str, message: str) -> None:
+        """See ``SchedulerConnector.abandon_send``. A request that lends nothing (any more) is left alone."""
+        with self._acting():
+            lent = self._by_key.get(key)
+            if lent is not None:
+                self._apply(lent, ev.Abandoned(kind, message))
+
+    def take_orders(self) -> list[PublishOrder]:
+        """What the coming forward pass makes publishable."""
+        orders = []
+        with self._acting():
+            for key, lent in self._by_key.items():
+                first, end = lent.send.num_ordered, lent.num_wanted
+                if end > first and not lent.send.has_ended:
+                    blocks, seeds = lent.block_ids[first:end], lent.seeds[first:end]
+                    orders.append(PublishOrder(key, lent.name, first, blocks, seeds))
+                    self._apply(lent, ev.Ordered(end))
+        return orders
+
+    def has_orders(self) -> bool:
+        """True when ``take_orders`` would give some."""
+        with self._lock:
+            return any(
+                lent.num_wanted > lent.send.num_ordered and not lent.send.has_ended
+                for lent in self._by_key.values()
+            )
+
+    def send_event(self, key: str, event: ev.SendEvent) -> None:
+        """The data half's report."""
+        with self._acting():
+            self._apply(self._find(key), event)
+
+    def lease_idle(self, name: LeaseName) -> None:
+        """The transport's answer to a release."""
+        with self._acting():
+            lent = self._lent.get((name.transfer_id, name.attempt))
+            if lent is not None and lent.lease == name.lease:
+                self._apply(lent, ev.ReadersGone())
+
+    def fetch_asked(self, peer: str, message: msg.FetchBlocks) -> None:
+        """A FETCH: announce, park, or refuse."""
+        now = time.monotonic()
+        wire_key = (message.transfer_id, message.attempt)
+        with self._acting():
+            lent, ending = self._lent.get(wire_key), self._endings.get(wire_key)
+            newest = self._newest.get(message.transfer_id, message.attempt)
+            if message.attempt < newest:
+                ending = Ending(
+                    ErrorKind.TRANSFER_FAILED,
+                    f"attempt {message.attempt} of transfer {message.transfer_id} is older than attempt"
+                    f" {newest}, which is known here",
+                )
+                self._refuse(wire_key, ev.Refuse(peer, ending.kind, ending.message))
+            elif lent is not None:
+                self._apply(lent, ev.FetchArrived(peer, message.from_block, now))
+            elif ending is not None:
+                self._refuse(wire_key, ev.Refuse(peer, ending.kind, ending.message))
+            else:
+                self._park(peer, message, now)
+
+    def let_go(self, peer: str, message: msg.ReleaseLease | msg.CancelFetch) -> None:
+        """RELEASE or CANCEL; of a transfer that is not known (any more) it is dropped."""
+        with self._acting():
+            lent = self._lent.get((message.transfer_id, message.attempt))
+            if lent is not None:
+                self._apply(lent, ev.LetGo(peer))
+
+    def heard(self, peer: str) -> None:
+        """The peer lives: renew its leases."""
+        self._apply_all(ev.Heartbeat(peer, time.monotonic()))
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """The peer is dead: its leases are over."""
+        self._apply_all(ev.PeerGone(peer, reason))
+
+    def tick(self, now: float) -> float | None:
+        """Expire what is due; returns the next deadline."""
+        self._apply_all(ev.Tick(now))
+        with self._lock:
+            deadlines = [lent.send.deadline for lent in self._lent.values() if lent.send.deadline is not None]
+        return min(deadlines, default=None)
+
+    def gauges(self) -> dict[str, float]:
+        """How many leases and parked fetches there are now."""
+        with self._lock:
+            states = [lent.send.state for lent in self._lent.values()]
+            num_active = sum(not lent.send.has_ended for lent in self._by_key.values())
+        return {"leases_active": num_active, "transfers_parked": states.count(SendState.PARKED)}
+
+    def debug_state(self) -> list[dict[str, Any]]:
+        """Every transfer, as plain data."""
+        now = time.monotonic()
+        with self._lock:
+            return [
+                {
+                    "transfer_id": lent.transfer_id,
+                    "attempt": lent.attempt,
+                    "request": lent.key,
+                    "state": str(lent.send.state),
+                    "age_seconds": now - lent.since,
+                    "num_blocks": lent.send.num_blocks,
+                    "num_published": len(lent.send.digests),
+                    "peer": lent.send.peer,
+                }
+                for lent in self._lent.values()
+            ]
+
+    @contextmanager
+    def _acting(self) -> Iterator[None]:
+        """Hold the lock; afterwards carry out what must not happen under it."""
+        with self._lock:
+            yield
+            later, self._later = self._later, []
+        for act in later:
+            act()
+
+    def _find(self, key: str) -> _Lent:
+        lent = self._by_key.get(key)
+        if lent is None:
+            raise InternalError(f"request {key} lends nothing")
+        return lent
+
+    def _num_full_blocks(self, lent: _Lent, num_tokens: int) -> int:
+        if num_tokens >= lent.num_tokens:
+            return len(lent.block_ids)
+        return num_tokens // self._settings.block_size
+
+    def _remember_attempt(self, transfer_id: str, attempt: int) -> None:
+        self._newest[transfer_id] = max(attempt, self._newest.pop(transfer_id, attempt))
+        while len(self._newest) > _MAX_REMEMBERED:
+            self._newest.popitem(last=False)
+
+    def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
+        send = Send(
+            state=SendState.PARKED,
+            lease_seconds=self._settings.lease_seconds,
+            is_opened=False,
+            peer=peer,
+            from_block=message.from_block,
+            deadline=now + self._settings.parked_seconds,
+        )
+        wire_key = (message.transfer_id, message.attempt)
+        self._lent[wire_key] = _Lent(*wire_key, send, now)
+        self._remember_attempt(*wire_key)
+
+    def _apply_all(self, event: ev.Heartbeat | ev.PeerGone | ev.Tick) -> None:
+        with self._acting():
+            for lent in list(self._lent.values()):
+                self._apply(lent, event)
+
+    def _apply(self, lent: _Lent, event: ev.SendEvent) -> None:
+        before = lent.send.state
+        lent.send, actions = advance_send(lent.send, event)
+        if lent.send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
+            self._counters.add("leases_expired_total")
+        for action in actions:
+            self._perform(lent, action)
+        if lent.send.is_done:
+            self._forget(lent)
+
+    def _perform(self, lent: _Lent, action: ev.SendAction) -> None:
+        match action:
+            case ev.Announce():
+                self._post(
+                    lent,
+                    msg.BlocksPublished(
+                        *self._wire(lent), lent.lease, action.first_block, list(action.digests)
+                    ),
+                )
+            case ev.AnnounceComplete():
+                tokens = list(action.first_tokens)
+                self._post(lent, msg.TransferComplete(*self._wire(lent), lent.send.num_blocks, tokens))
+            case ev.Refuse():
+                self._refuse(self._wire(lent), action)
+            case ev.Revoke():
+                name = lent.name
+                self._later.append(lambda: self._ports.release(name))
+            case ev.ReportSent() if lent.key is not None:
+                self._completions.add_sent(lent.key)
+                self._later.append(self._ports.wake_core)
+
+    def _wire(self, lent: _Lent) -> _TransferKey:
+        return lent.transfer_id, lent.attempt
+
+    def _post(self, lent: _Lent, message: msg.Message) -> None:
+        if lent.send.peer is not None:
+            self._ports.post(PeerRef(lent.send.peer, is_dialed=False), message)
+
+    def _refuse(self, wire_key: _TransferKey, refusal: ev.Refuse) -> None:
+        message = msg.TransferFailed(*wire_key, refusal.kind, refusal.message)
+        self._ports.post(PeerRef(refusal.peer, is_dialed=False), message)
+
+    def _forget(self, lent: _Lent) -> None:
+        wire_key = self._wire(lent)
+        self._lent.pop(wire_key, None)
+        if lent.key is not None:
+            self._by_key.pop(lent.key, None)
+        if lent.send.ending is not None:
+            self._endings[wire_key] = lent.send.ending
+        while len(self._endings) > _MAX_REMEMBERED:
+            self._endings.popitem(last=False)

@@ -1,0 +1,78 @@
+"""The part of the settings that a connector needs, checked when it is made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from contract.errors import SettingError
+from contract.identity import Role
+from kv_transfer.local import LocalHub
+from kv_transfer.transport import ReceiverTransport, transport_names
+
+AUTO = "auto"
+AUTO_TRANSPORT = "tcp"
+"""What ``auto`` means in this version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings:
+    """How one worker hands KV over. Raises SettingError with the name, the value and the allowed range.
+
+    host: the address that the control and data ports bind to. advertise_host: what peers are told to dial, where that
+    differs (a wildcard bind, a NAT). control_port, data_port: 0 lets the system choose. lease_seconds: how long blocks
+    are lent without a heartbeat, or without anybody fetching them. parked_seconds: how long a fetch waits for a
+    transfer that is not known yet. peer_timeout_seconds: silence that counts as a peer's death.
+    read_timeout_seconds: a data connection that moves no byte for so long fails its transfer. local: where ``local``
+    transports meet. decorate: wraps the receiver (fault injection in tests).
+    """
+
+    worker_id: str
+    boot_id: str
+    role: Role
+    secret: str = field(repr=False)
+    host: str = "127.0.0.1"
+    advertise_host: str | None = None
+    control_port: int = 0
+    data_port: int = 0
+    transport: str = AUTO
+    lease_seconds: float = 30.0
+    parked_seconds: float = 30.0
+    peer_timeout_seconds: float = 3.0
+    read_timeout_seconds: float = 10.0
+    max_frame_bytes: int = 16 * 2**20
+    local: LocalHub | None = None
+    decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None
+
+    def __post_init__(self) -> None:
+        """Check every range."""
+        for name in ("worker_id", "boot_id", "secret", "host"):
+            if not getattr(self, name):
+                raise SettingError(f"{name} is empty; it must not be", param=name)
+        for name in ("control_port", "data_port"):
+            port = getattr(self, name)
+            if not 0 <= port <= 65535:
+                raise SettingError(f"{name} is {port}; it must lie in 0..65535", param=name)
+        for name in ("lease_seconds", "parked_seconds", "peer_timeout_seconds", "read_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise SettingError(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
+        if self.max_frame_bytes < 65536:
+            raise SettingError(
+                f"max_frame_bytes is {self.max_frame_bytes}; it must be 65536 or more",
+                param="max_frame_bytes",
+            )
+        if self.role is Role.ROUTER:
+            raise SettingError("role is router; a router moves no KV", param="role")
+        self._check_transport()
+
+    def _check_transport(self) -> None:
+        names = (AUTO, *transport_names())
+        if self.transport not in names:
+            raise SettingError(
+                f"transport is {self.transport!r}; choose one of {', '.join(names)}", param="transport"
+            )
+        if (self.transport == "local") != (self.local is not None):
+            raise SettingError("transport local and the hub in local come together", param="local")
+
+    @property
+    def transport_in_use(self) -> str:
+        """The transport after ``auto`` has been decided."""
+        return AUTO_TRANSPORT if self.transport == AUTO else self.transport

@@ -1,0 +1,152 @@
+"""Fakes for tests of hand-overs: a torch-free KV pool, a receiver that damages a block, a tiny scheduler's part.
+
+Part of the library on purpose: other packages test with them too. Nothing here is used in production.
+"""
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.layout import KVLayout
+from contract.requests import EngineRequest
+from engine.connector import ConnectorPair, Drained, Failed, FirstToken, Published
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+
+
+class ByteMemory:
+    """A ``KVMemory`` over anonymous memory. ``committed`` lists what was committed, in order."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        self.layout, self.num_blocks = layout, num_blocks
+        self.committed: list[int] = []
+        self._pool = memoryview(mmap.mmap(-1, layout.block_bytes * num_blocks))
+
+    def read_view(self, block_id: int) -> memoryview:
+        """The block itself."""
+        return self._block(block_id)
+
+    def write_view(self, block_id: int) -> memoryview:
+        """The block itself."""
+        return self._block(block_id)
+
+    def commit(self, block_ids: list[int]) -> None:
+        """Remember that these were committed."""
+        self.committed.extend(block_ids)
+
+    def fill(self, block_id: int, content: bytes) -> None:
+        """Write ``content`` over and over until the block is full."""
+        size = self.layout.block_bytes
+        self._block(block_id)[:] = (content * (size // len(content) + 1))[:size]
+
+    def _block(self, block_id: int) -> memoryview:
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"block {block_id} of a pool of {self.num_blocks}")
+        size = self.layout.block_bytes
+        return self._pool[block_id * size : (block_id + 1) * size]
+
+
+class GatedMemory(ByteMemory):
+    """A pool whose reads of one block wait until ``gate`` is set, once ``gated_block`` names it."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        super().__init__(layout, num_blocks)
+        self.gated_block: int | None = None
+        self.gate = threading.Event()
+        self.is_waiting = threading.Event()
+
+    def read_view(self, block_id: int) -> memoryview:
+        """The block, when the gate lets it through."""
+        if block_id == self.gated_block:
+            self.is_waiting.set()
+            self.gate.wait()
+        return super().read_view(block_id)
+
+
+class CorruptingReceiver:
+    """Flips a bit of the transfer's block ``block_index`` after it landed and before it is verified.
+
+    Use ``functools.partial(CorruptingReceiver, block_index=3)`` as ``TransferSettings.decorate``.
+    """
+
+    def __init__(self, inner: ReceiverTransport, block_index: int) -> None:
+        self._inner, self._block_index = inner, block_index
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Fetch, then damage."""
+        self._inner.fetch(source, request, views, read)
+        for index, view in zip(request.indices, views, strict=True):
+            if index == self._block_index:
+                view[len(view) // 2] ^= 0x10
+
+    def close(self) -> None:
+        """Close the real receiver."""
+        self._inner.close()
+
+
+@dataclass
+class TransferDriver:
+    """Plays the scheduler's part for one connector: every ``step`` runs the orders and takes what happened.
+
+    Pass ``driver.wake`` as the factory's ``wake`` and the pair to ``attach``.
+    """
+
+    memory: ByteMemory
+    published: list[str] = field(default_factory=list)
+    failed: dict[str, Failed] = field(default_factory=dict)
+    drained: list[str] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
+    _awake: threading.Event = field(default_factory=threading.Event)
+
+    def wake(self) -> None:
+        """From any thread: something waits."""
+        self._awake.set()
+
+    def attach(self, pair: ConnectorPair) -> None:
+        """Drive this connector from now on."""
+        self.scheduler, self.rank, self.address = pair.scheduler, pair.rank, pair.address
+        self.rank.start(self.memory)
+
+    def step(self) -> None:
+        """One step without a forward pass."""
+        metadata: Any = self.scheduler.build_metadata()
+        if metadata is not None:
+            self.rank.execute(metadata)
+        sent, received = self.rank.take_finished()
+        self.sent.extend(sorted(sent))
+        self.received.extend(sorted(received))
+        for event in self.scheduler.take_events():
+            match event:
+                case Published():
+                    self.published.append(event.request_id)
+                case Failed():
+                    self.failed[event.request_id] = event
+                case Drained():
+                    self.drained.append(event.request_id)
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_seconds: float = 30.0) -> None:
+        """Step whenever woken until ``condition`` holds. Raises TimeoutError that says what did not happen."""
+        deadline = time.monotonic() + timeout_seconds
+        self.step()
+        while not condition():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{what} did not happen; {self.scheduler.debug_state()}")
+            self._awake.wait(min(left, 0.05))
+            self._awake.clear()
+            self.step()
+
+    def send_all(self, request: EngineRequest, block_ids: list[int], tokens: list[FirstToken]) -> None:
+        """Lend, compute in one chunk, finish."""
+        self.scheduler.open_send(request, block_ids, 0)
+        self.scheduler.publish(request.key, len(request.prompt_token_ids))
+        self.step()
+        self.scheduler.finish_send(request.key, tokens)
+
+    def close(self) -> None:
+        """Close both halves."""
+        self.scheduler.close()
+        self.rank.close()

@@ -1,0 +1,230 @@
+"""One try at a request: a leg on each of its workers, and their tokens in order.
+
+1. Entering binds the legs to their workers and sends ``Prefill`` and ``Decode`` at the same time.
+2. ``next`` gives the tokens as they come: index 0 from the prefill worker, the others from the decode worker.
+3. Leaving, by whatever way, unbinds the legs and cancels them on the workers that may still hold something.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Self
+
+from contract.errors import DeadlineError, ErrorKind, KvbatonError, WorkerLostError, error_from_kind
+from contract.requests import FinishReason, TokenLogprobs
+from protos import worker_pb2 as pb
+from router.delivery import Delivery, Token
+from router.registry import AttachedWorker, Event
+from router.request import PreparedRequest
+from router.tasks import TaskSet
+
+logger = logging.getLogger(__name__)
+
+_MAYBE_ACCEPTED = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Tokens that are due now, in order. ``finish_reason`` comes with the answer's last ones."""
+
+    tokens: list[Token]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+@dataclass
+class LegReport:
+    """What the workers said about themselves: seconds, and prompt tokens that nobody computed."""
+
+    prefill_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    num_cached_tokens: int = 0
+
+
+class Leg:
+    """One worker's part. ``may_hold``: the worker may still have the request in memory."""
+
+    def __init__(self, worker: AttachedWorker, first_index: int, num_tokens: int) -> None:
+        self.worker = worker
+        self.first_index = first_index
+        self.next_index = first_index
+        self.num_tokens = num_tokens
+        self.may_hold = True
+        self.call: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True when nothing that happens to the worker matters to the request any more."""
+        return not self.may_hold and self.next_index > self.first_index
+
+
+class Attempt:
+    """Owns the legs of one attempt. ``prefill`` is None where the decode worker computes the prompt itself."""
+
+    def __init__(
+        self,
+        request: PreparedRequest,
+        prefill: AttachedWorker | None,
+        decode: AttachedWorker,
+        tasks: TaskSet,
+        number: int = 0,
+    ) -> None:
+        self._request = request
+        self._key = (request.request_id, number)
+        self._tasks = tasks
+        self._inbox: asyncio.Queue[tuple[Leg, Event]] = asyncio.Queue()
+        self._delivery = Delivery(number)
+        self._finish: tuple[FinishReason, int | None] | None = None
+        self.report = LegReport()
+        num_prompt = len(request.prompt_token_ids)
+        self._prefill = Leg(prefill, 0, num_prompt) if prefill else None
+        self._decode = Leg(decode, 1 if prefill else 0, num_prompt + request.sampling.max_tokens)
+        self._legs = [leg for leg in (self._prefill, self._decode) if leg]
+
+    def __enter__(self) -> Self:
+        for leg in self._legs:
+            self._bind(leg)
+        transfer_id, source = f"{self._key[0]}.{self._key[1]}.{secrets.token_hex(4)}", None
+        if self._prefill:
+            peer = self._prefill.worker.registration
+            source = pb.TransferSource(
+                transfer_id=transfer_id,
+                worker_id=peer.worker_id,
+                boot_id=peer.boot_id,
+                control_address=peer.control_address,
+            )
+            prefill = pb.PrefillRequest(task=self._task(0), transfer_id=transfer_id)
+            self._send(self._prefill, self._prefill.worker.calls.prefill(prefill))
+        decode = pb.DecodeRequest(task=self._task(self._decode.first_index), source=source)
+        self._send(self._decode, self._decode.worker.calls.decode(decode))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unbind every leg; cancel those that may still be held. Does nothing the second time."""
+        legs, self._legs = self._legs, []
+        for leg in legs:
+            leg.worker.unbind(self._key, leg.num_tokens)
+            if leg.may_hold and not leg.worker.gone.is_set():
+                self._tasks.spawn(self._cancel(leg), f"cancel {self._key[0]} on {leg.worker.name}")
+
+    async def next(self) -> Arrival:
+        """The next tokens. Raises what ended a leg: WorkerLostError, DeadlineError, or the worker's own error."""
+        while True:
+            try:
+                async with asyncio.timeout(max(0.0, self._request.deadline - time.monotonic())):
+                    leg, event = await self._inbox.get()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"the request ran into its deadline with {self._delivery.next_index} tokens delivered"
+                ) from None
+            if leg.is_over:
+                continue
+            if isinstance(event, KvbatonError):
+                raise event
+            due = self._take(leg, event)
+            if self._finish and self._delivery.is_complete:
+                return Arrival(due, *self._finish)
+            if due:
+                return Arrival(due)
+
+    def _take(self, leg: Leg, entry: pb.TokenEntry) -> list[Token]:
+        if entry.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            leg.may_hold = False
+            raise _error_of(entry, leg)
+        if entry.token_ids and entry.first_index > leg.next_index:
+            raise WorkerLostError(
+                f"worker {leg.worker.name} sent token {entry.first_index} after token {leg.next_index - 1}"
+            )
+        self._read_report(leg, entry)
+        leg.next_index = max(leg.next_index, entry.first_index + len(entry.token_ids))
+        if entry.finish_reason:
+            stop_reason = entry.stop_reason if entry.HasField("stop_reason") else None
+            self._finish = FinishReason(entry.finish_reason), stop_reason
+            self._delivery.end = leg.next_index
+            leg.may_hold = False
+        if self._prefill and leg is self._decode and entry.token_ids:
+            self._prefill.may_hold = False  # the KV has been verified, and the lease released
+        due = self._delivery.accept(entry.attempt, _tokens_of(entry))
+        for over in [each for each in self._legs if each.is_over]:
+            over.worker.unbind(self._key, over.num_tokens)
+        return due
+
+    def _read_report(self, leg: Leg, entry: pb.TokenEntry) -> None:
+        if entry.HasField("timings"):
+            self.report.prefill_seconds += entry.timings.prefill_seconds if leg.first_index == 0 else 0.0
+            self.report.exposed_seconds += entry.timings.transfer_exposed_seconds
+            self.report.hidden_seconds += entry.timings.transfer_hidden_seconds
+        if leg.first_index == 0 and entry.HasField("num_cached_tokens"):
+            self.report.num_cached_tokens = entry.num_cached_tokens
+
+    def _bind(self, leg: Leg) -> None:
+        leg.worker.bind(self._key, lambda event: self._inbox.put_nowait((leg, event)), leg.num_tokens)
+
+    def _send(self, leg: Leg, call: Coroutine[Any, Any, None]) -> None:
+        leg.call = self._tasks.spawn(self._accepted(leg, call), f"start {self._key[0]} on {leg.worker.name}")
+
+    async def _accepted(self, leg: Leg, call: Coroutine[Any, Any, None]) -> None:
+        try:
+            await call
+        except KvbatonError as error:
+            leg.may_hold = leg.may_hold and error.kind in _MAYBE_ACCEPTED
+            self._inbox.put_nowait((leg, error))
+
+    async def _cancel(self, leg: Leg) -> None:
+        """Cancel behind the acceptance, so that the worker cannot see the cancel first."""
+        if leg.call:
+            await asyncio.wait({leg.call})
+        if not leg.may_hold or leg.worker.gone.is_set():
+            return
+        try:
+            await leg.worker.calls.cancel(*self._key)
+        except KvbatonError as error:
+            logger.warning("%s; the request's own deadline ends it there", error.message)
+
+    def _task(self, first_index: int) -> pb.Task:
+        request, sampling = self._request, self._request.sampling
+        return pb.Task(
+            request_id=request.request_id,
+            attempt=self._key[1],
+            first_index=first_index,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=pb.EngineSampling(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                max_tokens=sampling.max_tokens,
+                min_tokens=sampling.min_tokens,
+                stop_token_ids=sampling.stop_token_ids,
+                ignore_eos=sampling.ignore_eos,
+                logprobs=sampling.logprobs,
+            ),
+            eos_token_ids=request.eos_token_ids,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            deadline_seconds=max(0.001, request.deadline - time.monotonic()),
+        )
+
+
+def _error_of(entry: pb.TokenEntry, leg: Leg) -> KvbatonError:
+    if entry.finish_reason == FinishReason.ABORT:
+        return WorkerLostError(f"worker {leg.worker.name} gave the request up")
+    return error_from_kind(entry.error_kind, f"worker {leg.worker.name}: {entry.error_message}")
+
+
+def _tokens_of(entry: pb.TokenEntry) -> list[Token]:
+    logprobs = [
+        TokenLogprobs(p.token_id, p.logprob, p.rank, tuple(p.top_token_ids), tuple(p.top_logprobs))
+        for p in entry.logprobs
+    ]
+    return [
+        Token(entry.first_index + i, token_id, logprobs[i] if i < len(logprobs) else None)
+        for i, token_id in enumerate(entry.token_ids)
+    ]

@@ -1,0 +1,46 @@
+"""Tokens of one choice, in order and each once, whatever arrives when."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from contract.requests import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer, at ``index`` from its beginning."""
+
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Delivery:
+    """Releases index i only after i − 1, drops repeats and what an older attempt sent.
+
+    Owns the tokens that came too early. ``end``: length of the answer once it is known.
+    """
+
+    def __init__(self, attempt: int = 0, next_index: int = 0) -> None:
+        self._attempt = attempt
+        self._early: dict[int, Token] = {}
+        self.next_index = next_index
+        self.end: int | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True when every token up to the end has been released."""
+        return self.end is not None and self.next_index >= self.end
+
+    def accept(self, attempt: int, tokens: Sequence[Token]) -> list[Token]:
+        """Take some tokens of an attempt; return those that are due now, in order."""
+        if attempt != self._attempt:
+            return []
+        for token in tokens:
+            if token.index >= self.next_index:
+                self._early.setdefault(token.index, token)
+        due = []
+        while token_now := self._early.pop(self.next_index, None):
+            due.append(token_now)
+            self.next_index += 1
+        return due

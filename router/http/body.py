@@ -1,0 +1,126 @@
+"""A request's JSON body, read field by field; what is wrong with a field is said by its name."""
+
+import json
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from contract.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
+
+
+async def read_body(request: web.Request, max_body_bytes: int) -> "Body":
+    """The JSON object of a POST. Raises UnsupportedMediaTypeError, PayloadTooLargeError, InvalidRequestError."""
+    if request.content_type != "application/json":
+        raise UnsupportedMediaTypeError(
+            f"the content type is {request.headers.get('Content-Type', 'missing')!r}; send application/json"
+        )
+    if (request.content_length or 0) > max_body_bytes:
+        raise _too_large(max_body_bytes)
+    try:
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise _too_large(max_body_bytes) from error
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {_reason(raw, error)}") from error
+    if not isinstance(data, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return Body(data)
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"the body has more than {limit} bytes, the limit of this service")
+
+
+def _reason(raw: bytes, error: Exception) -> str:
+    """The parser's words, but for half a surrogate pair, which it calls truncated data."""
+    try:
+        json.dumps(json.loads(raw), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "a string holds half of a surrogate pair (a lone \\ud800..\\udfff)"
+    except (ValueError, RecursionError):
+        pass
+    return str(error)
+
+
+class Body:
+    """The fields of one request. Every getter gives the default for a field that is missing or null."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+
+    def get(self, name: str) -> Any:
+        """The field as it is; None where it is missing."""
+        return self.fields.get(name)
+
+    def integer(self, name: str) -> int | None:
+        """A whole number."""
+        value = self.get(name)
+        if value is not None and type(value) is not int:
+            raise _wrong(name, value, "an integer")
+        return value
+
+    def integer_within(self, name: str, low: int, high: int) -> int | None:
+        """A whole number from ``low`` to ``high``."""
+        value = self.integer(name)
+        if value is not None and not low <= value <= high:
+            raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A number."""
+        value = self.get(name)
+        if value is not None and type(value) not in (int, float):
+            raise _wrong(name, value, "a number")
+        return value if value is None else float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false; false by default."""
+        value = self.get(name)
+        if value is not None and type(value) is not bool:
+            raise _wrong(name, value, "true or false")
+        return bool(value)
+
+    def string(self, name: str) -> str | None:
+        """A string."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise _wrong(name, value, "a string")
+        return value
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """A string or a list of strings."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return (value,)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise _wrong(name, value, "a string or a list of strings")
+        return tuple(value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise _wrong(name, value, "a list of integers")
+        return tuple(value)
+
+    def object(self, name: str) -> "Body":
+        """An object."""
+        value = self.get(name)
+        if value is None:
+            return Body({})
+        if not isinstance(value, dict):
+            raise _wrong(name, value, "an object")
+        return Body(value)
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return InvalidRequestError(f"{name} is {shown}; it must be {wanted}", param=name)

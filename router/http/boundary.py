@@ -1,0 +1,69 @@
+"""The boundary of HTTP: every error becomes OpenAI's error object, every response carries the request's id."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from contract.errors import ErrorKind, InternalError, InvalidRequestError, KvbatonError, NotFoundError
+from router.http.streaming import EventStream
+from router.request import new_request_id
+from serving.errors import http_status, openai_error
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = web.RequestKey("request_id", str)
+STREAM = web.RequestKey("stream", EventStream)
+_RETRY_AFTER_SECONDS = "1"
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def request_id_header(request: web.Request) -> dict[str, str]:
+    """The header that names the request."""
+    return {"x-kvbaton-request-id": request[REQUEST_ID]}
+
+
+@web.middleware
+async def boundary(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answer errors; after the headers of a stream have gone out, as its last event (and no [DONE])."""
+    request[REQUEST_ID] = new_request_id("req")
+    try:
+        response = await handler(request)
+    except KvbatonError as error:
+        response = await _error_response(request, error)
+    except web.HTTPException as error:
+        response = _http_error_response(request, error)
+    except ConnectionResetError:
+        logger.info("%s: the client went away", request[REQUEST_ID])
+        response = request[STREAM].response if STREAM in request else web.Response(status=499)
+    except Exception:
+        logger.exception("%s: a bug", request[REQUEST_ID])
+        response = await _error_response(
+            request, InternalError(f"an internal error; the log names it by {request[REQUEST_ID]}")
+        )
+    if not response.prepared:
+        response.headers.update(request_id_header(request))
+    return response
+
+
+async def _error_response(request: web.Request, error: KvbatonError) -> web.StreamResponse:
+    stream: EventStream | None = request.get(STREAM)
+    if stream is not None and stream.response.prepared:
+        await stream.fail(openai_error(error))
+        return stream.response
+    response = web.json_response(openai_error(error), status=http_status(error.kind))
+    if error.kind in (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE):
+        response.headers["Retry-After"] = _RETRY_AFTER_SECONDS
+    return response
+
+
+def _http_error_response(request: web.Request, error: web.HTTPException) -> web.Response:
+    """What aiohttp itself answers: unknown path, wrong method."""
+    where = f"{request.method} {request.path}"
+    told: KvbatonError = InvalidRequestError(f"{where}: {error.reason}")
+    if isinstance(error, web.HTTPNotFound):
+        told = NotFoundError(f"there is no {where}")
+    response = web.json_response(openai_error(told), status=error.status)
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

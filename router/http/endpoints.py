@@ -1,0 +1,182 @@
+"""The handlers of the OpenAI API: body → request → pipeline → OpenAI's objects."""
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+from prometheus_client.registry import Collector
+
+from contract.errors import InvalidRequestError, NotFoundError, UnsupportedFieldError
+from contract.requests import MAX_LOGPROBS
+from router.http.body import Body, read_body
+from router.http.boundary import REQUEST_ID, STREAM, request_id_header
+from router.http.fields import refuse_unserved, shared_fields
+from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
+from router.http.streaming import EventStream
+from router.model_source import ModelSource
+from router.pipeline import Pipeline
+from router.registry import Registry
+from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, new_request_id
+from router.settings import RouterSettings
+from serving.metrics import CONTENT_TYPE, render
+from text.chat import parse_messages
+
+_MAX_LEGACY_LOGPROBS = 5
+
+
+class Endpoints:
+    """One method a path; add them to an application with ``routes``. ``collector``: the metrics of this moment."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        models: ModelSource,
+        registry: Registry,
+        collector: Callable[[], Awaitable[Collector]],
+        settings: RouterSettings,
+    ) -> None:
+        self._pipeline = pipeline
+        self._models = models
+        self._registry = registry
+        self._collector = collector
+        self._max_body_bytes = settings.max_body_bytes
+        self._stall_seconds = settings.client_stall_seconds
+
+    def routes(self) -> list[web.RouteDef]:
+        """Every path that is served."""
+        return [
+            web.post("/v1/chat/completions", self.chat),
+            web.post("/v1/completions", self.completions),
+            web.get("/v1/models", self.list_models),
+            web.get("/v1/models/{model:.+}", self.show_model),
+            web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
+        ]
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        arrival = time.monotonic()
+        body = await self._body(request, "chatcmpl")
+        longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        asked = GenerationRequest(
+            request_id=request[REQUEST_ID],
+            prompt=parse_messages(body.get("messages")),
+            max_tokens=body.integer(longest),
+            logprobs=_chat_logprobs(body),
+            arrival=arrival,
+            **shared_fields(body),
+        )
+        options = self._options(asked, body)
+        return await self._answer(request, asked, options, ChatShape(options, self._models.card().tokenizer))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        arrival = time.monotonic()
+        body = await self._body(request, "cmpl")
+        asked = GenerationRequest(
+            request_id=request[REQUEST_ID],
+            prompt=_completion_prompt(body.get("prompt")),
+            max_tokens=body.integer("max_tokens"),
+            default_max_tokens=COMPLETION_MAX_TOKENS,
+            logprobs=body.integer_within("logprobs", 0, _MAX_LEGACY_LOGPROBS),
+            arrival=arrival,
+            **shared_fields(body),
+        )
+        options = self._options(asked, body)
+        return await self._answer(
+            request, asked, options, CompletionShape(options, self._models.card().tokenizer)
+        )
+
+    async def list_models(self, _: web.Request) -> web.Response:
+        """GET /v1/models; empty while the model is not known yet."""
+        return web.json_response({"object": "list", "data": [self._model()] if self._models.is_known else []})
+
+    async def show_model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/{model}."""
+        name = request.match_info["model"]
+        if not self._models.is_known or name != self._models.card().name:
+            raise NotFoundError(f"The model `{name}` does not exist.", param="model", code="model_not_found")
+        return web.json_response(self._model())
+
+    async def health(self, _: web.Request) -> web.Response:
+        """GET /health: 200 when a request can be answered now, else 503 and what is missing."""
+        missing = self._registry.missing() or (
+            None if self._models.is_known else "the model is not known yet"
+        )
+        status = {"status": "unavailable", "reason": missing} if missing else {"status": "ok"}
+        return web.json_response(status, status=503 if missing else 200)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """GET /metrics."""
+        return web.Response(body=render(await self._collector()), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _body(self, request: web.Request, prefix: str) -> Body:
+        request[REQUEST_ID] = new_request_id(prefix)
+        body = await read_body(request, self._max_body_bytes)
+        refuse_unserved(body)
+        return body
+
+    def _options(self, asked: GenerationRequest, body: Body) -> AnswerOptions:
+        stream = body.flag("stream")
+        if body.get("stream_options") is not None and not stream:
+            raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
+        return AnswerOptions(
+            request_id=asked.request_id,
+            model=asked.model or self._models.card().name,
+            created=int(time.time()),
+            stream=stream,
+            include_usage=body.object("stream_options").flag("include_usage"),
+            logprobs=asked.logprobs is not None,
+            return_token_ids=body.flag("return_token_ids"),
+            timings=body.flag("timings"),
+        )
+
+    async def _answer(
+        self, request: web.Request, asked: GenerationRequest, options: AnswerOptions, shape: Shape
+    ) -> web.StreamResponse:
+        async with aclosing(self._pipeline.generate(asked)) as deltas:
+            if not options.stream:
+                return web.json_response(shape.whole([delta async for delta in deltas]))
+            stream = EventStream(request, request_id_header(request), self._stall_seconds)
+            request[STREAM] = stream
+            async for delta in deltas:
+                if chunks := shape.chunks(delta):
+                    await stream.send(*chunks)
+            await stream.done()
+            return stream.response
+
+    def _model(self) -> dict[str, Any]:
+        card = self._models.card()
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": self._models.known_since,
+            "owned_by": "kvbaton",
+            "max_model_len": self._registry.max_model_len(card.max_model_len),
+        }
+
+
+def _chat_logprobs(body: Body) -> int | None:
+    top = body.integer_within("top_logprobs", 0, MAX_LOGPROBS)
+    if body.flag("logprobs"):
+        return top or 0
+    if top:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return None
+
+
+def _completion_prompt(prompt: Any) -> str | tuple[int, ...]:
+    """Text or token ids, also as a list of one prompt. Raises InvalidRequestError."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise UnsupportedFieldError(
+                f"prompt is a list of {len(prompt)} prompts; this version takes one a request", param="prompt"
+            )
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return tuple(prompt)
+    raise InvalidRequestError("prompt must be a string or a list of token ids", param="prompt")

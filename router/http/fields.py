@@ -1,0 +1,87 @@
+"""The fields that chat and text completions share, and those that this version refuses by name."""
+
+from typing import Any
+
+from contract.errors import UnsupportedFieldError
+from router.http.body import Body
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "length_penalty": (1, 1.0),
+    "min_p": (0, 0.0),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "prediction": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "documents": ([],),
+    "prompt_embeds": (),
+}
+"""Field → the values (besides null) that ask for nothing. Unknown fields are ignored, as OpenAI's clients expect."""
+
+
+def refuse_unserved(body: Body) -> None:
+    """Raise UnsupportedFieldError that names the first field which asks for something that is not served yet."""
+    for name, value in body.fields.items():
+        neutral = _NEUTRAL.get(name)
+        if neutral is None or value is None:
+            continue
+        if not any(type(value) is type(idle) and value == idle for idle in neutral):
+            raise UnsupportedFieldError(
+                f"{name} is not served by this version; leave it out or send {_spelled(neutral)}", param=name
+            )
+
+
+def _spelled(neutral: tuple[Any, ...]) -> str:
+    return "null" if not neutral else " or ".join(repr(idle) for idle in neutral[:2])
+
+
+def shared_fields(body: Body) -> dict[str, Any]:
+    """Keyword arguments of ``GenerationRequest`` that both endpoints read alike."""
+    return {
+        "model": body.string("model"),
+        "temperature": body.number("temperature"),
+        "top_k": _top_k(body),
+        "top_p": body.number("top_p"),
+        "seed": body.integer("seed"),
+        "min_tokens": body.integer("min_tokens") or 0,
+        "stop": body.strings("stop"),
+        "stop_token_ids": body.integers("stop_token_ids"),
+        "ignore_eos": body.flag("ignore_eos"),
+        "priority": body.integer("priority") or 0,
+        "cache_salt": body.string("cache_salt") or "",
+    }
+
+
+def _top_k(body: Body) -> int | None:
+    """Clients of vLLM write -1 for "the whole vocabulary", which is 0 here."""
+    top_k = body.integer("top_k")
+    return 0 if top_k == -1 else top_k

@@ -1,0 +1,83 @@
+"""Log probabilities in OpenAI's two shapes; the same entries whether the answer is streamed or not."""
+
+import codecs
+from typing import Any, Protocol
+
+from router.delivery import Token
+from text.tokenizer import Tokenizer
+
+
+class LogprobsShape(Protocol):
+    """Turns tokens, in order, into the ``logprobs`` of a choice or of a chunk. Keeps the offset between calls."""
+
+    def entry(self, tokens: list[Token]) -> dict[str, Any]:
+        """The object for these tokens."""
+
+
+class ChatLogprobs:
+    """``{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}``."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def entry(self, tokens: list[Token]) -> dict[str, Any]:
+        """The object for these tokens."""
+        return {"content": [self._position(token) for token in tokens], "refusal": None}
+
+    def _position(self, token: Token) -> dict[str, Any]:
+        found = token.logprobs
+        top = zip(found.top_token_ids, found.top_logprobs, strict=True) if found else ()
+        return {
+            **self._candidate(token.token_id, found.logprob if found else 0.0),
+            "top_logprobs": [self._candidate(token_id, logprob) for token_id, logprob in top],
+        }
+
+    def _candidate(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+class LegacyLogprobs:
+    r"""``{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`` of /v1/completions.
+
+    Offsets count the whole characters of the tokens before. A token that is no whole character is written as
+    ``bytes:\xe2\x82``, as OpenAI does, so that two of them differ.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def entry(self, tokens: list[Token]) -> dict[str, Any]:
+        """The object for these tokens."""
+        out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            found = token.logprobs
+            written = self._written(token.token_id)
+            out["tokens"].append(written)
+            out["token_logprobs"].append(found.logprob if found else None)
+            out["text_offset"].append(self._offset)
+            top = zip(found.top_token_ids, found.top_logprobs, strict=True) if found else ()
+            best = {self._written(token_id): logprob for token_id, logprob in top}
+            if found:
+                best.setdefault(written, found.logprob)
+            out["top_logprobs"].append(best)
+            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token.token_id)))
+        return out
+
+    def _written(self, token_id: int) -> str:
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def merged(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The entries of an answer's pieces as one; their lists are joined."""
+    out: dict[str, Any] = {}
+    for entry in entries:
+        for name, value in entry.items():
+            out[name] = out.get(name, []) + value if isinstance(value, list) else value
+    return out

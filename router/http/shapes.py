@@ -1,0 +1,158 @@
+"""OpenAI's objects: what an answer looks like as a whole and in chunks, for chat and for text completions."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from router.answer import Delta, Usage
+from router.http.logprobs import ChatLogprobs, LegacyLogprobs, LogprobsShape, merged
+from text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """What a client wants to see of an answer."""
+
+    request_id: str
+    model: str
+    created: int
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    timings: bool = False
+
+
+def usage_object(usage: Usage) -> Json:
+    """OpenAI's ``usage``; ``prompt_tokens_details`` is null where nothing was cached."""
+    cached = usage.num_cached_tokens
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+    }
+
+
+class Shape(Protocol):
+    """How one answer is written. ``chunks`` is called for every delta of a stream, or ``whole`` once."""
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """The stream's objects for one delta; none while there is nothing to show."""
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """The response object of an answer that is not streamed; the last delta has usage and timings."""
+
+
+class _OpenAIShape:
+    """What both endpoints have in common."""
+
+    def __init__(self, options: AnswerOptions, logprobs: LogprobsShape) -> None:
+        self._options = options
+        self._logprobs = logprobs
+
+    def _head(self, kind: str) -> Json:
+        options = self._options
+        return {"id": options.request_id, "object": kind, "created": options.created, "model": options.model}
+
+    def _shows(self, delta: Delta) -> bool:
+        detail = self._options.logprobs or self._options.return_token_ids
+        return bool(delta.text) or (detail and bool(delta.tokens))
+
+    def _choice(self, deltas: list[Delta], content: Json) -> Json:
+        """A choice with ``content`` and what else of the deltas was asked for."""
+        entries = [self._logprobs.entry(delta.tokens) for delta in deltas if self._options.logprobs]
+        choice = {
+            "index": 0,
+            **content,
+            "logprobs": merged(entries) if entries else None,
+            "finish_reason": deltas[-1].finish_reason,
+            "stop_reason": deltas[-1].stop_reason,
+        }
+        if self._options.return_token_ids:
+            choice["token_ids"] = [token.token_id for delta in deltas for token in delta.tokens]
+        return choice
+
+    def _chunk(self, kind: str, choice: Json) -> Json:
+        chunk = {**self._head(kind), "choices": [choice]}
+        return {**chunk, "usage": None} if self._options.include_usage else chunk
+
+    def _finished(self, kind: str, chunks: list[Json], delta: Delta) -> list[Json]:
+        """The chunks of a stream's last delta: its timings, and the usage behind it, where asked for."""
+        if self._options.timings and delta.timings:
+            chunks[-1]["kvbaton"] = {"timings": delta.timings.as_dict()}
+        if self._options.include_usage and delta.usage:
+            chunks.append({**self._head(kind), "choices": [], "usage": usage_object(delta.usage)})
+        return chunks
+
+    def _whole(self, kind: str, choice: Json, last: Delta) -> Json:
+        whole = {**self._head(kind), "choices": [choice]}
+        if last.usage:
+            whole["usage"] = usage_object(last.usage)
+        if self._options.timings and last.timings:
+            whole["kvbaton"] = {"timings": last.timings.as_dict()}
+        return whole
+
+
+class CompletionShape(_OpenAIShape):
+    """``text_completion``; its last chunk carries the last text and the finish reason."""
+
+    _KIND = "text_completion"
+
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
+        super().__init__(options, LegacyLogprobs(tokenizer))
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """One chunk for text or the end."""
+        if not delta.finish_reason:
+            return [self._piece([delta])] if self._shows(delta) else []
+        return self._finished(self._KIND, [self._piece([delta])], delta)
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """The response object."""
+        choice = self._choice(deltas, {"text": "".join(delta.text for delta in deltas)})
+        return self._whole(self._KIND, {**choice, "prompt_logprobs": None}, deltas[-1])
+
+    def _piece(self, deltas: list[Delta]) -> Json:
+        return self._chunk(self._KIND, self._choice(deltas, {"text": deltas[0].text}))
+
+
+class ChatShape(_OpenAIShape):
+    """``chat.completion``; the role comes in the first chunk only, the finish reason in a last one without text."""
+
+    _CHUNK = "chat.completion.chunk"
+
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
+        super().__init__(options, ChatLogprobs(tokenizer))
+        self._has_role = False
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """The role chunk at first, one for text, one for the end."""
+        out = []
+        if not self._has_role:
+            self._has_role = True
+            out.append(self._bare({"role": "assistant", "content": ""}, Delta()))
+        if self._shows(delta):
+            piece = Delta(text=delta.text, tokens=delta.tokens)
+            out.append(self._chunk(self._CHUNK, self._choice([piece], {"delta": {"content": delta.text}})))
+        if not delta.finish_reason:
+            return out
+        return self._finished(self._CHUNK, [*out, self._bare({}, delta)], delta)
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """The response object."""
+        text = "".join(delta.text for delta in deltas)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return self._whole("chat.completion", self._choice(deltas, {"message": message}), deltas[-1])
+
+    def _bare(self, delta_object: Json, delta: Delta) -> Json:
+        choice = {
+            "index": 0,
+            "delta": delta_object,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason:
+            choice["stop_reason"] = delta.stop_reason
+        return self._chunk(self._CHUNK, choice)

@@ -1,0 +1,56 @@
+"""Server-sent events: one ``data:`` line a chunk, then ``data: [DONE]``; or an error, and no [DONE]."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from contract.errors import CancelledError
+
+
+def _event(payload: bytes) -> bytes:
+    return b"data: " + payload + b"\n\n"
+
+
+class EventStream:
+    """The events of one response. Headers go out with the first event, so an earlier error can still be a status."""
+
+    def __init__(self, request: web.Request, headers: dict[str, str], stall_seconds: float) -> None:
+        self._request = request
+        self._stall_seconds = stall_seconds
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                **headers,
+            }
+        )
+
+    async def send(self, *chunks: dict[str, Any]) -> None:
+        """Write chunks. Raises CancelledError when the client has read nothing for too long."""
+        await self._write(b"".join(_event(msgspec.json.encode(chunk)) for chunk in chunks))
+
+    async def done(self) -> None:
+        """Write ``[DONE]`` and end the response."""
+        await self._write(_event(b"[DONE]"))
+        await self.response.write_eof()
+
+    async def fail(self, error: dict[str, Any]) -> None:
+        """Write an error object as the last event and end the response; a client that has gone misses it."""
+        with contextlib.suppress(CancelledError, ConnectionResetError):
+            await self._write(_event(msgspec.json.encode(error)))
+            await self.response.write_eof()
+
+    async def _write(self, payload: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                if not self.response.prepared:
+                    await self.response.prepare(self._request)
+                await self.response.write(payload)
+        except TimeoutError:
+            raise CancelledError(
+                f"the client has read nothing for {self._stall_seconds} s; the request is cancelled"
+            ) from None

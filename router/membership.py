@@ -1,0 +1,86 @@
+"""The router's side of a worker's one stream: it registers, then tokens and load flow on it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from contract.errors import KvbatonError
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from router.registry import PROTOCOL_MAX, AttachedWorker, Registry
+from router.worker_calls import open_worker_calls
+
+logger = logging.getLogger(__name__)
+
+_REGISTRATION_SECONDS = 10.0
+
+
+class MembershipServicer(worker_pb2_grpc.MembershipServicer):
+    """Keeps a worker in the registry for as long as its stream is open."""
+
+    def __init__(
+        self, registry: Registry, router_id: str, secret: str, accept_timeout_seconds: float
+    ) -> None:
+        self._registry = registry
+        self._router_id = router_id
+        self._secret = secret
+        self._accept_timeout = accept_timeout_seconds
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
+    ) -> AsyncIterator[pb.RouterMessage]:
+        """Serve one worker until its stream closes, or until a newer incarnation of it registers.
+
+        A worker that does not fit is refused with FAILED_PRECONDITION and the reason by name.
+        """
+        registration = await _first_message(request_iterator)
+        async with open_worker_calls(registration, self._secret, self._accept_timeout) as calls:
+            worker = AttachedWorker(registration, calls)
+            try:
+                self._registry.attach(worker)
+            except KvbatonError as error:
+                logger.warning("refused a worker: %s", error.message)
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+            try:
+                protocol = min(PROTOCOL_MAX, registration.protocol_max)
+                yield pb.RouterMessage(welcome=pb.Welcome(protocol=protocol, router_id=self._router_id))
+                await _listen_until_gone(worker, request_iterator)
+            finally:
+                self._registry.detach(worker, "its stream closed")
+
+
+async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> pb.Registration:
+    """A worker that says something else first, or nothing in time, gives an empty registration: it is refused."""
+    try:
+        async with asyncio.timeout(_REGISTRATION_SECONDS):
+            first = await anext(messages, pb.WorkerMessage())
+    except TimeoutError:
+        first = pb.WorkerMessage()
+    return first.registration
+
+
+async def _listen_until_gone(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+    listening = asyncio.create_task(_listen(worker, messages), name=f"listen to {worker.name}")
+    gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
+    try:
+        await asyncio.wait({listening, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        listening.cancel()
+        gone.cancel()
+        await asyncio.wait({listening, gone})
+    if not listening.cancelled() and (error := listening.exception()):
+        raise error
+
+
+async def _listen(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+    async for message in messages:
+        match message.WhichOneof("message"):
+            case "step":
+                worker.deliver(message.step)
+            case "load":
+                worker.load = message.load
+            case other:
+                logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)

@@ -1,0 +1,76 @@
+"""Where the router's knowledge of the model comes from: a folder, or the first worker that can be asked."""
+
+import asyncio
+import logging
+import tempfile
+import time
+from pathlib import Path
+
+from contract.errors import InternalError, KvbatonError, UnavailableError
+from router.changes import ChangeSignal
+from router.registry import AttachedWorker, Registry
+from text.model_card import MODEL_FILES, ModelCard
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 256 * 2**20
+
+
+class ModelSource:
+    """Owns the model card, once there is one; ``changes`` is told then."""
+
+    def __init__(self, changes: ChangeSignal, served_model_name: str | None = None) -> None:
+        self._changes = changes
+        self._served_model_name = served_model_name
+        self._card: ModelCard | None = None
+        self.known_since = 0
+        """Unix time at which the card was read."""
+
+    @property
+    def is_known(self) -> bool:
+        """True once the card has been read."""
+        return self._card is not None
+
+    def card(self) -> ModelCard:
+        """The served model. Raises UnavailableError while no worker has said which one it is."""
+        if self._card is None:
+            raise UnavailableError("no worker is ready: none has registered, so the model is not known yet")
+        return self._card
+
+    async def read_folder(self, folder: Path, name: str | None = None) -> None:
+        """Read the card from a folder. Raises SettingError that names what is missing."""
+        self._card = await asyncio.to_thread(ModelCard.from_folder, folder, self._served_model_name or name)
+        self.known_since = int(time.time())
+        self._changes.tell()
+
+    async def learn(self, registry: Registry) -> None:
+        """Block until a worker has given its model's files; a worker that cannot is passed over."""
+        while not self.is_known:
+            changed = self._changes.next
+            for worker in registry.workers:
+                if await self._learn_from(worker):
+                    return
+            await changed.wait()
+
+    async def _learn_from(self, worker: AttachedWorker) -> bool:
+        with tempfile.TemporaryDirectory(prefix="kvbaton-model-") as folder:
+            try:
+                await _fetch(worker, Path(folder))
+                await self.read_folder(Path(folder), worker.registration.model_name or None)
+            except KvbatonError as error:
+                logger.warning("the model cannot be learnt from worker %s: %s", worker.name, error.message)
+                return False
+        logger.info("the model %s was learnt from worker %s", self.card().name, worker.name)
+        return True
+
+
+async def _fetch(worker: AttachedWorker, folder: Path) -> None:
+    """Write the worker's small model files into ``folder``; names that we do not know are left out."""
+    files: dict[str, bytearray] = {}
+    async for piece in worker.calls.model_files():
+        if piece.name in MODEL_FILES:
+            files.setdefault(piece.name, bytearray()).extend(piece.data)
+        if sum(map(len, files.values())) > _MAX_BYTES:
+            raise InternalError(f"worker {worker.name} sends model files of more than {_MAX_BYTES} bytes")
+    for name, data in files.items():
+        await asyncio.to_thread((folder / name).write_bytes, data)

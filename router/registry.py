@@ -1,0 +1,186 @@
+"""The workers that are attached now, and which requests are bound to them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from contract.errors import IncompatiblePeerError, InvalidRequestError, KvbatonError, WorkerLostError
+from contract.identity import Role
+from protos import worker_pb2 as pb
+from router.changes import ChangeSignal
+from router.policy import WorkerView, can_serve
+from router.worker_calls import WorkerCalls
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+Event = pb.TokenEntry | KvbatonError
+LegKey = tuple[str, int]
+
+
+class AttachedWorker:
+    """One incarnation of a worker, from its registration until its stream closes.
+
+    Owns the legs that are bound to it: (request id, attempt) → where its entries go. ``gone`` is set when it is
+    detached; from then on it says nothing any more, even if it is still alive.
+    """
+
+    def __init__(self, registration: pb.Registration, calls: WorkerCalls) -> None:
+        self.registration = registration
+        self.calls = calls
+        self.load = pb.Load()
+        self.gone = asyncio.Event()
+        self.num_outstanding_tokens = 0
+        self._legs: dict[LegKey, Callable[[Event], None]] = {}
+
+    @property
+    def name(self) -> str:
+        """The worker's id."""
+        return self.registration.worker_id
+
+    @property
+    def role(self) -> Role:
+        """What it is for."""
+        return Role(self.registration.role)
+
+    def bind(self, key: LegKey, post: Callable[[Event], None], num_tokens: int) -> None:
+        """Send this leg's entries to ``post``, and its end if the worker dies. ``num_tokens`` count as load."""
+        self._legs[key] = post
+        self.num_outstanding_tokens += num_tokens
+
+    def unbind(self, key: LegKey, num_tokens: int) -> None:
+        """Forget a leg; what still comes for it is dropped."""
+        if self._legs.pop(key, None):
+            self.num_outstanding_tokens -= num_tokens
+
+    def deliver(self, step: pb.StepOutput) -> None:
+        """Hand the entries of one step to their legs; entries of older attempts and unknown requests are dropped."""
+        for entry in step.entries:
+            post = self._legs.get((entry.request_id, entry.attempt))
+            if post and not self.gone.is_set():
+                post(entry)
+
+    def lose(self, reason: str) -> None:
+        """The worker is dead: every leg bound to it ends with WorkerLostError."""
+        self.gone.set()
+        for post in list(self._legs.values()):
+            post(WorkerLostError(f"worker {self.name} was lost with the request: {reason}"))
+
+    def view(self) -> WorkerView:
+        """What a policy sees."""
+        return WorkerView(
+            worker_id=self.name,
+            role=self.role,
+            num_outstanding_tokens=self.num_outstanding_tokens,
+            num_running=self.load.num_running,
+            num_waiting=self.load.num_waiting,
+            kv_cache_usage=self.load.kv_cache_usage,
+        )
+
+    def debug_state(self) -> dict[str, Any]:
+        """Plain data for ``/debug/state``."""
+        reg = self.registration
+        return {
+            "worker_id": reg.worker_id,
+            "boot_id": reg.boot_id,
+            "role": reg.role,
+            "pid": reg.pid,
+            "address": reg.address,
+            "control_address": reg.control_address,
+            "admin_address": reg.admin_address,
+            "num_running": self.load.num_running,
+            "num_waiting": self.load.num_waiting,
+            "kv_cache_usage": self.load.kv_cache_usage,
+            "num_outstanding_tokens": self.num_outstanding_tokens,
+            "num_legs": len(self._legs),
+        }
+
+
+class Registry:
+    """Owns the set of attached workers, one incarnation per worker id.
+
+    ``changes`` is told when a worker comes or goes. The first worker decides
+    which model this router serves, for the router's whole life.
+    """
+
+    def __init__(self, changes: ChangeSignal) -> None:
+        self._workers: dict[str, AttachedWorker] = {}
+        self._model_fingerprint: str | None = None
+        self._changes = changes
+
+    @property
+    def workers(self) -> list[AttachedWorker]:
+        """The attached workers, oldest first."""
+        return list(self._workers.values())
+
+    def snapshot(self) -> list[WorkerView]:
+        """What a policy decides on."""
+        return [worker.view() for worker in self._workers.values()]
+
+    def get(self, worker_id: str) -> AttachedWorker:
+        """The current incarnation of a worker of the last snapshot (no await lies between)."""
+        return self._workers[worker_id]
+
+    def missing(self) -> str | None:
+        """None when a request can be placed, else what is missing."""
+        return can_serve(self.snapshot())
+
+    def max_model_len(self, otherwise: int) -> int:
+        """Tokens that a request may have on every attached worker."""
+        return min((w.registration.max_model_len for w in self._workers.values()), default=otherwise)
+
+    def attach(self, worker: AttachedWorker) -> None:
+        """Take in a worker; an older incarnation of it is lost.
+
+        Raises InvalidRequestError for an incomplete registration, IncompatiblePeerError for one that does not fit.
+        """
+        new = worker.registration
+        self._check(new)
+        if old := self._workers.pop(new.worker_id, None):
+            old.lose(f"it registered again with boot id {new.boot_id}")
+        self._model_fingerprint = new.model_fingerprint
+        self._workers[new.worker_id] = worker
+        logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
+        self._changes.tell()
+
+    def detach(self, worker: AttachedWorker, reason: str) -> None:
+        """The worker's stream has closed; does nothing for an incarnation that was replaced."""
+        if self._workers.get(worker.name) is worker:
+            del self._workers[worker.name]
+            logger.warning("worker %s is lost: %s", worker.name, reason)
+            worker.lose(reason)
+            self._changes.tell()
+
+    def _check(self, new: pb.Registration) -> None:
+        _check_complete(new)
+        if new.protocol_min > PROTOCOL_MAX or new.protocol_max < PROTOCOL_MIN:
+            raise IncompatiblePeerError(
+                f"worker {new.worker_id} speaks protocol {new.protocol_min}..{new.protocol_max}, "
+                f"this router {PROTOCOL_MIN}..{PROTOCOL_MAX}"
+            )
+        if self._model_fingerprint not in (None, new.model_fingerprint):
+            raise IncompatiblePeerError(
+                f"worker {new.worker_id} has the model (or dtype) {new.model_name} with fingerprint "
+                f"{new.model_fingerprint}, this router serves {self._model_fingerprint}"
+            )
+        for other in self._workers.values():
+            theirs = other.registration.layout_fingerprint
+            if theirs != new.layout_fingerprint and other.name != new.worker_id:
+                raise IncompatiblePeerError(
+                    f"worker {new.worker_id} has the KV layout {new.layout_fingerprint}, "
+                    f"worker {other.name} has {theirs}; block size, dtype and heads must agree"
+                )
+
+
+def _check_complete(new: pb.Registration) -> None:
+    names = ["worker_id", "boot_id", "address", "model_fingerprint", "layout_fingerprint", "max_model_len"]
+    roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
+    if new.role not in roles:
+        raise InvalidRequestError(f"role is {new.role!r}; choose one of {', '.join(roles)}", param="role")
+    if new.role == Role.PREFILL:
+        names.append("control_address")
+    for name in names:
+        if not getattr(new, name):
+            raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)

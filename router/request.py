@@ -1,0 +1,150 @@
+"""What a client asks for: one object for HTTP and gRPC, so that both mean the same by construction."""
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from contract.errors import ContextLengthError, InvalidRequestError
+from contract.requests import EngineRequest, SamplingParams
+from text.chat import Message
+from text.model_card import ModelCard
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of ``max_tokens`` for /v1/completions."""
+_INT64 = 2**63
+_INT32 = 2**31
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """A request as the client sent it. None means: not given, take the model's or the documented default.
+
+    prompt: text, token ids, or a chat's messages. default_max_tokens: used where ``max_tokens`` is None; None is all
+    that fits the model. arrival: on the router's monotonic clock. timeout_seconds: the client's own deadline.
+    """
+
+    request_id: str
+    prompt: str | tuple[int, ...] | list[Message]
+    model: str | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    default_max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_seconds: float | None = None
+    arrival: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRequest:
+    """A request with its prompt as token ids and every default filled in; it fits the model.
+
+    deadline: when it ends with an error at the latest, on the router's monotonic clock.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+    priority: int
+    cache_salt: str
+    arrival: float
+    deadline: float
+
+
+def new_request_id(prefix: str) -> str:
+    """A fresh id, the same in every process that meets the request."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def tokenize(asked: GenerationRequest, card: ModelCard) -> list[int]:
+    """The prompt as token ids (A6): chats by the model's template, text with its special tokens, ids as they are.
+
+    Raises InvalidRequestError for a chat with a model that has no chat template.
+    """
+    if isinstance(asked.prompt, tuple):
+        return list(asked.prompt)
+    if isinstance(asked.prompt, str):
+        return card.tokenizer.encode(asked.prompt)
+    if card.chat_template is None:
+        raise InvalidRequestError(
+            f"the model {card.name} has no chat template; use /v1/completions", param="messages"
+        )
+    return card.tokenizer.encode(card.chat_template.render(asked.prompt), add_special_tokens=False)
+
+
+def prepare(
+    asked: GenerationRequest,
+    prompt_ids: list[int],
+    card: ModelCard,
+    max_model_len: int,
+    timeout_seconds: float,
+) -> PreparedRequest:
+    """Fill every default and check every range. Raises InvalidRequestError, ContextLengthError among them."""
+    if asked.stop and not all(asked.stop):
+        raise InvalidRequestError("stop holds an empty string; it would end every answer", param="stop")
+    if not -_INT32 <= asked.priority < _INT32:
+        raise InvalidRequestError(
+            f"priority is {asked.priority}; it must lie in {-_INT32}..{_INT32 - 1}", param="priority"
+        )
+    sampling = SamplingParams(
+        temperature=card.temperature if asked.temperature is None else asked.temperature,
+        top_k=card.top_k if asked.top_k is None else asked.top_k,
+        top_p=card.top_p if asked.top_p is None else asked.top_p,
+        seed=_checked_seed(asked.seed),
+        max_tokens=_max_tokens(asked, len(prompt_ids), max_model_len),
+        min_tokens=asked.min_tokens,
+        stop_token_ids=asked.stop_token_ids,
+        ignore_eos=asked.ignore_eos,
+        logprobs=asked.logprobs,
+    )
+    EngineRequest(request_id=asked.request_id, prompt_token_ids=prompt_ids, sampling=sampling).check(
+        card.vocab_size
+    )
+    return PreparedRequest(
+        request_id=asked.request_id,
+        prompt_token_ids=prompt_ids,
+        sampling=sampling,
+        stop=asked.stop,
+        eos_token_ids=card.eos_token_ids,
+        priority=asked.priority,
+        cache_salt=asked.cache_salt,
+        arrival=asked.arrival,
+        deadline=asked.arrival + min(timeout_seconds, asked.timeout_seconds or timeout_seconds),
+    )
+
+
+def _checked_seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(63)
+    if not -_INT64 <= seed < _INT64:
+        raise InvalidRequestError(f"seed is {seed}; it must lie in {-_INT64}..{_INT64 - 1}", param="seed")
+    return seed
+
+
+def _max_tokens(asked: GenerationRequest, num_prompt: int, max_model_len: int) -> int:
+    room = max_model_len - num_prompt
+    if asked.max_tokens is not None and asked.max_tokens < 1:
+        raise InvalidRequestError(
+            f"max_tokens is {asked.max_tokens}; it must be 1 or more", param="max_tokens"
+        )
+    wanted = 1 if asked.max_tokens is None else asked.max_tokens
+    if wanted > room:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt + wanted} tokens ({num_prompt} in the prompt, {wanted} in the completion). "
+            "Please reduce the length of the prompt or of the completion.",
+            param="messages" if isinstance(asked.prompt, list) else "prompt",
+        )
+    if asked.max_tokens is not None:
+        return asked.max_tokens
+    return room if asked.default_max_tokens is None else min(room, asked.default_max_tokens)

@@ -1,0 +1,201 @@
+"""One router process: everything that it serves, started and stopped in order."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client.registry import Collector
+
+from contract.errors import SettingError
+from protos import inference_pb2, inference_pb2_grpc, worker_pb2_grpc
+from router.changes import ChangeSignal
+from router.grpc_api import InferenceServicer
+from router.http.app import build_app
+from router.http.endpoints import Endpoints
+from router.ledger import Ledger
+from router.membership import MembershipServicer
+from router.metrics import RouterMetrics
+from router.model_source import ModelSource
+from router.pipeline import Pipeline
+from router.registry import Registry
+from router.settings import RouterSettings
+from router.tasks import TaskSet
+from serving.admin import AdminServer
+from serving.grpc_options import internal_server_options, public_server_options
+from serving.http_server import HttpServer, start_http
+from serving.peer_auth import PeerAuthInterceptor
+from serving.settings import split_address
+from serving.signals import until_stopped
+
+logger = logging.getLogger(__name__)
+
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_STOP_GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class BoundAddresses:
+    """The real "host:port" of each port of a router."""
+
+    http: str
+    grpc: str
+    internal: str
+    admin: str
+
+    def as_dict(self) -> dict[str, str]:
+        """By name."""
+        return asdict(self)
+
+
+class RouterService:
+    """Owns all parts of a router between ``start`` and ``stop``. ``start`` is called once."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._secret = settings.read_secret()
+        self._changes = ChangeSignal()
+        self._registry = Registry(self._changes)
+        self._models = ModelSource(self._changes, settings.served_model_name)
+        self._metrics = RouterMetrics()
+        self._ledger = Ledger(settings.max_queue, self._metrics)
+        self._tasks = TaskSet()
+        self._pipeline = Pipeline(
+            self._models, self._registry, self._ledger, self._tasks, settings.request_timeout_seconds
+        )
+        self._health = health.aio.HealthServicer()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._admin = AdminServer(
+            settings.admin, is_healthy=lambda: True, state=self._debug_state, metrics=self._collector
+        )
+        self._http: HttpServer | None = None
+        self._public: grpc.aio.Server | None = None
+        self._internal: grpc.aio.Server | None = None
+        self._addresses: BoundAddresses | None = None
+
+    @property
+    def addresses(self) -> BoundAddresses:
+        """Where it listens. Raises RuntimeError before ``start``."""
+        if self._addresses is None:
+            raise RuntimeError("the router has not been started")
+        return self._addresses
+
+    @property
+    def is_ready(self) -> bool:
+        """True when a request can be answered: the model is known and workers for both legs are attached."""
+        return self._models.is_known and self._registry.missing() is None
+
+    async def wait_ready(self) -> None:
+        """Block until ``is_ready``."""
+        changed = self._changes.next
+        while not self.is_ready:
+            await changed.wait()
+            changed = self._changes.next
+
+    async def start(self) -> None:
+        """Listen on every port. Raises SettingError for a model or an address that cannot be used."""
+        settings = self._settings
+        if settings.model:
+            await self._models.read_folder(settings.model)
+        endpoints = Endpoints(self._pipeline, self._models, self._registry, self._collector, settings)
+        self._internal, internal = await self._start_internal()
+        self._public, public = await self._start_public()
+        self._http = await start_http(
+            build_app(endpoints, settings), settings.http, shutdown_timeout_seconds=_STOP_GRACE_SECONDS
+        )
+        await self._admin.start()
+        self._addresses = BoundAddresses(self._http.address, public, internal, self._admin.address)
+        self._watchers = [
+            asyncio.create_task(self._models.learn(self._registry), name="learn the model"),
+            asyncio.create_task(self._tell_health(), name="tell gRPC health"),
+        ]
+
+    async def stop(self) -> None:
+        """End running requests, close every port; nothing runs when this returns."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        if self._watchers:
+            await asyncio.wait(self._watchers)
+        if self._http:
+            await self._http.close()
+        if self._public:
+            await self._public.stop(_STOP_GRACE_SECONDS)
+        await self._tasks.close(_STOP_GRACE_SECONDS)
+        if self._internal:
+            await self._internal.stop(None)
+        await self._admin.stop()
+
+    async def _start_internal(self) -> tuple[grpc.aio.Server, str]:
+        server = grpc.aio.server(
+            interceptors=[PeerAuthInterceptor(self._secret)],
+            options=internal_server_options(self._settings.peer_timeout_seconds),
+        )
+        router_id = f"router-{secrets.token_hex(4)}"
+        worker_pb2_grpc.add_MembershipServicer_to_server(
+            MembershipServicer(
+                self._registry, router_id, self._secret, self._settings.accept_timeout_seconds
+            ),
+            server,
+        )
+        return server, await _listen(server, self._settings.internal, "internal")
+
+    async def _start_public(self) -> tuple[grpc.aio.Server, str]:
+        server = grpc.aio.server(options=public_server_options(self._settings.max_body_bytes))
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceServicer(self._pipeline, self._settings.client_stall_seconds), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (_INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        return server, await _listen(server, self._settings.grpc, "grpc")
+
+    async def _tell_health(self) -> None:
+        status = health_pb2.HealthCheckResponse
+        while True:
+            changed = self._changes.next
+            for name in ("", _INFERENCE):
+                await self._health.set(name, status.SERVING if self.is_ready else status.NOT_SERVING)
+            await changed.wait()
+
+    async def _collector(self) -> Collector:
+        """The metrics of this moment."""
+        self._metrics.now(self._ledger.num_waiting, self._ledger.num_running, self._registry.snapshot())
+        return self._metrics
+
+    async def _debug_state(self) -> dict[str, Any]:
+        return {
+            "addresses": self.addresses.as_dict(),
+            "is_ready": self.is_ready,
+            "model": self._models.card().name if self._models.is_known else None,
+            "requests": self._ledger.num_by_state(),
+            "workers": [worker.debug_state() for worker in self._registry.workers],
+        }
+
+
+async def _listen(server: grpc.aio.Server, address: str, param: str) -> str:
+    """Start a server on an address; the real "host:port". Raises SettingError."""
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise SettingError(f"{param} is {address}: cannot listen there, {error}", param=param) from error
+    await server.start()
+    return f"{split_address(address)[0]}:{port}"
+
+
+async def serve(settings: RouterSettings, on_started: Callable[[BoundAddresses], None]) -> None:
+    """Run a router until SIGTERM or SIGINT. ``on_started`` is called once it listens; workers may come then."""
+    async with until_stopped() as stopped:
+        service = RouterService(settings)
+        try:
+            await service.start()
+            on_started(service.addresses)
+            await stopped.wait()
+        finally:
+            await service.stop()

@@ -1,0 +1,59 @@
+"""The settings of one router process."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from contract.errors import SettingError
+from serving.settings import Address, Settings
+
+
+class RouterSettings(Settings):
+    """Where a router listens, what it serves, and its limits."""
+
+    http: Address = "127.0.0.1:8000"
+    """HOST:PORT of the OpenAI HTTP API; port 0 picks a free one."""
+    grpc: Address = "127.0.0.1:9000"
+    """HOST:PORT of the gRPC API (kvbaton.v1.Inference); port 0 picks a free one."""
+    internal: Address = "127.0.0.1:0"
+    """HOST:PORT where workers register; they need the cluster secret."""
+    admin: Address = "127.0.0.1:0"
+    """HOST:PORT of /health, /metrics and /debug/state for operators."""
+    model: Path | None = None
+    """Folder of the model (its small files are enough); unset: fetched from the first worker."""
+    served_model_name: str | None = None
+    """Name under which clients ask for the model; the folder's or the first worker's where unset."""
+    secret_file: Path | None = None
+    """File with the cluster secret (mode 0600)."""
+    secret: str | None = Field(default=None, repr=False)
+    """The cluster secret itself, for tests; prefer the file."""
+    max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
+    """Bytes of a request's body; larger ones are answered 413."""
+    max_queue: int = Field(default=1024, ge=1)
+    """Requests that the router holds at once; more are answered 429."""
+    request_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Time from a request's arrival to its last token; then it ends with an error."""
+    accept_timeout_seconds: float = Field(default=10.0, gt=0)
+    """How long a worker may take to accept a request, a cancel or a router's question."""
+    client_stall_seconds: float = Field(default=60.0, gt=0)
+    """How long a streaming client may read nothing before its request is cancelled."""
+    peer_timeout_seconds: float = Field(default=3.0, gt=0)
+    """Silence of a worker's connection after which it counts as dead."""
+
+    def read_secret(self) -> str:
+        """The cluster secret; raises SettingError where there is none."""
+        if self.secret:
+            return self.secret
+        if self.secret_file is None:
+            raise SettingError(
+                "secret_file is not set; workers and router share one secret", param="secret_file"
+            )
+        try:
+            secret = self.secret_file.read_text().strip()
+        except OSError as error:
+            raise SettingError(
+                f"secret_file {self.secret_file} cannot be read: {error}", param="secret_file"
+            ) from error
+        if not secret:
+            raise SettingError(f"secret_file {self.secret_file} is empty", param="secret_file")
+        return secret

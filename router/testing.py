@@ -1,0 +1,278 @@
+"""A worker without an engine: it registers, accepts legs and answers them from a script, over real sockets.
+
+For tests of the router and of whatever else speaks to one; nothing is patched.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from contract.errors import KvbatonError
+from contract.identity import Role, new_boot_id
+from contract.requests import FinishReason
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from router.tasks import TaskSet
+from serving.errors import grpc_code
+from serving.grpc_options import internal_channel_options, internal_server_options
+from serving.peer_auth import PeerAuthInterceptor, peer_metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What a worker answers to a request: the whole answer; each leg says its own part of it.
+
+    tokens: cut at the request's max_tokens. finish_reason, stop_reason: of the last token, unless it was cut.
+    stall_at: wait for ever before the token of this index. fail_at: end with ``error`` there. die_at: close the
+    worker's stream there, without a word. gap_at: leave this token out. refuse: do not accept the leg at all.
+    token_delay_seconds: before each token. tokens_per_step: how many go out in one message.
+    """
+
+    tokens: Sequence[int] = ()
+    finish_reason: FinishReason = FinishReason.STOP
+    stop_reason: int | None = None
+    stall_at: int | None = None
+    fail_at: int | None = None
+    error: KvbatonError = field(default_factory=lambda: KvbatonError("the script says so"))
+    die_at: int | None = None
+    gap_at: int | None = None
+    refuse: KvbatonError | None = None
+    token_delay_seconds: float = 0.0
+    tokens_per_step: int = 1
+    timings: pb.LegTimings | None = None
+    num_cached_tokens: int = 0
+    logprobs: Mapping[int, float] = field(default_factory=dict)
+
+
+Writer = Callable[[pb.Task], Script]
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """A worker of any role. ``script`` is asked for the script of every task that it accepts.
+
+    prefills, decodes, cancels: the requests that it got, in order.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        router: str,
+        secret: str,
+        script: Writer,
+        *,
+        worker_id: str | None = None,
+        model_files: Mapping[str, bytes] | None = None,
+        registration: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.prefills: list[pb.PrefillRequest] = []
+        self.decodes: list[pb.DecodeRequest] = []
+        self.cancels: list[pb.CancelRequest] = []
+        self.worker_id = worker_id or f"{role.value}-0"
+        self._role = role
+        self._router = router
+        self._secret = secret
+        self._script = script
+        self._model_files = dict(model_files or {})
+        self._overrides = dict(registration or {})
+        self._heard = asyncio.Condition()
+        self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
+        self._tasks = TaskSet()
+        self._legs: dict[str, list[asyncio.Task[None]]] = {}
+        self._server: grpc.aio.Server | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen, and attach to the router. Raises grpc.aio.AioRpcError when it refuses."""
+        self._server = grpc.aio.server(
+            interceptors=[PeerAuthInterceptor(self._secret)], options=internal_server_options(3.0)
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        self._channel = grpc.aio.insecure_channel(self._router, options=internal_channel_options())
+        stub = worker_pb2_grpc.MembershipStub(self._channel)
+        self._outbox.put_nowait(pb.WorkerMessage(registration=self._registration(address)))
+        self._call = stub.Attach(self._messages(), metadata=grpc.aio.Metadata(*peer_metadata(self._secret)))
+        welcome = await self._call.read()
+        if welcome is grpc.aio.EOF:
+            raise grpc.aio.AioRpcError(
+                await self._call.code(),
+                await self._call.initial_metadata(),
+                await self._call.trailing_metadata(),
+                await self._call.details(),
+            )
+
+    async def stop(self) -> None:
+        """Detach and stop listening; does nothing the second time."""
+        await self.die()
+        await self._tasks.close(0.0)
+        if self._server:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    async def die(self) -> None:
+        """Close the stream to the router at once, as a crash does."""
+        if self._channel:
+            channel, self._channel = self._channel, None
+            self._call.cancel()
+            await channel.close()
+
+    async def wait_for(self, is_true: Callable[["ScriptedWorker"], bool]) -> None:
+        """Block until ``is_true`` of this worker; it is asked after every call that the worker gets."""
+        async with self._heard:
+            await self._heard.wait_for(lambda: is_true(self))
+
+    def send(self, *entries: pb.TokenEntry) -> None:
+        """Say something out of the script."""
+        self._outbox.put_nowait(pb.WorkerMessage(step=pb.StepOutput(entries=entries)))
+
+    def report(self, load: pb.Load) -> None:
+        """Report a load."""
+        self._outbox.put_nowait(pb.WorkerMessage(load=load))
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Say token 0."""
+        self.prefills.append(request)
+        return await self._accept(request.task, 1, context)
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Say the tokens from the task's first index on."""
+        self.decodes.append(request)
+        return await self._accept(request.task, None, context)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Fall silent about a request."""
+        self.cancels.append(request)
+        for leg in self._legs.pop(request.request_id, []):
+            leg.cancel()
+        await self._tell()
+        return pb.Accepted()
+
+    async def GetModelFiles(  # noqa: N802
+        self, request: pb.GetModelFilesRequest, context: Any
+    ) -> AsyncIterator[pb.ModelFile]:
+        """The files that it was made with, in two pieces each."""
+        for name, data in self._model_files.items():
+            half = len(data) // 2
+            yield pb.ModelFile(name=name, data=data[:half])
+            yield pb.ModelFile(name=name, data=data[half:])
+
+    async def _accept(self, task: pb.Task, end: int | None, context: Any) -> pb.Accepted:
+        script = self._script(task)
+        await self._tell()
+        if script.refuse:
+            await context.abort(grpc_code(script.refuse.kind), script.refuse.message)
+        leg = self._tasks.spawn(self._play(task, script, end), f"{self.worker_id} plays {task.request_id}")
+        self._legs.setdefault(task.request_id, []).append(leg)
+        return pb.Accepted()
+
+    async def _play(self, task: pb.Task, script: Script, end: int | None) -> None:
+        """Say the tokens of this leg; a prefill leg (end 1) says the finish only if token 0 is the last one."""
+        total = min(len(script.tokens), task.sampling.max_tokens)
+        stop = total if end is None else min(end, total)
+        index = task.first_index
+        while index < stop:
+            if await self._disturbed(task, script, index):
+                return
+            size = 1 if _is_watched(script, index, script.tokens_per_step) else script.tokens_per_step
+            chunk = script.tokens[index : min(index + size, stop)]
+            if script.gap_at != index:
+                self.send(self._entry(task, script, index, chunk, total))
+            index += len(chunk)
+
+    async def _disturbed(self, task: pb.Task, script: Script, index: int) -> bool:
+        if script.token_delay_seconds:
+            await asyncio.sleep(script.token_delay_seconds)
+        if script.stall_at == index:
+            await asyncio.Event().wait()
+        if script.die_at == index:
+            await self.die()
+            return True
+        if script.fail_at == index:
+            self.send(
+                pb.TokenEntry(
+                    request_id=task.request_id,
+                    attempt=task.attempt,
+                    finish_reason=FinishReason.ERROR.value,
+                    error_kind=script.error.kind.value,
+                    error_message=script.error.message,
+                )
+            )
+            return True
+        return False
+
+    def _entry(
+        self, task: pb.Task, script: Script, index: int, chunk: Sequence[int], total: int
+    ) -> pb.TokenEntry:
+        is_first, is_last = index == task.first_index, index + len(chunk) == total
+        was_cut = total < len(script.tokens)
+        reason = FinishReason.LENGTH if was_cut else script.finish_reason
+        return pb.TokenEntry(
+            request_id=task.request_id,
+            attempt=task.attempt,
+            choice=task.choice,
+            first_index=index,
+            token_ids=chunk,
+            logprobs=[_logprobs(t, script) for t in chunk] if task.sampling.HasField("logprobs") else [],
+            finish_reason=reason.value if is_last else "",
+            stop_reason=script.stop_reason if is_last and not was_cut else None,
+            num_cached_tokens=script.num_cached_tokens if is_first else None,
+            timings=script.timings if is_first else None,
+        )
+
+    def _registration(self, address: str) -> pb.Registration:
+        fields: dict[str, Any] = {
+            "protocol_min": 1,
+            "protocol_max": 1,
+            "worker_id": self.worker_id,
+            "boot_id": new_boot_id(),
+            "role": self._role.value,
+            "address": address,
+            "control_address": address,
+            "model_name": "scripted",
+            "model_fingerprint": "model-a",
+            "layout_fingerprint": "layout-a",
+            "max_model_len": 4096,
+            "block_size": 16,
+            "num_blocks": 256,
+            "vocab_size": 1000,
+        }
+        return pb.Registration(**(fields | self._overrides))
+
+    async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
+        while message := await self._outbox.get():
+            yield message
+
+    async def _tell(self) -> None:
+        async with self._heard:
+            self._heard.notify_all()
+
+
+def _is_watched(script: Script, index: int, size: int) -> bool:
+    marks = (script.stall_at, script.fail_at, script.die_at, script.gap_at)
+    return any(mark is not None and index <= mark < index + size for mark in marks)
+
+
+def _logprobs(token: int, script: Script) -> pb.PositionLogprobs:
+    """The script's own log probabilities, best first; the sampled token's is −1 where the script has none."""
+    best = sorted(script.logprobs.items(), key=lambda item: -item[1])
+    rank = next((i for i, (found, _) in enumerate(best, 1) if found == token), len(best) + 1)
+    return pb.PositionLogprobs(
+        token_id=token,
+        logprob=script.logprobs.get(token, -1.0),
+        rank=rank,
+        top_token_ids=[found for found, _ in best],
+        top_logprobs=[value for _, value in best],
+    )

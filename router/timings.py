@@ -1,0 +1,75 @@
+"""Where a request's time went: five parts that sum to the whole by construction."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Seconds. transfer is the exposed part (last range published → verified); transfer_hidden is not in the sum."""
+
+    queue: float
+    prefill: float
+    transfer: float
+    first_decode_step: float
+    decode: float
+    transfer_hidden: float
+
+    @property
+    def end_to_end(self) -> float:
+        """Arrival → last token: the sum of the five parts."""
+        return self.queue + self.prefill + self.transfer + self.first_decode_step + self.decode
+
+    def as_dict(self) -> dict[str, float]:
+        """By the names of the gRPC message ``Timings``."""
+        return {
+            "queue": self.queue,
+            "prefill": self.prefill,
+            "transfer": self.transfer,
+            "first_decode_step": self.first_decode_step,
+            "decode": self.decode,
+            "end_to_end": self.end_to_end,
+            "transfer_hidden": self.transfer_hidden,
+        }
+
+
+class Stopwatch:
+    """The instants of one request on the router's clock, and what its workers said that they spent.
+
+    A worker's seconds are from another clock, so each is cut to the interval of ours that it lies in.
+    """
+
+    def __init__(self, arrival: float) -> None:
+        self.arrival = arrival
+        self.token_0: float | None = None
+        self.token_1: float | None = None
+        self.prefill_seconds = 0.0
+        self.exposed_seconds = 0.0
+        self.hidden_seconds = 0.0
+
+    def tokens(self, first_index: int, count: int, now: float) -> None:
+        """``count`` tokens from ``first_index`` on have just arrived."""
+        if self.token_0 is None and count and first_index == 0:
+            self.token_0 = now
+        if self.token_1 is None and first_index <= 1 < first_index + count:
+            self.token_1 = now
+
+    def split(self, finish: float) -> Timings:
+        """The split of an answer that ended at ``finish``. An answer of one token has no transfer or decode step."""
+        token_0 = finish if self.token_0 is None else self.token_0
+        to_first = token_0 - self.arrival
+        prefill = min(max(self.prefill_seconds, 0.0), to_first)
+        transfer = first_step = 0.0
+        last = token_0
+        if self.token_1 is not None:
+            gap = self.token_1 - token_0
+            transfer = min(max(self.exposed_seconds, 0.0), gap)
+            first_step = gap - transfer
+            last = self.token_1
+        return Timings(
+            queue=to_first - prefill,
+            prefill=prefill,
+            transfer=transfer,
+            first_decode_step=first_step,
+            decode=finish - last,
+            transfer_hidden=self.hidden_seconds,
+        )

@@ -1,0 +1,90 @@
+"""What the router asks of one worker. Calls return on acceptance; everything else comes on the worker's stream."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+
+from contract.errors import (
+    DeadlineError,
+    IncompatiblePeerError,
+    InternalError,
+    InvalidRequestError,
+    KvbatonError,
+    OverloadedError,
+    WorkerLostError,
+)
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from serving.grpc_options import internal_channel_options
+from serving.peer_auth import peer_metadata
+
+_ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: IncompatiblePeerError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.UNAVAILABLE: WorkerLostError,
+    grpc.StatusCode.CANCELLED: WorkerLostError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+}
+
+
+class WorkerCalls:
+    """A proven channel to one worker. Every method raises a KvbatonError that names the worker and the call."""
+
+    def __init__(
+        self, worker_id: str, channel: grpc.aio.Channel, secret: str, timeout_seconds: float
+    ) -> None:
+        self._worker_id = worker_id
+        self._stub = worker_pb2_grpc.WorkerStub(channel)
+        self._metadata = grpc.aio.Metadata(*peer_metadata(secret))
+        self._timeout = timeout_seconds
+
+    async def prefill(self, request: pb.PrefillRequest) -> None:
+        """Start a prefill leg."""
+        try:
+            await self._stub.Prefill(request, timeout=self._timeout, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._error("Prefill", error) from error
+
+    async def decode(self, request: pb.DecodeRequest) -> None:
+        """Start a decode leg."""
+        try:
+            await self._stub.Decode(request, timeout=self._timeout, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._error("Decode", error) from error
+
+    async def cancel(self, request_id: str, attempt: int) -> None:
+        """Stop a request up to this attempt."""
+        request = pb.CancelRequest(request_id=request_id, attempt=attempt)
+        try:
+            await self._stub.Cancel(request, timeout=self._timeout, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._error("Cancel", error) from error
+
+    async def model_files(self) -> AsyncIterator[pb.ModelFile]:
+        """The small files of its model folder, in pieces."""
+        try:
+            call = self._stub.GetModelFiles(
+                pb.GetModelFilesRequest(), timeout=self._timeout, metadata=self._metadata
+            )
+            async for piece in call:
+                yield piece
+        except grpc.aio.AioRpcError as error:
+            raise self._error("GetModelFiles", error) from error
+
+    def _error(self, call: str, error: grpc.aio.AioRpcError) -> KvbatonError:
+        error_class = _ERRORS.get(error.code(), InternalError)
+        return error_class(
+            f"worker {self._worker_id} did not accept {call}: {error.code().name}: {error.details()}"
+        )
+
+
+@asynccontextmanager
+async def open_worker_calls(
+    registration: pb.Registration, secret: str, timeout_seconds: float
+) -> AsyncIterator[WorkerCalls]:
+    """Calls to the worker at its registered address, until the block is left."""
+    async with grpc.aio.insecure_channel(registration.address, options=internal_channel_options()) as channel:
+        yield WorkerCalls(registration.worker_id, channel, secret, timeout_seconds)

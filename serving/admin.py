@@ -1,0 +1,69 @@
+"""Every process's own loopback port: ``/health``, ``/metrics``, ``/debug/state``."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from prometheus_client.registry import Collector
+
+from serving.http_server import HttpServer, start_http
+from serving.metrics import CONTENT_TYPE, render
+from serving.process_facts import process_facts
+
+__all__ = ["AdminServer", "process_facts"]
+
+
+class AdminServer:
+    """Serves the three pages on ``address`` between ``start`` and ``stop``.
+
+    is_healthy: True is answered with 200 and ``{"status": "ok"}``, False with 503. state: plain data for
+    ``/debug/state``, to which the process's own facts are added as ``process``. metrics: a collector that holds the
+    values of this moment.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        is_healthy: Callable[[], bool],
+        state: Callable[[], Awaitable[dict[str, Any]]],
+        metrics: Callable[[], Awaitable[Collector]],
+    ) -> None:
+        self._asked_address = address
+        self._is_healthy = is_healthy
+        self._state = state
+        self._metrics = metrics
+        self._server: HttpServer | None = None
+
+    @property
+    def address(self) -> str:
+        """The real "host:port" while it listens, else the one asked for."""
+        return self._server.address if self._server else self._asked_address
+
+    async def start(self) -> None:
+        """Listen. Raises SettingError when the address cannot be bound."""
+        app = web.Application()
+        app.router.add_get("/health", self._get_health)
+        app.router.add_get("/metrics", self._get_metrics)
+        app.router.add_get("/debug/state", self._get_state)
+        self._server = await start_http(app, self._asked_address, param="admin", shutdown_timeout_seconds=1.0)
+
+    async def stop(self) -> None:
+        """Stop listening; does nothing when it does not listen."""
+        if self._server:
+            server, self._server = self._server, None
+            await server.close()
+
+    async def _get_health(self, _: web.Request) -> web.Response:
+        healthy = self._is_healthy()
+        return web.json_response(
+            {"status": "ok" if healthy else "unavailable"}, status=200 if healthy else 503
+        )
+
+    async def _get_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=render(await self._metrics()), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _get_state(self, _: web.Request) -> web.Response:
+        state = {**await self._state(), "process": process_facts()}
+        return web.json_response(state, dumps=lambda data: json.dumps(data, default=str))

@@ -1,0 +1,50 @@
+"""Logs: one line a record, with the level, the process's name and the logger's name.
+
+2026-01-31T12:00:00.123 INFO decode-0 worker.service: registered with 127.0.0.1:9100
+"""
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+from serving.settings import Settings
+
+
+class LineFormatter(logging.Formatter):
+    """Formats a record as exactly one line; line breaks in messages and tracebacks are written as escapes."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without a line break at its end."""
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        line = text.replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
+        return (
+            f"{moment.removesuffix('+00:00')} {record.levelname} {self._process_name} {record.name}: {line}"
+        )
+
+
+def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None = None) -> None:
+    """Send every record of this process at ``level`` and above to ``stream`` (standard error) as single lines.
+
+    Replaces the handlers of the root logger. Call once, when the process starts.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(LineFormatter(process_name))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+
+
+def log_settings(logger: logging.Logger, settings: Settings) -> None:
+    """Log all settings in one record, secrets masked."""
+    told = " ".join(f"{name}={value!r}" for name, value in settings.masked().items())
+    logger.info("settings: %s", told)

@@ -1,0 +1,103 @@
+"""The names of all metrics, in one place, and how plain counters become Prometheus families.
+
+Always the text format 0.0.4: newer formats rename what dashboards look for.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+PREFIX = "kvbaton_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+ENGINE_METRICS = {
+    "num_requests_running": "Requests in the running batch.",
+    "num_requests_waiting": "Requests that wait for a place in the batch, or for their KV.",
+    "kv_cache_usage_perc": "Used share of the KV blocks, 0..1.",
+    "num_blocks": "KV blocks of the pool, by state.",
+    "prefix_cache_queries_total": "Prompt tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits_total": "Prompt tokens that were found in the prefix cache.",
+    "prompt_tokens_total": "Prompt tokens computed.",
+    "generation_tokens_total": "Tokens sampled.",
+    "num_preemptions_total": "Requests taken out of the batch to free their blocks.",
+    "transfer_blocks_total": "KV blocks that crossed from another worker, by transport.",
+    "transfer_bytes_total": "Bytes of KV that crossed from another worker, by transport.",
+    "transfer_needed_blocks_total": "KV blocks that reservations asked for beyond their prefix cache.",
+    "transfer_failures_total": "Transfers that ended without usable KV, by error kind.",
+    "transfer_fallbacks_total": "Transfers that took a slower path than the chosen one.",
+}
+"""Name without the prefix → help. Names that end in ``_total`` are counters, all others gauges."""
+
+ROUTER_METRICS = {
+    "num_requests_waiting": "Requests without a first token yet.",
+    "num_requests_running": "Requests whose answer is being streamed.",
+    "num_workers": "Attached workers, by role.",
+    "time_to_first_token_seconds": "Arrival until token 0.",
+    "inter_token_latency_seconds": "Between two tokens of an answer.",
+    "e2e_request_latency_seconds": "Arrival until the last token.",
+    "request_queue_time_seconds": "Arrival until the prompt's first chunk runs.",
+    "request_prefill_time_seconds": "Computing the prompt.",
+    "request_transfer_time_seconds": "The exposed part of the KV transfer.",
+    "request_decode_time_seconds": "First decode step and the rest of the answer.",
+    "prompt_tokens_total": "Prompt tokens of finished requests.",
+    "generation_tokens_total": "Tokens delivered.",
+    "request_success_total": "Finished requests, by finished_reason.",
+    "request_errors_total": "Requests that ended with an error, by kind.",
+}
+"""What a router counts; the same rule for names, and those that end in ``_seconds`` are histograms."""
+
+
+def render(*collectors: Collector) -> bytes:
+    """The metrics of all collectors in the text format 0.0.4. Raises ValueError where two share a name."""
+    registry = CollectorRegistry()
+    for collector in collectors:
+        registry.register(collector)
+    return generate_latest(registry)
+
+
+def parse_counter_name(name: str) -> tuple[str, dict[str, str]]:
+    """Split ``transfer_blocks_total{transport=tcp,peer=p0}`` into its name and labels.
+
+    Raises ValueError for a label without a value.
+    """
+    bare, brace, rest = name.partition("{")
+    labels: dict[str, str] = {}
+    if brace:
+        for part in rest.removesuffix("}").split(","):
+            label, equals, value = part.partition("=")
+            if not equals:
+                raise ValueError(f"{name!r}: label {label!r} has no value")
+            labels[label.strip()] = value.strip().strip('"')
+    return bare, labels
+
+
+class EngineCollector(Collector):
+    """One look at an engine's plain counters, as ``kvbaton_*`` families."""
+
+    def __init__(self, counters: Mapping[str, float], labels: Mapping[str, str] | None = None) -> None:
+        """Take ``counters``, name → value, labels as in ``name_total{transport=tcp}``; add ``labels`` to each sample."""
+        self._counters = dict(counters)
+        self._labels = dict(labels or {})
+
+    def describe(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        """Nothing: the families are known when the engine has counted."""
+        return ()
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """One family a name, in the order in which the engine gave them."""
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for counter, value in self._counters.items():
+            name, labels = parse_counter_name(counter)
+            if name not in families:
+                families[name] = _family(name)
+            families[name].add_sample(f"{PREFIX}{name}", {**self._labels, **labels}, value)
+        yield from families.values()
+
+
+def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
+    text = ENGINE_METRICS.get(name, name.replace("_", " ").capitalize() + ".")
+    if name.endswith("_total"):
+        return CounterMetricFamily(f"{PREFIX}{name.removesuffix('_total')}", text)
+    return GaugeMetricFamily(f"{PREFIX}{name}", text)

@@ -1,0 +1,129 @@
+"""Tiny seeded checkpoints of the served families, for tests: weights, configuration and a byte-level tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
+PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
+VOCAB_SIZE = 264
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+
+
+def make_checkpoint(
+    folder: Path,
+    family: str = "llama",
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | None = None,
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of ``family`` that transformers and the engine can both read; returns ``folder``.
+
+    family: one of FAMILIES. Equal seeds give equal bytes. overrides: fields of the transformers configuration.
+    max_shard_size: as in ``save_pretrained``; "40KB" gives several shards with an index. The weights are larger than
+    a fresh model's, so that the best two logits lie well apart and greedy answers vary.
+    """
+    config_class, model_class = _CLASSES[family]
+    model = model_class(config_class(**{**_SHAPE, **overrides}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random_weights(name, tuple(parameter.shape), generator))
+    model = model.to(dtype)
+    model.generation_config = _generation_config(
+        bos_token_id=BOS_ID,
+        eos_token_id=[EOS_ID, SPECIAL_TOKENS.index("<|im_end|>") + 256],
+        pad_token_id=PAD_ID,
+    )
+    sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    model.save_pretrained(folder, **sharding)
+    make_tokenizer(folder)
+    return folder
+
+
+def load_reference(folder: Path) -> Any:
+    """The same checkpoint in transformers, in float32, for comparisons."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """The next ``num_tokens`` tokens of transformers' own greedy ``generate``; end tokens do not end it."""
+    ids = torch.tensor([prompt])
+    settings = _generation_config(
+        do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=PAD_ID
+    )
+    model.generation_config = _generation_config(eos_token_id=None)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    answer: list[int] = out[0, len(prompt) :].tolist()
+    return answer
+
+
+def _generation_config(**fields: Any) -> Any:
+    config_class: Any = transformers.GenerationConfig
+    return config_class(**fields)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json (ids 0..255 are the bytes, then the special tokens) and its configuration."""
+    vocabulary = {character: byte for byte, character in _byte_characters().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    configuration = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(configuration, indent=1))
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character by which byte-level BPE writes each byte (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {byte: chr(byte) for byte in printable}
+    others = [byte for byte in range(256) if byte not in table]
+    return table | {byte: chr(256 + index) for index, byte in enumerate(others)}
+
+
+def _random_weights(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) == 2:
+        return noise if "embed_tokens" in name else noise * shape[1] ** -0.5 * 1.5
+    return 0.2 * noise if name.endswith("bias") else 1.0 + 0.2 * noise

@@ -1,0 +1,106 @@
+"""The command line as its users see it: exit code, standard output, standard error."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from cli.main import COMMANDS
+
+
+def kvbaton(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with only these ``KVBATON_*`` variables."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVBATON_")}  # noqa: TID251
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", *arguments],
+        env=inherited | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def refusal(*arguments: str, **variables: str) -> str:
+    """The one line, below the log, with which a command line is refused."""
+    result = kvbaton(*arguments, **variables)
+    assert (result.returncode, result.stdout) == (2, "")
+    *logged, line = result.stderr.splitlines()
+    assert all(" INFO " in record for record in logged)
+    return line.removeprefix("kvbaton: ")
+
+
+def test_help_lists_every_command() -> None:
+    text = kvbaton("--help").stdout
+    assert all(f"\n  {command} " in text for command in COMMANDS)
+    assert kvbaton().stdout == text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_says_what_it_does_and_how_to_set_everything(command: str) -> None:
+    result = kvbaton(command, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"usage: kvbaton {command} ")
+    options = result.stdout.partition("options:")[2]
+    flags = re.findall(r"^  --([a-z-]+)", options, re.MULTILINE)
+    unwrapped = re.sub(r"\s+", " ", options)
+    assert "model" in flags or command == "serve"
+    assert all(f"[env: KVBATON_{flag.upper().replace('-', '_')}]" in unwrapped for flag in flags)
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"kvbaton \d+\.\d+\.\d+\n", kvbaton("--version").stdout)
+
+
+def test_an_unknown_command_gets_the_list_of_right_ones() -> None:
+    assert refusal("upp") == f"'upp' is no command; choose one of {', '.join(COMMANDS)}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("up", "--prefil", "2"), "unrecognized arguments: --prefil 2 (see kvbaton up --help)"),
+        (("up", "--prefill"), "argument --prefill: expected one argument (see kvbaton up --help)"),
+        (("up", "--prefill", "900"), "prefill is '900': .*allowed: at least 0, at most 64 "),
+        (("up", "--device", "tpu"), "device is 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
+        (("up", "--http", "here"), "http is 'here': 'here' is no HOST:PORT"),
+        (("up", "--http", "127.0.0.1:70000"), r"http is .* \(port 0..65535; 0 picks a free one\)"),
+        (("up", "--prefill", "1"), "prefill is 1 but decode is 0; the two need each other"),
+        (("up", "--decode", "2"), "decode is 2 but prefill is 0; the two need each other"),
+        (("up", "--both", "0"), "prefill, decode and both are all 0; there must be at least one worker"),
+        (("up", "--model", "/no/such/folder"), "model is '/no/such/folder': no such folder"),
+        (("prefill", "--max-num-seqs", "0", "--model", "."), "max_num_seqs is '0': .*allowed: at least 1"),
+        (("decode", "--model", "."), "model is '.': .* holds no config.json"),
+        (("run",), "the following arguments are required: PROMPT (see kvbaton run --help)"),
+        (("run", "hi", "--temperature", "3"), "temperature is '3': .*allowed: at least 0, at most 2"),
+    ],
+)
+def test_a_bad_setting_stops_the_process_with_name_value_and_range(
+    arguments: tuple[str, ...], told: str
+) -> None:
+    line = refusal(*arguments)
+    assert told in line or re.search(told, line)
+
+
+def test_a_bad_variable_is_named_like_a_flag() -> None:
+    assert "prefill is '-1'" in refusal("up", KVBATON_PREFILL="-1")
+
+
+def test_an_unknown_variable_is_refused() -> None:
+    line = refusal("up", KVBATON_PREFIL="2")
+    assert line == "KVBATON_PREFIL in the environment is no setting of kvbaton; see `kvbaton COMMAND --help`"
+
+
+def test_a_variable_of_another_command_is_no_error() -> None:
+    assert kvbaton("--version", KVBATON_LEASE_SECONDS="9").returncode == 0
+    assert "model is" in refusal("up", "--model", "/none", KVBATON_LEASE_SECONDS="9", KVBATON_MAX_QUEUE="5")
+
+
+def test_the_flag_wins_over_the_variable() -> None:
+    assert "'/flag'" in refusal("up", "--model", "/flag", KVBATON_MODEL="/variable")
+    assert "'/variable'" in refusal("up", KVBATON_MODEL="/variable")
+
+
+def test_a_router_without_a_secret_is_refused() -> None:
+    assert refusal("router", "--http", "127.0.0.1:0").startswith("secret_file is not set")

@@ -1,0 +1,35 @@
+"""Where a model is found."""
+
+from pathlib import Path
+
+import pytest
+
+from cli.model import demo_model_folder, find_model, model_name
+from contract.errors import SettingError
+
+
+def test_a_local_folder_is_taken_and_named_after_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)) == tmp_path.resolve()
+    assert model_name(str(tmp_path)) == tmp_path.name
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"holds no config\.json"):
+        find_model(str(tmp_path))
+
+
+def test_a_path_that_is_no_folder_is_refused() -> None:
+    with pytest.raises(SettingError, match="no such folder, and no Hugging Face id either"):
+        find_model("./no/such/folder")
+
+
+def test_the_demo_model_lies_in_the_package() -> None:
+    import kvbaton
+
+    assert demo_model_folder().parent == Path(kvbaton.__file__).parent
+    assert model_name("demo") == "kvbaton-demo"
+
+
+def test_a_hugging_face_id_keeps_its_name() -> None:
+    assert model_name("org/name") == "org/name"

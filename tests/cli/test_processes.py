@@ -1,0 +1,93 @@
+"""Which processes ``up`` starts, and with which flags."""
+
+from pathlib import Path
+
+import pytest
+
+from cli.arguments import parse, to_arguments
+from cli.processes import local_processes
+from cli.settings import LocalSettings, ServeSettings, UpSettings
+from cli.workers import PrefillCommand
+from contract.identity import Role
+from worker.launch import ProcessSpec
+
+ROUTER_FACTS = {
+    "internal": "127.0.0.1:7",
+    "http": "127.0.0.1:8",
+    "grpc": "127.0.0.1:9",
+    "admin": "127.0.0.1:10",
+}
+
+
+def specs(settings: LocalSettings) -> list[ProcessSpec]:
+    return local_processes(settings, Path("/models/one"), Path("/private/secret"))
+
+
+def flags(command: list[str]) -> dict[str, str]:
+    """The flags of an argv after ``python -P -m cli.main ROLE``."""
+    words = command[5:]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (UpSettings(), ["router", "prefill-0", "decode-0"]),
+        (UpSettings(both=1), ["router", "both-0"]),
+        (UpSettings(prefill=2, decode=1), ["router", "prefill-0", "prefill-1", "decode-0"]),
+        (UpSettings(prefill=1, decode=1, both=1), ["router", "prefill-0", "decode-0", "both-0"]),
+        (ServeSettings(), ["router", "both-0"]),
+    ],
+)
+def test_pools(settings: LocalSettings, names: list[str]) -> None:
+    found = specs(settings)
+    assert [spec.name for spec in found] == names
+    assert [spec.needs for spec in found] == [()] + [("router",)] * (len(names) - 1)
+    assert [spec.role for spec in found] == [Role(name.partition("-")[0]) for name in names]
+
+
+def test_serve_is_up_with_one_aggregated_worker() -> None:
+    """A1: ``serve <model>``."""
+    served = parse(ServeSettings, "kvbaton serve", ["org/name"])
+    upped = parse(UpSettings, "kvbaton up", ["--both", "1", "--model", "org/name"])
+    assert served.model_dump() == upped.model_dump()
+
+
+def test_workers_get_the_routers_address_and_the_settings_that_were_given() -> None:
+    prefill = specs(UpSettings(max_num_seqs=3, num_threads=2, dtype="float32"))[1]
+    given = flags(prefill.command({"router": ROUTER_FACTS}))
+    assert given["--router"] == "127.0.0.1:7"
+    assert given["--worker-id"] == "prefill-0"
+    assert (given["--max-num-seqs"], given["--num-threads"], given["--dtype"]) == ("3", "2", "float32")
+    assert given["--workers-on-host"] == "2"
+    assert "--kv-cache-bytes" not in given
+
+
+def test_a_restarted_router_takes_its_earlier_ports() -> None:
+    router = specs(UpSettings(http="127.0.0.1:0"))[0]
+    assert flags(router.command({}))["--http"] == "127.0.0.1:0"
+    again = flags(router.command({"router": ROUTER_FACTS}))
+    assert [again[f"--{name}"] for name in ("http", "grpc", "internal", "admin")] == [
+        "127.0.0.1:8",
+        "127.0.0.1:9",
+        "127.0.0.1:7",
+        "127.0.0.1:10",
+    ]
+
+
+def test_a_worker_understands_the_flags_that_up_gives(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings = UpSettings(
+        model=str(tmp_path), kv_cache_bytes=2**20, max_model_len=64, max_num_batched_tokens=32
+    )
+    prefill = local_processes(settings, tmp_path, tmp_path / "secret")[1]
+    command = prefill.command({"router": ROUTER_FACTS})
+    worker = parse(PrefillCommand, "kvbaton prefill", command[5:])
+    assert worker.model == tmp_path
+    assert worker.served_model_name == tmp_path.name
+    assert (worker.kv_cache_bytes, worker.max_model_len, worker.max_num_batched_tokens) == (2**20, 64, 32)
+
+
+def test_flags_of_values() -> None:
+    values = {"one_two": 3, "left_out": None, "yes": True, "no": False}
+    assert to_arguments(values) == ["--one-two", "3", "--yes", "--no-no"]

@@ -1,0 +1,136 @@
+"""The torch backend against attention written out as a loop over tokens."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from contract.errors import SettingError
+from contract.requests import SamplingParams
+from engine.attention.backend import LayerShape, create_backend
+from engine.batch import InputBatch
+from engine.inputs import PreparedInputs, prepare_inputs
+from engine.outputs import NewRequestData, SchedulerOutput
+from engine.profiling import profile_inputs
+
+BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_BLOCKS, MAX_LEN = 4, 4, 2, 8, 64, 40
+NUM_AHEAD = 2
+CPU = torch.device("cpu")
+SCALE = HEAD_DIM**-0.5
+
+rows = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=6)
+windows = st.one_of(st.none(), st.integers(1, 12))
+
+
+def make_inputs(work: list[tuple[int, int]]) -> PreparedInputs:
+    """Requests given as (computed tokens, scheduled tokens).
+
+    Their blocks lie scattered over the pool; each has some that it does not use yet.
+    """
+    free = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS)).tolist()
+    scheduled = SchedulerOutput()
+    for index, (computed, count) in enumerate(work):
+        length = computed + count
+        blocks = [free.pop() for _ in range(-(-length // BLOCK_SIZE) + NUM_AHEAD)]
+        scheduled.scheduled_new_reqs.append(
+            NewRequestData(str(index), [0] * length, SamplingParams(), (blocks,), computed, length)
+        )
+        scheduled.num_scheduled_tokens[str(index)] = count
+    batch = InputBatch(len(work), MAX_LEN, BLOCK_SIZE)
+    batch.update(scheduled)
+    return prepare_inputs(batch, scheduled)
+
+
+def random_states(inputs: PreparedInputs) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((NUM_HEADS,), (NUM_KV_HEADS,), (NUM_KV_HEADS,))
+    query, key, value = (
+        torch.randn((inputs.num_tokens, *heads, HEAD_DIM), generator=generator) for heads in shapes
+    )
+    return query, key, value
+
+
+def pool_with_garbage(inputs: PreparedInputs) -> Tensor:
+    """Random KV where tokens are computed, NaN everywhere else but in the null block."""
+    generator = torch.Generator().manual_seed(2)
+    cache = torch.full((NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.nan)
+    cache[0] = 0
+    for row in range(inputs.num_reqs):
+        computed = int(inputs.num_computed_tokens[row])
+        for position in range(-(-computed // BLOCK_SIZE) * BLOCK_SIZE):
+            block = inputs.block_table[row, position // BLOCK_SIZE]
+            kept = torch.randn((2, NUM_KV_HEADS, HEAD_DIM), generator=generator)
+            cache[block, :, :, position % BLOCK_SIZE] = (
+                kept if position < computed else torch.zeros_like(kept)
+            )
+    return cache
+
+
+def expected_output(inputs: PreparedInputs, query: Tensor, cache: Tensor, window: int | None) -> Tensor:
+    """Token by token, head by head, from a cache that already holds the step's KV."""
+    output = torch.empty_like(query)
+    for token in range(inputs.num_tokens):
+        row = int(np.searchsorted(inputs.query_start_loc, token, side="right")) - 1
+        position = int(inputs.positions[token])
+        first = 0 if window is None else max(0, position - window + 1)
+        places = [
+            (int(inputs.block_table[row, p // BLOCK_SIZE]), p % BLOCK_SIZE)
+            for p in range(first, position + 1)
+        ]
+        for head in range(NUM_HEADS):
+            kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+            keys = torch.stack([cache[block, 0, kv_head, offset] for block, offset in places])
+            values = torch.stack([cache[block, 1, kv_head, offset] for block, offset in places])
+            output[token, head] = ((keys @ query[token, head]) * SCALE).softmax(0) @ values
+    return output
+
+
+@settings(max_examples=40, deadline=None)
+@given(work=rows, window=windows)
+@example(work=[(9, 1), (14, 1), (0, 3)], window=None)
+def test_mixed_batches_equal_the_loop(work: list[tuple[int, int]], window: int | None) -> None:
+    """C15: chunks and decodes, any order, grouped-query heads, windows; stale NaN in the pool never shows."""
+    inputs = make_inputs(work)
+    query, key, value = random_states(inputs)
+    cache = pool_with_garbage(inputs)
+    step = create_backend("torch").plan(inputs, BLOCK_SIZE, CPU)
+    output = step.attend(LayerShape(SCALE, window), query, key, value, cache)
+    for token, (block, offset) in enumerate(zip(inputs.block_numbers, inputs.block_offsets, strict=True)):
+        assert torch.equal(cache[block, 0, :, offset], key[token])
+        assert torch.equal(cache[block, 1, :, offset], value[token])
+    torch.testing.assert_close(output, expected_output(inputs, query, cache, window), atol=1e-5, rtol=1e-4)
+
+
+def test_a_fresh_block_is_cleared_behind_its_tokens() -> None:
+    """What an earlier owner left does not leave with a partly filled block; other blocks stay as they were."""
+    inputs = make_inputs([(0, 5)])
+    query, key, value = random_states(inputs)
+    cache = torch.full((NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), 7.0)
+    create_backend("torch").plan(inputs, BLOCK_SIZE, CPU).attend(
+        LayerShape(SCALE, None), query, key, value, cache
+    )
+    first, last = inputs.block_table[0, :2].tolist()
+    assert not cache[last, :, :, 1:].any()
+    others = [block for block in range(NUM_BLOCKS) if block not in (first, last)]
+    assert bool((cache[others] == 7.0).all())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_without_a_cache_requests_see_their_own_tokens(window: int | None) -> None:
+    """D8: the profile run attends within the batch and equals a run with a cache."""
+    lengths = [5, 1, 9, 1]
+    query, key, value = random_states(profile_inputs(lengths))
+    backend, shape = create_backend("torch"), LayerShape(SCALE, window)
+    bare = backend.plan(profile_inputs(lengths), BLOCK_SIZE, CPU).attend(shape, query, key, value, None)
+    cached_inputs = make_inputs([(0, length) for length in lengths])
+    cached = backend.plan(cached_inputs, BLOCK_SIZE, CPU).attend(
+        shape, query, key, value, pool_with_garbage(cached_inputs)
+    )
+    torch.testing.assert_close(bare, cached)
+
+
+def test_unknown_backend_lists_the_known_ones() -> None:
+    with pytest.raises(SettingError, match="'flash' is unknown; choose one of torch"):
+        create_backend("flash")

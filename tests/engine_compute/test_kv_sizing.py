@@ -1,0 +1,185 @@
+"""How much KV cache there is: specs, formulas with an injected probe, the five steps."""
+
+import logging
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import InternalError, SettingError
+from contract.layout import KVLayout
+from engine.executor import InProcessExecutor
+from engine.kv_cache.sizing import (
+    HOST_LIMIT_BYTES,
+    HostProbe,
+    MemoryReading,
+    available_kv_bytes,
+    profile_lengths,
+)
+from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec, block_bytes, make_config, unify
+from engine.kv_cache.startup import initialize_kv_cache
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+
+GIB = 1 << 30
+SPEC = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=128, dtype="bfloat16")
+QWEN_SPECS = {f"layer.{index}": SPEC for index in range(28)}
+
+
+@dataclass
+class FixedProbe:
+    """Says what the test wants; counts how often it was asked."""
+
+    reading: MemoryReading
+    calls: list[str] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def read(self) -> MemoryReading:
+        self.calls.append("read")
+        return self.reading
+
+
+def make_settings(folder: Path = Path("model"), **fields: Any) -> EngineSettings:
+    return EngineSettings(model=folder, **fields)
+
+
+def test_block_bytes() -> None:
+    """A13: 28 layers, 2 KV heads, dim 128, bf16, blocks of 16 tokens: 458,752 bytes. D6: a fused row is half."""
+    assert block_bytes(QWEN_SPECS) == 458_752
+    assert make_config(QWEN_SPECS, 10**9).layout.block_bytes == 458_752
+    fused = KVCacheSpec(block_size=16, num_kv_heads=1, head_size=576, dtype="bfloat16", use_mla=True)
+    assert fused.block_bytes == 16 * 576 * 2
+    assert EngineSettings(model=Path("model")).block_size == 16
+
+
+@pytest.mark.parametrize(("utilization", "workers"), [(0.9, 1), (0.5, 1), (0.9, 2)])
+def test_device_formula(utilization: float, workers: int) -> None:
+    """A12, D7: total × utilisation / workers − peak: 0.9 is of the total, not of what is free."""
+    reading = MemoryReading(total_bytes=80 * GIB, free_bytes=GIB, peak_bytes=20 * GIB, is_host=False)
+    asked = make_settings(gpu_memory_utilization=utilization, workers_on_host=workers)
+    assert available_kv_bytes(reading, asked) == int(80 * GIB * utilization / workers) - 20 * GIB
+
+
+def test_device_without_room_names_both_numbers() -> None:
+    reading = MemoryReading(total_bytes=10 * GIB, free_bytes=0, peak_bytes=9 * GIB, is_host=False)
+    with pytest.raises(SettingError, match=f"{9 * GIB}") as caught:
+        available_kv_bytes(reading, make_settings())
+    assert caught.value.param == "gpu_memory_utilization"
+
+
+@pytest.mark.parametrize(
+    ("free", "workers", "expected"),
+    [(2 * GIB, 1, GIB // 2), (2 * GIB, 4, GIB // 8), (100 * GIB, 1, GIB), (100 * GIB, 4, HOST_LIMIT_BYTES)],
+)
+def test_host_rule(free: int, workers: int, expected: int) -> None:
+    """A12: on the host min(1 GiB, a quarter of the free memory / workers)."""
+    reading = MemoryReading(200 * GIB, free, 0, is_host=True)
+    assert available_kv_bytes(reading, make_settings(workers_on_host=workers)) == expected
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_an_explicit_size_wins(is_host: bool) -> None:
+    reading = MemoryReading(GIB, 0, GIB, is_host=is_host)
+    assert available_kv_bytes(reading, make_settings(kv_cache_bytes=12345)) == 12345
+
+
+def test_host_probe_reads_the_host_and_its_control_group(tmp_path: Path) -> None:
+    bare = HostProbe(tmp_path).read()
+    assert bare.is_host
+    assert 0 < bare.free_bytes <= bare.total_bytes
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert HostProbe(tmp_path).read() == MemoryReading(1_000_000, 600_000, 0, is_host=True)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert HostProbe(tmp_path).read().total_bytes == bare.total_bytes
+
+
+def test_fewer_than_two_blocks_is_an_error_with_both_numbers() -> None:
+    with pytest.raises(SettingError, match=r"458751 .* 458752 bytes \(917504 bytes\)") as caught:
+        make_config(QWEN_SPECS, 458_751)
+    assert caught.value.param == "kv_cache_bytes"
+    assert make_config(QWEN_SPECS, 2 * 458_752).num_blocks == 2
+
+
+def test_blocks_are_floored_and_unified_to_the_smallest() -> None:
+    """D9: floor(available / block bytes) on each rank, then the minimum on all."""
+    configs = [make_config(QWEN_SPECS, 458_752 * blocks + 458_751) for blocks in (9, 7, 8)]
+    assert [config.num_blocks for config in configs] == [9, 7, 8]
+    assert [config.num_blocks for config in unify(configs)] == [7, 7, 7]
+
+
+def test_ranks_that_differ_otherwise_are_a_bug() -> None:
+    """D9: all ranks equal, asserted."""
+    layout = make_config(QWEN_SPECS, 10**9).layout
+    other = KVLayout(num_layers=28, num_kv_heads=1, head_dim=128, block_size=16, dtype="bfloat16")
+    with pytest.raises(InternalError, match="differ"):
+        unify([KVCacheConfig(5, layout), KVCacheConfig(5, other)])
+    with pytest.raises(InternalError, match="not served"):
+        make_config({"a": SPEC, "b": KVCacheSpec(16, 2, 64, "bfloat16")}, 10**9)
+
+
+@given(st.integers(1, 600), st.integers(1, 300), st.integers(2, 4096))
+def test_profile_places_every_token(max_tokens: int, max_reqs: int, max_len: int) -> None:
+    """D8: the quotient on every request, and the remainder too."""
+    lengths = profile_lengths(max_tokens, max_reqs, max_len)
+    assert len(lengths) <= max_reqs
+    assert min(lengths) >= 1
+    assert max(lengths) <= max_len
+    if max(lengths) < max_len:
+        assert sum(lengths) == max_tokens
+        assert max(lengths) - min(lengths) <= 1
+
+
+def test_profile_example() -> None:
+    """D8: 10 tokens over 4 requests are 3, 3, 2, 2."""
+    assert profile_lengths(10, 4, 100) == [3, 3, 2, 2]
+
+
+def test_startup_with_the_device_formula(tmp_path: Path) -> None:
+    """D5, D7, D10, D11: probe → blocks → a zeroed pool of that many blocks after the warm-up; (blocks, 0)."""
+    folder = make_checkpoint(tmp_path)
+    block = 2 * 2 * 2 * 4 * 16 * 4
+    reading = MemoryReading(total_bytes=100 * block, free_bytes=0, peak_bytes=40 * block, is_host=False)
+    probe = FixedProbe(reading)
+    settings = make_settings(folder, block_size=4, max_num_seqs=3, max_num_batched_tokens=10)
+    executor = InProcessExecutor(settings, probe)
+    assert initialize_kv_cache(executor) == (50, 0)
+    assert probe.calls == ["start", "read"]
+    memory = executor.runner.memory
+    assert memory.num_blocks == 50
+    assert tuple(memory.pool.shape) == (50, 2, 2, 2, 4, 16)
+    assert not memory.pool.any()
+    assert executor.layout == memory.layout
+    assert list(executor.runner.get_kv_cache_specs()) == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
+    executor.shutdown()
+
+
+def test_startup_logs_each_step_with_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """D5: specs, available memory, config per worker, unify, allocate."""
+    folder = make_checkpoint(tmp_path)
+    executor = InProcessExecutor(make_settings(folder, kv_cache_bytes=1 << 20))
+    with caplog.at_level(logging.INFO, logger="engine.kv_cache.startup"):
+        initialize_kv_cache(executor)
+    timed = [
+        found for text in caplog.messages if (found := re.fullmatch(r"KV cache (.*): \d+\.\d{3} s", text))
+    ]
+    names = [found.group(1) for found in timed]
+    assert names == [
+        "1/5 specs", "2/5 available memory", "3/5 config per worker", "4/5 unify", "5/5 allocate", "warm-up",
+    ]  # fmt: skip
+
+
+def test_startup_without_room(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    executor = InProcessExecutor(make_settings(folder, kv_cache_bytes=100))
+    with pytest.raises(SettingError, match="there are 100 bytes for the KV cache"):
+        initialize_kv_cache(executor)

@@ -1,0 +1,109 @@
+"""Which configurations are served, and how those that are not are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from contract.errors import SettingError
+from engine.models.registry import decoder_config
+from engine.models.rope import inverse_frequencies
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def config_of(family: str = "Llama", **fields: Any) -> Any:
+    return decoder_config({**BASE, "architectures": [f"{family}ForCausalLM"], **fields})
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    llama = config_of()
+    assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 16, 1e-6)
+    assert (llama.rope.rope_type, llama.rope.theta) == ("default", 10000.0)
+    assert not llama.tie_word_embeddings
+    assert config_of("Qwen3").head_dim == transformers.Qwen3Config().head_dim
+    assert config_of("Mistral").sliding_windows == (transformers.MistralConfig().sliding_window,) * 3
+
+
+def test_variations_of_the_families() -> None:
+    assert config_of("Qwen2").qkv_bias
+    assert not config_of("Qwen2").output_bias
+    assert config_of("Qwen3").qk_norm
+    assert config_of("Llama", attention_bias=True).output_bias
+    assert not config_of("Mistral", attention_bias=True).qkv_bias
+    assert config_of("Mistral", sliding_window=None).sliding_windows == (None, None, None)
+    windows = {"use_sliding_window": True, "sliding_window": 7}
+    assert config_of("Qwen2", **windows, max_window_layers=2).sliding_windows == (None, None, 7)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert config_of("Qwen3", **windows, layer_types=types).sliding_windows == (7, None, 7)
+    assert config_of("Qwen3", sliding_window=7, layer_types=types).sliding_windows == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": []}, "architecture is None"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' is not served.*default, linear, llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is None"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "must be below high_freq_factor"),
+        ({"rope_scaling": [1]}, "must be an object"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words) as caught:
+        decoder_config({**BASE, **fields})
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, "each of the 3 layers"),
+        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1"),
+    ],
+)
+def test_qwen_layer_types_are_checked(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        config_of("Qwen2", **fields)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 3.0, "rope_theta": 20000.0},
+        {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 500000.0},
+        {**LLAMA3, "rope_theta": 500000.0},
+    ],
+)
+def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any]) -> None:
+    """Bit by bit; a llama3 configuration without an original length takes the model's positions."""
+    theirs = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters=dict(parameters)
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs)
+    ours = inverse_frequencies(config_of(rope_parameters=parameters).rope, 16)
+    assert torch.equal(ours, expected)

@@ -1,0 +1,250 @@
+"""One rank, step by step: who gets a token, in which order things happen, dtypes, NaN, log probabilities."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine
+from contract.errors import InternalError, SettingError
+from contract.requests import SamplingParams
+from engine.connector import KVMemory
+from engine.device import resolve_device
+from engine.executor import create_executor
+from engine.outputs import SchedulerOutput
+from engine.runner import ModelRunner
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine_compute.driver import Driver, add_cached, greedy
+
+PROMPT = [(29 * i + 5) % 256 for i in range(21)]
+
+
+class RecordingConnector:
+    """A rank connector that notes what it was told, and what of the pool was computed at that time."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.finished: tuple[set[str], set[str]] = (set(), set())
+        self.memory: KVMemory | None = None
+
+    def start(self, memory: KVMemory) -> None:
+        self.memory = memory
+        self.calls.append("start")
+
+    def execute(self, metadata: Any) -> None:
+        assert self.memory is not None
+        self.calls.append((metadata, any(bytes(self.memory.read_view(1)))))
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        finished, self.finished = self.finished, (set(), set())
+        return finished
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", "llama", seed=11)
+
+
+def test_a_chunk_draws_no_token(folder: Path) -> None:
+    """B8, A32: an unfinished prompt has an empty list; the decode beside it has its token."""
+    driver = Driver(folder)
+    driver.add("short", PROMPT[:3])
+    driver.step({"short": 3})
+    driver.add("long", PROMPT)
+    output = driver.step({"long": 8, "short": 1})
+    assert output.req_ids == ["long", "short"]
+    assert output.req_id_to_index == {"long": 0, "short": 1}
+    assert [len(tokens) for tokens in output.sampled_token_ids] == [0, 1]
+    output = driver.step({"long": 13})
+    assert [len(tokens) for tokens in output.sampled_token_ids] == [1]
+
+
+def test_a_step_without_tokens_runs_no_forward(folder: Path) -> None:
+    """B8, B19: it still carries orders and completions."""
+    driver, connector = Driver(folder), RecordingConnector()
+    driver.executor.set_connector(connector)
+    connector.finished = ({"sent"}, {"got"})
+    output = driver.executor.execute_model(SchedulerOutput(kv_connector_metadata="orders"))
+    assert connector.calls == ["start", ("orders", False)]
+    assert (output.finished_sending, output.finished_recving) == ({"sent"}, {"got"})
+    assert output.req_ids == []
+    output = driver.executor.execute_model(SchedulerOutput())
+    assert (output.finished_sending, output.finished_recving) == (None, None)
+    driver.executor.shutdown()
+    driver.executor.shutdown()
+    assert connector.calls[2:] == ["close"]
+
+
+def test_orders_reach_the_connector_after_the_forward(folder: Path) -> None:
+    """B19: what a step computes is in the pool when the connector acts on the step's orders."""
+    driver, connector = Driver(folder), RecordingConnector()
+    driver.executor.set_connector(connector)
+    driver.add("a", PROMPT)
+    scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)
+    driver.schedule(scheduled, "a", driver.sequences["a"], 21)
+    scheduled.kv_connector_metadata = "publish"
+    driver.executor.execute_model(scheduled)
+    assert connector.calls == ["start", ("publish", True)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_half_precision_loads_and_runs(tmp_path: Path, family: str, dtype: str) -> None:
+    folder = make_checkpoint(tmp_path, family, dtype=getattr(torch, dtype))
+    driver = Driver(folder)
+    assert driver.runner.model_info.dtype == driver.runner.memory.layout.dtype == dtype
+    driver.add("a", PROMPT)
+    driver.add("b", PROMPT[:5])
+    answers = driver.generate(["a", "b"], 6, chunk=8)
+    assert all(0 <= token < 264 for answer in answers.values() for token in answer)
+    assert [len(answer) for answer in answers.values()] == [6, 6]
+
+
+def test_seeded_answers_do_not_depend_on_cutting_or_company(folder: Path) -> None:
+    """Law 6: position is absolute, so a replay of prompt + delivered tokens draws what the first run drew."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.95, top_k=50, seed=77, max_tokens=100)
+    alone = Driver(folder)
+    alone.add("a", PROMPT, sampling)
+    answer = alone.generate(["a"], 12)["a"]
+    crowd = Driver(folder)
+    for index in range(3):
+        crowd.add(f"other{index}", PROMPT[index : index + 4], SamplingParams(seed=index, max_tokens=100))
+    crowd.add("a", PROMPT, sampling)
+    assert crowd.generate(["other0", "a", "other1", "other2"], 12, chunk=5)["a"] == answer
+    replay = Driver(folder)
+    replay.add("a", PROMPT + answer[:5], sampling, num_prompt_tokens=len(PROMPT))
+    assert replay.generate(["a"], 12)["a"] == answer
+    other = Driver(folder)
+    other.add("a", PROMPT, SamplingParams(temperature=1.0, top_p=0.95, top_k=50, seed=78, max_tokens=100))
+    assert other.generate(["a"], 12)["a"] != answer
+
+
+def test_min_tokens_counts_the_answer_alone(folder: Path) -> None:
+    """A resumed request's delivered tokens count, its prompt does not."""
+    free = Driver(folder)
+    free.add("a", PROMPT)
+    answer = free.generate(["a"], 3)["a"]
+    bound = Driver(folder)
+    bound.add("a", PROMPT, greedy(min_tokens=2), eos_token_ids=(answer[0],))
+    assert bound.generate(["a"], 1)["a"] != answer[:1]
+    late = Driver(folder)
+    late.add("a", PROMPT + answer[:1], greedy(min_tokens=1), eos_token_ids=(answer[1],), num_prompt_tokens=21)
+    assert late.generate(["a"], 2)["a"] == answer[:2]
+
+
+def test_logprobs_stand_in_the_row_of_their_request(folder: Path) -> None:
+    """B9: in a batch with a chunk and with a request that asked for none."""
+    driver = Driver(folder)
+    driver.add("chunk", PROMPT, greedy(logprobs=2))
+    driver.add("asks", PROMPT[:4], greedy(logprobs=3))
+    driver.add("does not", PROMPT[:5])
+    output = driver.step({"chunk": 4, "asks": 4, "does not": 5})
+    assert output.logprobs is not None
+    assert [len(ids) for ids in output.logprobs.logprob_token_ids] == [0, 4, 0]
+    assert output.logprobs.logprob_token_ids[1][0] == output.sampled_token_ids[1][0]
+    assert output.logprobs.sampled_token_ranks[1] == 1
+    assert driver.step({"does not": 1}).logprobs is None
+
+
+def test_nan_is_counted_and_stays_with_its_request(folder: Path) -> None:
+    """B8: num_nans_in_logits names the request; the others of the batch have their tokens."""
+    driver, clean = Driver(folder), Driver(folder)
+    for each in (driver, clean):
+        each.add("sick", PROMPT)
+        each.add("well", PROMPT[:6])
+        each.step({"sick": 21, "well": 6})
+    driver.runner.memory.pool[driver.sequences["sick"].blocks[0]] = torch.nan
+    output = driver.step({"sick": 1, "well": 1})
+    assert output.num_nans_in_logits == {"sick": 264}
+    assert output.sampled_token_ids == [[], clean.step({"sick": 1, "well": 1}).sampled_token_ids[1]]
+
+
+def test_blocks_with_stale_nan_are_safe_to_reuse(folder: Path) -> None:
+    driver, clean = Driver(folder), Driver(folder)
+    driver.runner.memory.pool[1:] = torch.nan
+    for each in (driver, clean):
+        each.add("a", PROMPT)
+        each.add("b", PROMPT[:2])
+    assert driver.generate(["a", "b"], 9, chunk=6) == clean.generate(["a", "b"], 9)
+
+
+def test_preempted_request_is_computed_again(folder: Path) -> None:
+    """B6: new blocks, computed from 0, all tokens given again: the answer goes on unchanged."""
+    driver, clean = Driver(folder), Driver(folder)
+    clean.add("a", PROMPT)
+    answer = clean.generate(["a"], 8)["a"]
+    driver.add("a", PROMPT)
+    driver.generate(["a"], 3)
+    sequence = driver.sequences["a"]
+    tokens, blocks = list(sequence.tokens), [block + 50 for block in sequence.blocks]
+    count = {"a": len(tokens)}
+    scheduled = SchedulerOutput(num_scheduled_tokens=count, total_num_scheduled_tokens=len(tokens))
+    add_cached(scheduled.scheduled_cached_reqs, "a", blocks, 0, resumed_with=tokens)
+    output = driver.executor.execute_model(scheduled)
+    assert output.sampled_token_ids == [[answer[3]]]
+    sequence.tokens.append(answer[3])
+    sequence.blocks, sequence.num_computed = blocks, len(tokens)
+    assert driver.generate(["a"], 8)["a"] == answer
+
+
+def test_use_before_start_up_is_a_bug_with_a_name(folder: Path) -> None:
+    runner = ModelRunner(EngineSettings(model=folder))
+    with pytest.raises(InternalError, match="before load_model"):
+        _ = runner.model_info
+    runner.load_model()
+    with pytest.raises(InternalError, match="before initialize_from_config"):
+        runner.execute_model(SchedulerOutput())
+
+
+def test_collective_rpc_calls_any_method_of_the_rank(folder: Path) -> None:
+    """A11, D2 for one rank: results in rank order; private and unknown names are refused."""
+    executor = create_executor(EngineSettings(model=folder, device="auto"))
+    assert executor.collective_rpc("get_model_info") == [executor.model_info]
+    for name in ("no_such_method", "_forward", "device"):
+        with pytest.raises(InternalError, match=name):
+            executor.collective_rpc(name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_cuda", "device"),
+    [
+        ("cpu", 2, "cpu"),
+        ("auto", 0, "cpu"),
+        ("auto", 1, "cuda:0"),
+        ("cuda", 1, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_devices(setting: str, num_cuda: int, device: str) -> None:
+    """A11: the executor is picked by device."""
+    assert resolve_device(setting, num_cuda) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("tpu", "device is 'tpu'; choose one of auto, cpu, cuda"),
+        ("cuda:x", "device is 'cuda:x'; choose one of"),
+        ("cuda", "has 0 CUDA devices"),
+        ("cuda:3", "device is 'cuda:3'.*has 0 CUDA devices"),
+    ],
+)
+def test_devices_that_are_not_there(setting: str, words: str) -> None:
+    """A11: an unknown or absent device is named."""
+    with pytest.raises(SettingError, match=words) as caught:
+        resolve_device(setting, 0)
+    assert caught.value.param == "device"
+
+
+def test_the_engine_does_not_import_transformers() -> None:
+    files = list(Path(engine.__file__).parent.rglob("*.py"))
+    assert len(files) > 20
+    assert [
+        file for file in files if re.search(r"(?m)^\s*(import|from) transformers", file.read_text())
+    ] == []

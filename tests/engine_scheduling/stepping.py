@@ -1,0 +1,109 @@
+"""An engine core on fakes that a test moves step by step, with a clock that the test moves too."""
+
+from pathlib import Path
+from typing import Any
+
+from contract.layout import KVLayout
+from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from engine.connector import ConnectorPair
+from engine.core import EngineCore
+from engine.inspection import check_integrity
+from engine.settings import EngineSettings
+from engine.testing import FakeExecutor, start_fake_executor
+from engine.testing_transfer import FakeConnector
+
+SEND = SendTransfer("t")
+RECEIVE = ReceiveTransfer("t", peer_worker_id="p", peer_boot_id="boot", peer_control="127.0.0.1:9")
+
+
+def fake_settings(**changes: Any) -> EngineSettings:
+    """Small: blocks of 4 tokens, 64 of them, 32 tokens a step."""
+    small = {"model": Path("fake"), "block_size": 4, "kv_cache_bytes": 64, "max_num_batched_tokens": 32}
+    return EngineSettings(**{**small, **changes})
+
+
+def fake_request(
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int = 4,
+    *,
+    transfer: SendTransfer | ReceiveTransfer | None = None,
+    sampling: dict[str, Any] | None = None,
+    **fields: Any,
+) -> EngineRequest:
+    """A request; the decode leg of a hand-over starts with token 1."""
+    first_index = 1 if isinstance(transfer, ReceiveTransfer) else 0
+    return EngineRequest(
+        **{
+            "request_id": request_id,
+            "prompt_token_ids": prompt,
+            "sampling": SamplingParams(max_tokens=max_tokens, **(sampling or {})),
+            "first_index": first_index,
+            "transfer": transfer,
+            **fields,
+        }
+    )
+
+
+class SteppedEngine:
+    """Collects what each request was told, and checks the books after every step."""
+
+    def __init__(self, *, with_connector: bool = True, **changes: Any) -> None:
+        self.now = 0.0
+        self.connector = FakeConnector()
+        executor: list[FakeExecutor] = []
+
+        def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+            made, num_blocks = start_fake_executor(settings)
+            executor.append(made)
+            return made, num_blocks
+
+        self.core = EngineCore(
+            fake_settings(**changes),
+            self._connect if with_connector else None,
+            start=start,
+            clock=lambda: self.now,
+        )
+        self.executor = executor[0]
+        self.scheduler = self.core.scheduler
+        self.pool = self.core.scheduler.pool
+        self.heard: dict[str, list[EngineOutput]] = {}
+
+    def add(self, *requests: EngineRequest) -> None:
+        """Enqueue."""
+        for request in requests:
+            self.core.add_request(request)
+
+    def step(self, times: int = 1) -> None:
+        """Step, hear, check."""
+        for _ in range(times):
+            for outputs in self.core.step().values():
+                for output in outputs:
+                    self._hear(output)
+            check_integrity(self.scheduler)
+
+    def run(self) -> None:
+        """Step until nothing would change."""
+        while self.core.needs_step():
+            self.step()
+
+    def tokens(self, key: str) -> list[int]:
+        """All tokens of a request so far."""
+        return [token for output in self.heard.get(key, []) for token in output.token_ids]
+
+    def end(self, key: str) -> EngineOutput:
+        """The request's last output. Raises LookupError while there is none."""
+        outputs = self.heard.get(key, [])
+        if not outputs or not outputs[-1].is_leg_finished:
+            raise LookupError(f"{key} has not ended")
+        return outputs[-1]
+
+    def _hear(self, output: EngineOutput) -> None:
+        outputs = self.heard.setdefault(f"{output.request_id}#{output.choice}.{output.attempt}", [])
+        assert not (outputs and outputs[-1].is_leg_finished), "something was said after the end"
+        if outputs:
+            assert output.first_index == outputs[-1].first_index + len(outputs[-1].token_ids)
+        outputs.append(output)
+
+    def _connect(self, layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
+        return ConnectorPair(self.connector, self.connector.rank, "127.0.0.1:9")

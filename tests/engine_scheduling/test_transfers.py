@@ -1,0 +1,363 @@
+"""The scheduler's two directions of a hand-over, against the contract in ``engine/connector.py``."""
+
+import pytest
+
+from contract.requests import FinishReason
+from engine.ending import RequestStatus
+from engine.testing import NAN_TOKEN, fake_answer
+from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
+
+PROMPT = list(range(1, 11))  # 10 tokens: 3 blocks of 4
+
+
+def receiving(engine: SteppedEngine, name: str = "d", prompt: list[int] = PROMPT, max_tokens: int = 4) -> str:
+    engine.add(fake_request(name, prompt, max_tokens, transfer=RECEIVE))
+    return f"{name}#0.0"
+
+
+def arrive(engine: SteppedEngine, key: str) -> None:
+    """Published, reserved, landed, taken in."""
+    engine.connector.publish_peer(key)
+    engine.step()
+    engine.connector.land(key)
+    engine.step()
+
+
+# The prefill leg.
+
+
+def test_prefill_leg_publishes_each_chunk_and_lends_its_blocks() -> None:
+    """B8, B19: orders travel as kv_connector_metadata; finished_sending drops the lease's references."""
+    engine = SteppedEngine(max_num_batched_tokens=4)
+    engine.add(fake_request("p", PROMPT, 5, transfer=SEND))
+    published = []
+    for _ in range(3):
+        scheduled = engine.scheduler.schedule()
+        published.append(scheduled.kv_connector_metadata)
+        assert engine.pool.num_blocks_of("p#0.0") == 3
+        outputs = engine.scheduler.update_from_output(scheduled, engine.executor.execute_model(scheduled))
+    assert published == [[("p#0.0", 4)], [("p#0.0", 8)], [("p#0.0", 10)]]
+    (token_0,) = outputs[0]
+    assert token_0.token_ids == fake_answer(PROMPT, 1) and token_0.is_leg_finished
+    assert token_0.finish_reason is None and token_0.num_cached_tokens == 0 and token_0.timings is not None
+    send = engine.connector.sends["p#0.0"]
+    assert send.end == "finished" and [t.token_id for t in send.first_tokens] == token_0.token_ids
+    assert engine.pool.holders() == {"lease:p#0.0": 3}
+    engine.run()
+    assert not engine.core.needs_step()
+    engine.connector.end_lease("p#0.0")
+    engine.run()
+    assert engine.pool.holders() == {}
+
+
+def test_prefill_leg_starts_only_when_its_whole_prompt_fits() -> None:
+    """Law 4: no block is held before all fit, and one with published blocks is never preempted."""
+    engine = SteppedEngine(kv_cache_bytes=9, max_num_batched_tokens=4, enable_prefix_caching=False)
+    engine.add(fake_request("a", [1] * 12, max_tokens=20))
+    engine.step(3)
+    engine.add(fake_request("p", [2] * 23, transfer=SEND))
+    engine.step(3)
+    assert engine.pool.num_blocks_of("p#0.0") == 0 and not engine.connector.sends
+    engine.run()
+    assert engine.pool.holders() == {"lease:p#0.0": 6}
+    assert engine.tokens("p#0.0") == fake_answer([2] * 23, 1)
+
+
+def test_running_prefill_leg_outlives_an_aggregated_request_that_needs_blocks() -> None:
+    """Law 4: the preempted one is the aggregated request, even though it is older."""
+    engine = SteppedEngine(kv_cache_bytes=9, max_num_batched_tokens=3, enable_prefix_caching=False)
+    engine.add(fake_request("a", [1, 2, 3], max_tokens=25))
+    engine.step()
+    engine.add(fake_request("p", [2] * 26, transfer=SEND))
+    engine.run()
+    assert engine.tokens("p#0.0") == fake_answer([2] * 26, 1)
+    assert engine.scheduler.totals.num_preemptions == 1
+    assert "a#0.0" in engine.scheduler.requests and not engine.core.needs_step()
+    engine.connector.end_lease("p#0.0")
+    engine.run()
+    assert engine.tokens("a#0.0") == fake_answer([1, 2, 3], 25)
+
+
+def test_cached_tokens_are_told_when_the_send_opens() -> None:
+    engine = SteppedEngine()
+    engine.add(fake_request("a", PROMPT, 1))
+    engine.run()
+    engine.add(fake_request("p", PROMPT, transfer=SEND))
+    engine.step()
+    assert engine.heard["p#0.0"][0].num_cached_tokens == 8
+    assert engine.connector.sends["p#0.0"].num_published == 10
+
+
+@pytest.mark.parametrize("how", ["max_tokens", "eos"])
+def test_answer_that_ends_at_token_0_is_not_needed_elsewhere(how: str) -> None:
+    engine = SteppedEngine()
+    if how == "eos":
+        engine.add(fake_request("p", PROMPT, 5, transfer=SEND, eos_token_ids=tuple(fake_answer(PROMPT, 1))))
+    else:
+        engine.add(fake_request("p", PROMPT, 1, transfer=SEND))
+    engine.step()
+    assert engine.connector.sends["p#0.0"].end == "not_needed"
+    reason = FinishReason.STOP if how == "eos" else FinishReason.LENGTH
+    assert engine.end("p#0.0").finish_reason is reason
+    assert engine.pool.holders() == {"lease:p#0.0": 3}
+
+
+def test_corrupt_prefill_leg_abandons_with_an_error() -> None:
+    engine = SteppedEngine()
+    engine.add(fake_request("p", [*PROMPT, NAN_TOKEN], transfer=SEND))
+    engine.step()
+    assert engine.connector.sends["p#0.0"].end == "internal"
+    assert engine.end("p#0.0").error_kind == "internal"
+
+
+def test_key_of_a_lease_is_in_use() -> None:
+    engine = SteppedEngine()
+    engine.add(fake_request("p", PROMPT, transfer=SEND))
+    engine.run()
+    engine.core.add_request(fake_request("p", PROMPT))
+    assert [output.error_kind for output in engine.core.step()[0]] == ["invalid_request"]
+
+
+# The decode leg.
+
+
+def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
+    """B8, B13: WAITING_FOR_REMOTE_KVS → (published: blocks) → WAITING → RUNNING; token 0 is input, 1 is emitted."""
+    engine = SteppedEngine()
+    key = receiving(engine)
+    request = engine.scheduler.requests[key]
+    engine.run()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.pool.holders() == {} and engine.connector.fetches[key].state == "asked"
+    engine.connector.publish_peer(key)
+    engine.run()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.pool.num_blocks_of(key) == 3 and engine.connector.fetches[key].block_ids == [1, 2, 3]
+    engine.connector.land(key)
+    engine.step()
+    assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 10
+    scheduled = engine.scheduler.schedule()
+    new = scheduled.scheduled_new_reqs[0]
+    assert new.prompt_token_ids == PROMPT + fake_answer(PROMPT, 1)
+    assert (new.num_computed_tokens, new.num_prompt_tokens) == (10, 10)
+    assert scheduled.num_scheduled_tokens == {key: 1}
+    for outputs in engine.scheduler.update_from_output(
+        scheduled, engine.executor.execute_model(scheduled)
+    ).values():
+        engine.heard[key] = outputs
+    engine.run()
+    assert engine.heard[key][0].first_index == 1
+    assert engine.tokens(key) == fake_answer(PROMPT, 4)[1:]
+    assert engine.end(key).finish_reason is FinishReason.LENGTH
+    timings = engine.heard[key][0].timings
+    assert timings is not None
+    assert (timings.transfer_exposed_seconds, timings.transfer_hidden_seconds) == (0.25, 0.5)
+    assert engine.pool.holders() == {}
+
+
+def test_reservation_includes_the_place_of_token_0() -> None:
+    """Law 4: ceil((prompt + 1) / block_size) blocks, of which the prompt's are read into."""
+    engine = SteppedEngine()
+    key = receiving(engine, prompt=PROMPT[:8])
+    engine.connector.publish_peer(key)
+    engine.step()
+    assert engine.pool.num_blocks_of(key) == 3
+    assert engine.connector.fetches[key].block_ids == [1, 2]
+
+
+def test_fetched_and_verified_blocks_are_cached_and_not_fetched_again() -> None:
+    engine = SteppedEngine()
+    prompt = list(range(1, 13))
+    first = receiving(engine, "d1", prompt)
+    arrive(engine, first)
+    engine.run()
+    second = receiving(engine, "d2", prompt)
+    engine.connector.publish_peer(second)
+    engine.step()
+    fetch = engine.connector.fetches[second]
+    assert fetch.num_cached_blocks == 3 and fetch.destination == []
+    engine.connector.land(second)
+    engine.run()
+    assert engine.tokens(second) == engine.tokens(first) == fake_answer(prompt, 4)[1:]
+    assert [engine.heard[key][0].num_cached_tokens for key in (first, second)] == [0, 12]
+
+
+def test_blocks_in_flight_are_not_cached() -> None:
+    """Law 1: a block enters the prefix index only when verified."""
+    engine = SteppedEngine()
+    first, second = receiving(engine, "d1"), receiving(engine, "d2")
+    engine.connector.publish_peer(first)
+    engine.connector.publish_peer(second)
+    engine.step()
+    assert engine.connector.fetches[second].num_cached_blocks == 0
+
+
+def test_one_that_does_not_fit_waits_and_holds_up_nobody() -> None:
+    """All or nothing; retried in order of arrival; the small one behind it is promoted meanwhile."""
+    engine = SteppedEngine(kv_cache_bytes=9, enable_prefix_caching=False)
+    running = receiving(engine, "r", [1] * 11, max_tokens=6)
+    arrive(engine, running)
+    big, small = receiving(engine, "big", [2] * 23), receiving(engine, "small", [3] * 7)
+    for key in (big, small):
+        engine.connector.publish_peer(key)
+    engine.step()
+    assert engine.connector.fetches[big].state == "published" and engine.pool.num_blocks_of(big) == 0
+    engine.connector.land(small)
+    engine.run()
+    assert engine.tokens(small) == fake_answer([3] * 7, 4)[1:]
+    assert engine.connector.fetches[big].state == "reading"
+    engine.connector.land(big)
+    engine.run()
+    assert engine.tokens(big) == fake_answer([2] * 23, 4)[1:]
+
+
+def test_arrived_requests_wait_for_a_place_in_the_batch() -> None:
+    """A27: max_num_seqs bounds them too."""
+    engine = SteppedEngine(max_num_seqs=1)
+    engine.add(fake_request("a", [1, 2], max_tokens=5))
+    key = receiving(engine)
+    arrive(engine, key)
+    assert engine.scheduler.requests[key].status is RequestStatus.WAITING
+    engine.run()
+    assert engine.tokens(key) == fake_answer(PROMPT, 4)[1:]
+
+
+def test_decode_leg_is_preempted_and_recomputes() -> None:
+    """Short of blocks a decode leg recomputes its prompt here; its answer stays the same."""
+    engine = SteppedEngine(kv_cache_bytes=8, enable_prefix_caching=False)
+    engine.add(fake_request("a", [1] * 8, max_tokens=12))
+    engine.step()
+    key = receiving(engine, "d", PROMPT, max_tokens=8)
+    arrive(engine, key)
+    engine.run()
+    assert engine.scheduler.totals.num_preemptions > 0
+    assert engine.tokens("a#0.0") == fake_answer([1] * 8, 12)
+    assert engine.tokens(key) == fake_answer(PROMPT, 8)[1:]
+
+
+def test_failed_transfer_ends_with_its_error() -> None:
+    engine = SteppedEngine()
+    key = receiving(engine)
+    engine.connector.publish_peer(key)
+    engine.step()
+    engine.connector.fail(key, "transfer_failed", "digest of block 2 differs")
+    engine.run()
+    end = engine.end(key)
+    assert (end.error_kind, end.error_message) == ("transfer_failed", "digest of block 2 differs")
+    assert engine.pool.count_by_state() == {"null": 1, "free": 63, "held": 0, "quarantined": 0}
+
+
+def test_not_needed_is_no_error() -> None:
+    """Token 0 ended the answer at the prefill leg: the decode leg ends without a word of its own."""
+    engine = SteppedEngine()
+    key = receiving(engine)
+    engine.connector.fail(key, "not_needed", "the answer ended at token 0")
+    engine.run()
+    end = engine.end(key)
+    assert (end.finish_reason, end.error_kind, end.token_ids) == (None, None, [])
+
+
+def test_remote_deadline_then_drain() -> None:
+    """Law 4: the wait for remote KV has a deadline; law 2: a read that goes on keeps its blocks in quarantine."""
+    engine = SteppedEngine(remote_kv_timeout_seconds=7.0)
+    quiet, reading = receiving(engine, "quiet"), receiving(engine, "reading")
+    engine.connector.publish_peer(reading)
+    engine.run()
+    assert engine.core.seconds_to_deadline() == 7.0
+    engine.now = 7.5
+    engine.step()
+    assert [engine.end(key).error_kind for key in (quiet, reading)] == ["deadline", "deadline"]
+    assert engine.pool.count_by_state()["quarantined"] == 3
+    assert engine.core.call("reset_prefix_cache", []) is False
+    engine.connector.drain(reading)
+    engine.run()
+    assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
+
+
+def test_remote_deadline_does_not_touch_what_has_arrived() -> None:
+    engine = SteppedEngine(remote_kv_timeout_seconds=7.0)
+    key = receiving(engine, max_tokens=30)
+    arrive(engine, key)
+    engine.step(2)
+    engine.now = 8.0
+    engine.run()
+    assert engine.tokens(key) == fake_answer(PROMPT, 30)[1:]
+
+
+def test_transfer_without_connector_is_refused() -> None:
+    engine = SteppedEngine(with_connector=False)
+    engine.add(fake_request("p", PROMPT, transfer=SEND))
+    engine.run()
+    assert engine.end("p#0.0").error_kind == "invalid_request"
+
+
+# Abort in every state (B12).
+
+
+@pytest.mark.parametrize("state", ["waiting", "chunking", "running", "preempted"])
+def test_abort_of_an_aggregated_request(state: str) -> None:
+    """B12: finish_requests for one or many ids, in every state."""
+    engine = SteppedEngine(max_num_batched_tokens=4, kv_cache_bytes=6, enable_prefix_caching=False)
+    if state == "preempted":
+        engine.add(fake_request("other", [9] * 8, 12))
+        engine.step(2)
+    engine.add(fake_request("a", [1] * (8 if state in ("chunking", "preempted") else 3), 9))
+    request = engine.scheduler.requests["a#0.0"]
+    if state == "preempted":
+        while request.status is not RequestStatus.PREEMPTED:
+            engine.step()
+    else:
+        engine.step({"waiting": 0, "chunking": 1, "running": 2}[state])
+    assert request.status.name == {"chunking": "RUNNING"}.get(state, state.upper())
+    engine.scheduler.finish_requests("a#0.0", RequestStatus.FINISHED_ABORTED)
+    engine.scheduler.finish_requests(["a#0.0", "unknown"], RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert engine.end("a#0.0").finish_reason is FinishReason.ABORT
+    assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_abort_of_a_prefill_leg(num_steps: int) -> None:
+    """B12: before it is lent nothing is lent; afterwards it is abandoned and leased until nobody reads."""
+    engine = SteppedEngine(max_num_batched_tokens=4)
+    engine.add(fake_request("p", PROMPT, transfer=SEND))
+    engine.step(num_steps)
+    engine.core.abort(["p#0.0"])
+    engine.run()
+    assert engine.end("p#0.0").finish_reason is FinishReason.ABORT
+    if num_steps:
+        assert engine.connector.sends["p#0.0"].end == "cancelled"
+        assert engine.pool.holders() == {"lease:p#0.0": 3}
+        engine.connector.end_lease("p#0.0")
+        engine.run()
+    assert engine.pool.holders() == {} and not engine.connector.sends
+
+
+@pytest.mark.parametrize("state", ["asked", "published", "reading", "landed", "waiting", "running"])
+def test_abort_of_a_decode_leg(state: str) -> None:
+    """B12: in every state of the remote wait and after it; blocks of a read that goes on are quarantined."""
+    engine = SteppedEngine(max_num_seqs=1)
+    if state == "waiting":
+        engine.add(fake_request("other", [1], 30))
+        engine.step()
+    key = receiving(engine)
+    if state != "asked":
+        engine.connector.publish_peer(key)
+    if state not in ("asked", "published"):
+        engine.step()
+    if state in ("landed", "waiting", "running"):
+        engine.connector.land(key)
+    engine.step({"waiting": 1, "running": 2}.get(state, 0))
+    if state in ("waiting", "running"):
+        assert engine.scheduler.requests[key].status.name == state.upper()
+    else:
+        assert engine.connector.fetches[key].state == state
+    engine.core.abort([key, "other#0.0"])
+    engine.run()
+    assert engine.end(key).finish_reason is FinishReason.ABORT
+    assert engine.pool.count_by_state()["quarantined"] == (3 if state == "reading" else 0)
+    if state == "reading":
+        engine.connector.drain(key)
+        engine.run()
+    assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
+    assert engine.connector.fetches == {}

@@ -1,0 +1,158 @@
+"""What the transfer tests are made of: layouts, requests, connected pairs of workers."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.identity import Role, new_boot_id
+from contract.layout import KVLayout
+from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from engine.connector import FirstToken
+from kv_transfer.connector import TransferFactory
+from kv_transfer.local import LocalHub
+from kv_transfer.settings import TransferSettings
+from kv_transfer.testing import ByteMemory, TransferDriver
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+MODEL = "model-fingerprint"
+SECRET = "the-cluster-secret"
+TOKENS = [FirstToken(42)]
+
+
+def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
+    """Settings of one worker; peers' deaths are not declared by a slow test machine."""
+    defaults: dict[str, Any] = {
+        "worker_id": name,
+        "boot_id": new_boot_id(),
+        "role": role,
+        "secret": SECRET,
+        "transport": "tcp",
+        "peer_timeout_seconds": 30.0,
+    }
+    return TransferSettings(**{**defaults, **changes})
+
+
+def block_content(transfer_id: str, index: int) -> bytes:
+    """What a prompt's block holds in these tests: different for every transfer and index."""
+    return f"{transfer_id}/{index};".encode()
+
+
+def prompt_of(num_blocks: int, num_last: int = LAYOUT.block_size) -> list[int]:
+    """A prompt of so many blocks, the last one holding ``num_last`` tokens."""
+    return list(range((num_blocks - 1) * LAYOUT.block_size + num_last))
+
+
+@dataclass
+class Worker:
+    """One connector with its settings, pool and driver."""
+
+    settings: TransferSettings
+    driver: TransferDriver
+
+    @property
+    def boot_id(self) -> str:
+        return self.settings.boot_id
+
+    def count(self, name: str) -> float:
+        return self.driver.scheduler.counters().get(name, 0.0)
+
+    def lend(self, transfer_id: str, block_ids: list[int]) -> None:
+        """Fill the blocks with what this transfer's prompt would have computed."""
+        for index, block_id in enumerate(block_ids):
+            self.driver.memory.fill(block_id, block_content(transfer_id, index))
+
+    def holds(self, transfer_id: str, block_ids: list[int], first: int = 0) -> bool:
+        """The blocks hold this transfer's content."""
+        probe = ByteMemory(LAYOUT, 1)
+        for index, block_id in enumerate(block_ids[first:], start=first):
+            probe.fill(0, block_content(transfer_id, index))
+            if self.driver.memory.read_view(block_id) != probe.read_view(0):
+                return False
+        return True
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker."""
+
+    prefill: Worker
+    decode: Worker
+
+    def send_request(self, name: str, prompt: list[int], attempt: int = 0) -> EngineRequest:
+        return request_of(name, prompt, SendTransfer(f"t-{name}"), attempt)
+
+    def fetch_request(self, name: str, prompt: list[int], attempt: int = 0, **changes: str) -> EngineRequest:
+        peer = {
+            "peer_worker_id": self.prefill.settings.worker_id,
+            "peer_boot_id": self.prefill.boot_id,
+            "peer_control": self.prefill.driver.address,
+        }
+        return request_of(name, prompt, ReceiveTransfer(f"t-{name}", **{**peer, **changes}), attempt)
+
+
+def request_of(
+    name: str, prompt: list[int], transfer: SendTransfer | ReceiveTransfer, attempt: int = 0
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(),
+        transfer=transfer,
+        attempt=attempt,
+    )
+
+
+@contextmanager
+def worker(
+    settings: TransferSettings,
+    layout: KVLayout = LAYOUT,
+    model: str = MODEL,
+    num_blocks: int = 64,
+    memory: ByteMemory | None = None,
+) -> Iterator[Worker]:
+    """A running connector, closed at the end."""
+    driver = TransferDriver(memory or ByteMemory(layout, num_blocks))
+    driver.attach(TransferFactory(settings)(layout, model, driver.wake))
+    try:
+        yield Worker(settings, driver)
+    finally:
+        driver.close()
+
+
+@dataclass
+class Sides:
+    """What differs from the defaults on each side of a pair."""
+
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def pair_of(
+    sides: Sides | None = None, transport: str = "tcp", memory: ByteMemory | None = None
+) -> Iterator[Pair]:
+    """Two workers in one process; ``memory`` is the prefill worker's pool."""
+    sides = sides or Sides()
+    both: dict[str, Any] = {"transport": transport}
+    if transport == "local":
+        both["local"] = LocalHub()
+    with ExitStack() as stack:
+        prefill = settings_for("p", Role.PREFILL, **{**both, **sides.prefill})
+        decode = settings_for("d", Role.DECODE, **{**both, **sides.decode})
+        yield Pair(stack.enter_context(worker(prefill, memory=memory)), stack.enter_context(worker(decode)))
+
+
+def hand_over(pair: Pair, name: str, num_blocks: int = 3) -> None:
+    """One whole transfer from blocks 10.. into blocks 30.., released at the end."""
+    prompt, source, target = prompt_of(num_blocks), range(10, 10 + num_blocks), range(30, 30 + num_blocks)
+    send, fetch = pair.send_request(name, prompt), pair.fetch_request(name, prompt)
+    pair.prefill.lend(f"t-{name}", list(source))
+    pair.prefill.driver.send_all(send, list(source), TOKENS)
+    decode = pair.decode.driver
+    decode.scheduler.start_fetch(fetch)
+    decode.wait_for(lambda: fetch.key in decode.published, "published")
+    decode.scheduler.receive_into(fetch.key, list(target), 0)
+    decode.wait_for(lambda: fetch.key in decode.received, "received")
+    assert decode.scheduler.take_received(fetch.key).num_blocks == num_blocks
+    pair.prefill.driver.wait_for(lambda: send.key in pair.prefill.driver.sent, "sent")

@@ -1,0 +1,53 @@
+"""A prefill worker in a process of its own, without torch: told what to do by JSON lines on its standard input.
+
+Commands: {"do": "open", "name", "num_tokens"}, {"do": "publish", "num_tokens"}, {"do": "finish"}, {"do": "wait_sent"}.
+Each is answered by one JSON line; the first line says where the worker is.
+"""
+
+import json
+import sys
+from functools import partial
+from operator import contains
+from typing import Any
+
+from contract.identity import Role
+from contract.requests import EngineRequest, SendTransfer
+from engine.connector import FirstToken
+from kv_transfer.connector import create_connector
+from kv_transfer.testing import ByteMemory, TransferDriver
+from tests.kv_transfer.builders import LAYOUT, MODEL, block_content, request_of, settings_for
+
+
+def say(**words: Any) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    settings = settings_for("p", Role.PREFILL, peer_timeout_seconds=float(sys.argv[1]))
+    driver = TransferDriver(ByteMemory(LAYOUT, 64))
+    driver.attach(create_connector(settings, LAYOUT, MODEL, driver.wake))
+    say(address=driver.address, boot_id=settings.boot_id, torch="torch" in sys.modules)
+    request: EngineRequest | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command["do"]:
+            case "open":
+                tokens = list(range(command["num_tokens"]))
+                request = request_of(command["name"], tokens, SendTransfer(f"t-{command['name']}"))
+                blocks = list(range(5, 5 + -(-len(tokens) // LAYOUT.block_size)))
+                for index, block_id in enumerate(blocks):
+                    driver.memory.fill(block_id, block_content(f"t-{command['name']}", index))
+                driver.scheduler.open_send(request, blocks, 0)
+            case "publish" if request is not None:
+                driver.scheduler.publish(request.key, command["num_tokens"])
+                driver.step()
+            case "finish" if request is not None:
+                driver.scheduler.finish_send(request.key, [FirstToken(42)])
+            case "wait_sent" if request is not None:
+                driver.wait_for(partial(contains, driver.sent, request.key), "sent")
+        say(done=command["do"], sent=driver.sent)
+    driver.close()
+
+
+main()

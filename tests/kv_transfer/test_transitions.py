@@ -1,0 +1,310 @@
+"""The rules of a hand-over, driven by random events: states move along allowed edges only, and every path ends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kv_transfer import events as ev
+from kv_transfer.states import (
+    FETCH_EDGES,
+    NOT_NEEDED,
+    SEND_EDGES,
+    Fetch,
+    FetchState,
+    ImpossibleEventError,
+    Send,
+    SendState,
+)
+from kv_transfer.transitions import advance_fetch, advance_send
+
+BLOCKS = 4
+
+
+def reachable(edges: dict[Any, frozenset[Any]], start: Any) -> set[Any]:
+    """States that can follow in one event: an event may pass through several (all cached: RESERVED → VERIFIED)."""
+    found, todo = {start}, [start]
+    while todo:
+        for state in edges[todo.pop()] - found:
+            found.add(state)
+            todo.append(state)
+    return found
+
+
+class SendMachine(RuleBasedStateMachine):
+    """A prefill side with a scheduler, a data thread, a transport and two peers that do what they may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.send = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
+        self.now = 0.0
+        self.pending_revokes = 0
+        self.announced = 0
+        self.num_reports = 0
+        self.num_completes = 0
+
+    def apply(self, event: ev.SendEvent) -> None:
+        before = self.send.state
+        self.send, actions = advance_send(self.send, event)
+        assert self.send.state in reachable(SEND_EDGES, before)
+        for action in actions:
+            self.act(action)
+
+    def act(self, action: ev.SendAction) -> None:
+        match action:
+            case ev.Announce():
+                assert not self.send.has_ended
+                assert action.first_block == self.announced
+                self.announced += len(action.digests)
+                assert self.announced <= self.send.num_digested
+            case ev.AnnounceComplete():
+                self.num_completes += 1
+                assert self.announced == BLOCKS
+            case ev.Revoke():
+                self.pending_revokes += 1
+            case ev.ReportSent():
+                self.num_reports += 1
+                assert self.pending_revokes == 0
+                assert not self.send.is_digesting
+
+    @precondition(lambda self: not self.send.has_ended and self.send.num_ordered < BLOCKS)
+    @rule(count=st.integers(1, BLOCKS))
+    def order(self, count: int) -> None:
+        self.apply(ev.Ordered(min(BLOCKS, self.send.num_ordered + count)))
+
+    @precondition(lambda self: self.send.is_digesting)
+    @rule(count=st.integers(1, BLOCKS), works=st.booleans())
+    def digest(self, count: int, works: bool) -> None:
+        first = self.send.num_digested
+        count = min(count, self.send.num_ordered - first)
+        failure = ev.RangeFailed(first, count, "internal", "bug")
+        self.apply(ev.RangeReady(first, tuple(range(count))) if works else failure)
+
+    @rule(peer=st.sampled_from(["a", "b"]))
+    def fetch(self, peer: str) -> None:
+        self.apply(ev.FetchArrived(peer, 0, self.now))
+
+    @precondition(
+        lambda self: not self.send.is_finished and (self.send.has_ended or self.send.num_ordered == BLOCKS)
+    )
+    @rule()
+    def finish(self) -> None:
+        self.apply(ev.SendFinished((), self.now))
+
+    @rule()
+    def abandon(self) -> None:
+        self.apply(ev.Abandoned(NOT_NEEDED, "ended at token 0"))
+
+    @rule(peer=st.sampled_from(["a", "b"]), how=st.sampled_from(["let go", "gone", "heard"]))
+    def peer_acts(self, peer: str, how: str) -> None:
+        before = self.send
+        events: dict[str, ev.SendEvent] = {
+            "let go": ev.LetGo(peer),
+            "gone": ev.PeerGone(peer, "died"),
+            "heard": ev.Heartbeat(peer, self.now),
+        }
+        self.apply(events[how])
+        if before.peer != peer:
+            assert self.send == before
+
+    @rule(seconds=st.floats(0.1, 20))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.apply(ev.Tick(self.now))
+
+    @precondition(lambda self: self.pending_revokes > 0)
+    @rule()
+    def readers_leave(self) -> None:
+        self.pending_revokes -= 1
+        self.apply(ev.ReadersGone())
+
+    @invariant()
+    def reported_at_most_once(self) -> None:
+        assert self.num_reports <= 1
+        assert self.num_completes <= 1
+        assert self.send.is_reported == (self.num_reports == 1)
+
+    def teardown(self) -> None:
+        """From wherever it stopped: the scheduler gives up, readers and digests end, the report comes."""
+        self.abandon()
+        while self.send.is_digesting:
+            self.digest(BLOCKS, True)
+        while self.pending_revokes:
+            self.readers_leave()
+        assert self.num_reports == 1
+        assert self.send.is_done
+
+
+class FetchMachine(RuleBasedStateMachine):
+    """A decode side with a sender, a scheduler and a data thread that do what they may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetch = Fetch(num_blocks=BLOCKS)
+        self.jobs: list[ev.Pull | ev.CommitBlocks] = []
+        self.landed: list[ev.Pull] = []
+        self.told: list[str] = []
+        self.is_stopped = False
+        self.committed = False
+
+    def apply(self, event: ev.FetchEvent) -> None:
+        before = self.fetch.state
+        self.fetch, actions = advance_fetch(self.fetch, event)
+        assert self.fetch.state in reachable(FETCH_EDGES, before)
+        for action in actions:
+            match action:
+                case ev.Pull():
+                    assert action.block_ids == tuple(
+                        100 + action.first_block + i for i in range(len(action.digests))
+                    )
+                    self.jobs.append(action)
+                case ev.CommitBlocks():
+                    self.jobs.append(action)
+                case ev.StopReads():
+                    self.is_stopped = True
+                case ev.TellFailed():
+                    self.told.append("failed")
+                case ev.TellDrained():
+                    self.told.append("drained")
+                case ev.TellReceived():
+                    self.told.append("received")
+
+    @precondition(lambda self: len(self.fetch.digests) < BLOCKS)
+    @rule(count=st.integers(1, BLOCKS))
+    def announce(self, count: int) -> None:
+        first = len(self.fetch.digests)
+        self.apply(ev.Announced(first, (7,) * min(count, BLOCKS - first), 1.0))
+
+    @rule(first=st.integers(0, BLOCKS), count=st.integers(0, BLOCKS + 1))
+    def announce_nonsense(self, first: int, count: int) -> None:
+        self.apply(ev.Announced(first, (7,) * count, 1.0))
+
+    @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
+    def complete(self, num_blocks: int) -> None:
+        self.apply(ev.Completed(num_blocks, (), 2.0))
+
+    @rule()
+    def sender_fails(self) -> None:
+        self.apply(ev.SenderFailed("worker_lost", "died"))
+
+    @precondition(lambda self: self.fetch.state is FetchState.WAITING)
+    @rule(num_cached=st.integers(0, BLOCKS))
+    def reserve(self, num_cached: int) -> None:
+        self.apply(ev.Reserved(tuple(range(100, 100 + BLOCKS)), num_cached))
+
+    @precondition(lambda self: any(isinstance(job, ev.Pull) for job in self.jobs[:1]))
+    @rule()
+    def land(self) -> None:
+        job = self.jobs[0]
+        if isinstance(job, ev.Pull) and job not in self.landed:
+            self.landed.append(job)
+            self.apply(ev.PieceLanded(len(job.block_ids), 0.0, 1.0))
+
+    @precondition(lambda self: self.jobs)
+    @rule(how=st.sampled_from(["done", "done", "failed", "stopped"]))
+    def end_job(self, how: str) -> None:
+        job = self.jobs[0]
+        if how == "stopped" and not self.is_stopped:
+            return
+        if how == "done":
+            self.land()
+        self.jobs.pop(0)
+        outcomes: dict[str, ev.FetchEvent] = {
+            "failed": ev.JobFailed("transfer_failed", "digest"),
+            "stopped": ev.JobStopped(),
+            "done": ev.CommitDone()
+            if isinstance(job, ev.CommitBlocks)
+            else ev.PieceVerified(len(job.block_ids), 3.0),
+        }
+        self.committed = self.committed or (how == "done" and isinstance(job, ev.CommitBlocks))
+        self.apply(outcomes[how])
+
+    @rule()
+    def cancel(self) -> None:
+        self.apply(ev.Cancelled())
+        if self.fetch.state is FetchState.FREE:
+            assert self.jobs == []
+
+    @precondition(lambda self: self.told)
+    @rule()
+    def take(self) -> None:
+        self.apply(ev.Told())
+
+    @invariant()
+    def terminal_words_mean_that_no_read_is_posted(self) -> None:
+        assert self.fetch.num_posted == len(self.jobs)
+        assert len(self.told) <= 1
+        if self.told or self.fetch.state in (FetchState.QUARANTINED, FetchState.FREE):
+            assert self.jobs == []
+
+    @invariant()
+    def received_means_everything_was_verified(self) -> None:
+        if "received" in self.told:
+            assert self.fetch.num_verified == self.fetch.num_landed == BLOCKS - self.fetch.num_cached
+            assert self.committed
+            assert self.fetch.first_tokens is not None
+
+    def teardown(self) -> None:
+        """From wherever it stopped: a cancel and the end of posted jobs lead to FREE."""
+        self.cancel()
+        while self.jobs:
+            self.end_job("stopped")
+        if self.fetch.state is not FetchState.FREE:
+            assert self.told[-1] in ("drained", "failed")
+            self.take()
+        assert self.fetch.state is FetchState.FREE
+
+
+TestSendMachine = SendMachine.TestCase
+TestFetchMachine = FetchMachine.TestCase
+
+OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: advance_send(OPEN, ev.Opened(BLOCKS, 0.0)),
+        lambda: advance_send(OPEN, ev.Ordered(BLOCKS + 1)),
+        lambda: advance_send(OPEN, ev.RangeReady(0, (1,))),
+        lambda: advance_send(OPEN, ev.SendFinished((), 0.0)),
+        lambda: advance_send(OPEN, ev.ReadersGone()),
+        lambda: advance_fetch(Fetch(num_blocks=BLOCKS), ev.Reserved((1,), 0)),
+        lambda: advance_fetch(Fetch(num_blocks=BLOCKS), ev.CommitDone()),
+    ],
+)
+def test_impossible_events_raise(act: Callable[[], object]) -> None:
+    """What no correct caller can cause is a bug, and says so."""
+    with pytest.raises(ImpossibleEventError):
+        act()
+
+
+@given(order=st.permutations(["open", "fetch"]))
+def test_either_leg_may_come_first(order: list[str]) -> None:
+    """A parked fetch and an opened transfer end in the same state."""
+    if order[0] == "fetch":
+        send = Send(state=SendState.PARKED, lease_seconds=10, is_opened=False, peer="d", deadline=5.0)
+        send, _ = advance_send(send, ev.Opened(BLOCKS, 1.0))
+    else:
+        send, _ = advance_send(OPEN, ev.FetchArrived("d", 0, 1.0))
+    assert (send.state, send.peer, send.deadline) == (SendState.OPEN, "d", 11.0)
+
+
+def test_a_parked_fetch_expires_and_says_so() -> None:
+    send = Send(state=SendState.PARKED, lease_seconds=10, is_opened=False, peer="d", deadline=5.0)
+    assert advance_send(send, ev.Tick(4.9)) == (send, [])
+    send, actions = advance_send(send, ev.Tick(5.0))
+    assert send.state is SendState.EXPIRED
+    assert send.is_done
+    assert [action.kind for action in actions if isinstance(action, ev.Refuse)] == ["deadline"]
+
+
+def test_times_are_split_at_the_last_announcement() -> None:
+    """Copies before it are hidden, the rest up to verified is exposed."""
+    fetch = Fetch(
+        num_blocks=2, announced_at=5.0, verified_at=7.5, copies=((1.0, 2.0), (4.0, 6.0), (6.0, 7.0))
+    )
+    assert (fetch.hidden_seconds, fetch.exposed_seconds) == (2.0, 2.5)

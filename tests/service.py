@@ -1,0 +1,145 @@
+"""Starts `kvbaton up` as a user would, and asks it over gRPC, HTTP and its admin ports."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc.aio
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+
+START_SECONDS = 90
+
+
+@dataclass
+class Service:
+    """A running `kvbaton up`: its addresses and its supervisor process."""
+
+    process: asyncio.subprocess.Process
+    ready_file: Path
+    http: str = ""
+    grpc: str = ""
+    processes: list[dict[str, Any]] = field(default_factory=list)
+
+    def read_ready(self) -> None:
+        """Take addresses and processes from the ready file."""
+        ready = json.loads(self.ready_file.read_text())
+        self.http, self.grpc, self.processes = ready["http"], ready["grpc"], ready["processes"]
+
+    async def metrics(self, role: str) -> list[str]:
+        """The /metrics text of every process of a role."""
+        return [await self.get_text(p["admin"], "/metrics") for p in self.processes if p["role"] == role]
+
+    async def debug_states(self) -> dict[str, dict[str, Any]]:
+        """/debug/state of every process, by process name."""
+        return {
+            p["name"]: json.loads(await self.get_text(p["admin"], "/debug/state")) for p in self.processes
+        }
+
+    async def get_text(self, address: str, path: str) -> str:
+        """One GET, its body."""
+        async with aiohttp.ClientSession() as session, session.get(f"http://{address}{path}") as response:
+            return await response.text()
+
+    async def post(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """One POST of JSON to the public port: status and body."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"http://{self.http}{path}", json=body) as response,
+        ):
+            return response.status, await response.json()
+
+
+@dataclass
+class Answer:
+    """One answer of Generate."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: int = 0
+    usage: pb.Usage | None = None
+    timings: pb.Timings | None = None
+
+
+async def generate(stub: inference_pb2_grpc.InferenceAsyncStub, request: pb.GenerateRequest) -> Answer:
+    """Run one Generate to its end."""
+    answer = Answer()
+    async for message in stub.Generate(request, timeout=120):
+        for choice in message.choices:
+            answer.token_ids += choice.token_ids
+            answer.text += choice.text
+            answer.finish_reason = choice.finish_reason or answer.finish_reason
+        if message.HasField("usage"):
+            answer.usage, answer.timings = message.usage, message.timings
+    return answer
+
+
+async def generate_all(address: str, requests: list[pb.GenerateRequest], at_once: int) -> list[Answer]:
+    """Run many Generates, ``at_once`` at a time; answers in the requests' order."""
+    gate = asyncio.Semaphore(at_once)
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+
+        async def one(request: pb.GenerateRequest) -> Answer:
+            async with gate:
+                return await generate(stub, request)
+
+        return await asyncio.gather(*(one(request) for request in requests))
+
+
+@asynccontextmanager
+async def running_service(folder: Path, *arguments: str) -> AsyncIterator[Service]:
+    """`kvbaton up` with free ports and ``arguments``, ready to answer; stopped by SIGTERM at the end."""
+    ready_file = folder / "ready.json"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "cli.main", "up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"),
+        *("--ready-file", str(ready_file)),
+        *arguments,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "service.log").open("wb"),
+    )
+    service = Service(process, ready_file)
+    try:
+        await _wait_ready(service)
+        yield service
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.wait(), 30)
+
+
+async def _wait_ready(service: Service) -> None:
+    async with asyncio.timeout(START_SECONDS):
+        while not service.ready_file.exists():
+            if service.process.returncode is not None:
+                log = (service.ready_file.parent / "service.log").read_text()
+                raise AssertionError(f"kvbaton up ended with {service.process.returncode}:\n{log}")
+            await asyncio.sleep(0.1)
+    service.read_ready()
+
+
+def counter(texts: list[str], name: str, **labels: str) -> float:
+    """The sum of one counter over several /metrics texts; a name that no text has is an error."""
+    total, found = 0.0, False
+    for text in texts:
+        for line in text.splitlines():
+            match = re.match(r"(\w+)(?:\{([^}]*)\})? (\S+)$", line)
+            if match is None or match[1] != name:
+                continue
+            have = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+            if all(have.get(key) == value for key, value in labels.items()):
+                total, found = total + float(match[3]), True
+    if not found:
+        raise AssertionError(f"no process exports {name} with {labels}")
+    return total

@@ -1,0 +1,74 @@
+"""What is read of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import SettingError
+from tests.text.tiny_model import END, TEMPLATE, model_files, write_model
+from text.model_card import ModelCard
+
+
+def card_with(tmp_path: Path, **files: Any) -> ModelCard:
+    given = {f"{name}.json": json.dumps(value).encode() for name, value in files.items()}
+    return ModelCard.from_folder(write_model(tmp_path / "tiny", model_files() | given))
+
+
+def test_a_card_of_a_plain_folder(tmp_path: Path) -> None:
+    card = card_with(tmp_path)
+    assert (card.name, card.max_model_len, card.vocab_size, card.eos_token_ids) == ("tiny", 128, 300, (END,))
+    assert (card.temperature, card.top_p, card.top_k) == (1.0, 1.0, 0)
+    assert card.chat_template is not None
+
+
+def test_generation_defaults_and_end_tokens(tmp_path: Path) -> None:
+    card = card_with(
+        tmp_path,
+        generation_config={"temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": [7, 9]},
+    )
+    assert (card.temperature, card.top_p, card.top_k) == (0.7, 0.8, 20)
+    assert card.eos_token_ids == (END, 7, 9)
+
+
+def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
+    text = {"vocab_size": 50, "n_positions": 64}
+    card = card_with(tmp_path, config={"text_config": text})
+    assert (card.vocab_size, card.max_model_len) == (50, 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({"vocab_size": 5}, "max_position_embeddings"), ({"n_ctx": 5}, "vocab_size")],
+)
+def test_what_is_missing_is_named(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        card_with(tmp_path, config=config)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"holds no config\.json"):
+        ModelCard.from_folder(tmp_path)
+
+
+def test_the_template_file_goes_over_the_config(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text("from the file")
+    card = ModelCard.from_folder(folder)
+    assert card.chat_template is not None
+    assert card.chat_template.render([{"role": "user", "content": "x"}]) == "from the file"
+
+
+@pytest.mark.parametrize(
+    ("found", "has_template"),
+    [
+        ([{"name": "rag", "template": "r"}, {"name": "default", "template": TEMPLATE}], True),
+        ([], False),
+        (None, False),
+    ],
+)
+def test_named_templates_and_none(tmp_path: Path, found: Any, has_template: bool) -> None:
+    config = {"chat_template": found, "eos_token": {"content": "<|end|>"}}
+    card = card_with(tmp_path, tokenizer_config=config)
+    assert (card.chat_template is not None) == has_template

@@ -1,0 +1,58 @@
+"""Stop strings: cut exactly, wherever the pieces end."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from text.stop import StopStrings
+
+
+def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Read character by character: the first stop string that completes wins, of those the longest."""
+    for end in range(1, len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            longest = max(done, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def run(chunks: list[str], stops: list[str]) -> tuple[str, str | None]:
+    matcher = StopStrings(stops)
+    out = "".join(matcher.push(chunk) for chunk in chunks)
+    return out + matcher.flush(), matcher.matched
+
+
+@given(
+    st.text(alphabet="ab", max_size=20),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4),
+    st.lists(st.integers(0, 20), max_size=8),
+)
+def test_the_cut_does_not_depend_on_the_pieces(text: str, stops: list[str], cuts: list[int]) -> None:
+    marks = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    chunks = [text[start:end] for start, end in pairwise(marks)]
+    assert run(chunks, stops) == reference(text, stops)
+
+
+@pytest.mark.parametrize("cut", range(len("one STOP two") + 1))
+def test_every_cut_of_one_text(cut: int) -> None:
+    text = "one STOP two"
+    assert run([text[:cut], text[cut:]], ["STOP"]) == ("one ", "STOP")
+
+
+def test_only_what_could_still_become_a_stop_string_is_held_back() -> None:
+    matcher = StopStrings(["STOP", "TOO"])
+    assert matcher.push("a S") == "a "
+    assert matcher.push("T") == ""
+    assert matcher.push("O") == ""
+    assert matcher.push("x") == "STOx"
+    assert matcher.push("T") == ""
+    assert matcher.flush() == "T"
+
+
+def test_nothing_comes_after_a_match() -> None:
+    matcher = StopStrings(["."])
+    assert [matcher.push("a.b"), matcher.push("c"), matcher.flush()] == ["a", "", ""]
+    assert matcher.matched == "."

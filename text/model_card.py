@@ -1,0 +1,99 @@
+"""What text in, text out needs to know of a model, read from its folder without its weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.errors import SettingError
+from text.chat import ChatTemplate
+from text.tokenizer import Tokenizer, read_json
+
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""The small files that a model card is read from."""
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """A served model. ``temperature``, ``top_p`` and ``top_k`` are its own generation defaults.
+
+    max_model_len: tokens of prompt and answer that the model was made for. eos_token_ids: tokens that end an answer.
+    vocab_size: token ids are below this. chat_template: None for a model without one.
+    """
+
+    name: str
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    temperature: float
+    top_p: float
+    top_k: int
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def from_folder(cls, folder: Path, name: str | None = None) -> "ModelCard":
+        """Read a Hugging Face model folder. Raises SettingError that names what is missing."""
+        config = read_json(folder / "config.json")
+        if not config:
+            raise SettingError(f"{folder} holds no config.json", param="model")
+        config = config.get("text_config") or config
+        generation = read_json(folder / "generation_config.json")
+        tokenizer = Tokenizer.from_folder(folder)
+        return cls(
+            name=name or folder.resolve().name,
+            max_model_len=_max_model_len(config, folder),
+            eos_token_ids=_eos_token_ids(config, generation, tokenizer),
+            vocab_size=_vocab_size(config, folder),
+            temperature=_number(generation, "temperature", 1.0),
+            top_p=_number(generation, "top_p", 1.0),
+            top_k=int(_number(generation, "top_k", 0)),
+            tokenizer=tokenizer,
+            chat_template=_chat_template(folder, tokenizer),
+        )
+
+
+def _number(generation: dict[str, Any], name: str, default: float) -> float:
+    value = generation.get(name)
+    return default if value is None else float(value)
+
+
+def _max_model_len(config: dict[str, Any], folder: Path) -> int:
+    for name in _LENGTH_NAMES:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise SettingError(f"{folder / 'config.json'} has none of {', '.join(_LENGTH_NAMES)}", param="model")
+
+
+def _vocab_size(config: dict[str, Any], folder: Path) -> int:
+    if not isinstance(config.get("vocab_size"), int):
+        raise SettingError(f"{folder / 'config.json'} has no vocab_size", param="model")
+    return int(config["vocab_size"])
+
+
+def _eos_token_ids(
+    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """The generation config's ids (else the model config's), and the tokenizer's own."""
+    found = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = found if isinstance(found, list) else [found]
+    own = tokenizer.token_id(tokenizer.eos_token)
+    return tuple(sorted({int(i) for i in [*ids, own] if i is not None}))
+
+
+def _chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    file = folder / "chat_template.jinja"
+    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
+    source = source or read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(source, list):
+        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)

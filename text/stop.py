@@ -1,0 +1,55 @@
+"""Stop strings: the answer ends before the first one that completes, wherever the tokens cut it."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Passes text through until a stop string completes, whatever pieces the text comes in.
+
+    Of several stop strings the one that completes first counts (of those the longest). Text that could still become a
+    stop string is held back; nothing else is.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, text: str) -> str:
+        """The text that is certain now. After a match it is empty for ever."""
+        if self.matched is not None:
+            return ""
+        self._held += text
+        if cut := self._first_match():
+            start, self.matched = cut
+            out, self._held = self._held[:start], ""
+            return out
+        keep = self._num_held_back()
+        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return out
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        out, self._held = self._held, ""
+        return out
+
+    def _first_match(self) -> tuple[int, str] | None:
+        found = []
+        for stop in self._stops:
+            start = self._held.find(stop)
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+    def _num_held_back(self) -> int:
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,0 +1,115 @@
+"""Text → token ids → text, from a model folder's ``tokenizer.json``, by the ``tokenizers`` library alone."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+
+from contract.errors import SettingError
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPACE_MARK = "▁"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file. Raises SettingError for a broken one."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise SettingError(f"{file} is not valid JSON: {error}", param="model") from error
+    if not isinstance(found, dict):
+        raise SettingError(f"{file} holds no JSON object", param="model")
+    return found
+
+
+class Tokenizer:
+    """One model's tokenizer. Not changed after it is made, so it may be used from several threads.
+
+    ``encode`` adds special tokens as ``transformers`` does: by the post-processor of ``tokenizer.json`` alone
+    (``add_bos_token`` and ``add_eos_token`` in ``tokenizer_config.json`` count only where that file is missing).
+    """
+
+    def __init__(self, backend: FastTokenizer, config: dict[str, Any]) -> None:
+        self._backend = backend
+        names = {name: _content(config.get(name)) for name in _NAMED}
+        self.bos_token: str | None = names["bos_token"]
+        self.eos_token: str | None = names["eos_token"]
+        backend.no_truncation()
+        backend.no_padding()
+        self._add_missing_tokens(config, [name for name in names.values() if name])
+        self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Read ``tokenizer.json`` and its companions. Raises SettingError where it is missing or broken."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise SettingError(f"{folder} holds no tokenizer.json", param="model")
+        try:
+            backend = FastTokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises the bare class
+            raise SettingError(f"{file} is no tokenizer: {error}", param="model") from error
+        config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+        return cls(backend, config)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; special tokens written in it count as such."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``; bytes that are no UTF-8 become U+FFFD. Unknown ids give nothing."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of a token's written form, or None."""
+        return None if token is None else self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, its leading space included; special tokens as written."""
+        written = self._backend.id_to_token(token_id)
+        if written is None:
+            return b""
+        if token_id in self._special_ids:
+            return written.encode()
+        if self._is_byte_level:
+            if all(char in _BYTE_OF_CHAR for char in written):
+                return bytes(_BYTE_OF_CHAR[char] for char in written)
+            return written.encode()
+        if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
+            return bytes.fromhex(written[3:5])
+        return written.replace(_SPACE_MARK, " ").encode()
+
+    def _add_missing_tokens(self, config: dict[str, Any], named: list[str]) -> None:
+        known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        added = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+        for _, entry in added:
+            if entry["content"] not in known:
+                flags = {k: v for k, v in entry.items() if isinstance(v, bool)}
+                self._backend.add_tokens([AddedToken(entry["content"], **flags)])
+                known.add(entry["content"])
+        for content in named:
+            if content not in known:
+                self._backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+                known.add(content)
+
+
+def _content(token: Any) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()

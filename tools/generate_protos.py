@@ -1,0 +1,52 @@
+"""Generate ``protos/*_pb2*`` from the repository's root, or check that the committed ones are in sync.
+
+The generator runs in a process of its own: its plugins share protobuf's registry with whoever imports them.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PATTERNS = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
+
+
+def generate(target: Path) -> None:
+    """Write the generated code of every proto below ``target``; raises CalledProcessError with protoc's message."""
+    protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos").glob("*.proto"))
+    outputs = [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    plugins = [
+        f"--plugin={name}={Path(sys.executable).parent / name}"
+        for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+    ]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *plugins, *outputs, *protos]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def generated_files(root: Path) -> dict[str, bytes]:
+    """Name → content of the generated code below ``root``."""
+    return {path.name: path.read_bytes() for pattern in PATTERNS for path in (root / "protos").glob(pattern)}
+
+
+def differences() -> list[str]:
+    """The names of generated files that are missing, left over or out of date."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        wanted, found = generated_files(Path(folder)), generated_files(ROOT)
+    return sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+
+
+def main(arguments: list[str]) -> int:
+    """Generate in place, or with ``--check`` only compare."""
+    if arguments != ["--check"]:
+        generate(ROOT)
+        return 0
+    stale = differences()
+    if stale:
+        print(f"protos/ is out of sync ({', '.join(stale)}): run `make protos`", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

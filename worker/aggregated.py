@@ -1,0 +1,26 @@
+"""A worker that computes prompts and decodes them itself: the baseline, and the form that needs no hand-over."""
+
+from typing import Any
+
+import grpc
+
+from contract.errors import InvalidRequestError
+from protos import worker_pb2 as pb
+from worker.servicer import WorkerServicer
+from worker.wire import request_from_task
+
+
+class AggregatedServicer(WorkerServicer):
+    """Decode without a source: prompt and answer on this worker."""
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Accept a whole request."""
+        if request.HasField("source"):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "a worker of role both fetches no KV in this version"
+            )
+        try:
+            engine_request = request_from_task(request.task, None)
+        except InvalidRequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        return await self._accept(engine_request, context)

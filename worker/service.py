@@ -1,0 +1,112 @@
+"""Brings one worker up in order (engine, gRPC, admin, router) and takes it down again."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from contract.errors import SettingError
+from contract.identity import Role, new_boot_id
+from engine.client import EngineClient, ProcessClient
+from kv_transfer.connector import TransferFactory
+from protos import worker_pb2_grpc
+from serving.admin import AdminServer, process_facts
+from serving.metrics import EngineCollector
+from serving.peer_auth import PeerAuthInterceptor
+from serving.signals import until_stopped
+from worker.aggregated import AggregatedServicer
+from worker.servicer import WorkerServicer
+from worker.settings import WorkerSettings
+from worker.worker import Worker, WorkerIdentity
+
+logger = logging.getLogger(__name__)
+
+OnReady = Callable[[dict[str, Any]], None]
+ServicerFactory = Callable[[Worker], WorkerServicer]
+_SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+]
+
+
+async def serve_both(settings: WorkerSettings, on_ready: OnReady) -> None:
+    """Run an aggregated worker until SIGTERM or SIGINT."""
+    await serve_worker(Role.BOTH, settings, AggregatedServicer, on_ready)
+
+
+async def serve_worker(
+    role: Role, settings: WorkerSettings, servicer: ServicerFactory, on_ready: OnReady
+) -> None:
+    """Run a worker until SIGTERM or SIGINT; ``on_ready`` gets its addresses once a router is attached.
+
+    Raises KvbatonError when the engine cannot start or dies, or when the router refuses the worker.
+    """
+    async with until_stopped() as stopped, running_worker(role, settings, servicer) as (worker, addresses):
+        run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
+        ready = asyncio.create_task(_announce(worker, addresses, on_ready))
+        stop = asyncio.create_task(stopped.wait())
+        try:
+            await asyncio.wait({run, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (run, ready, stop):
+                task.cancel()
+            results = await asyncio.gather(run, ready, stop, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+
+@asynccontextmanager
+async def running_worker(
+    role: Role, settings: WorkerSettings, servicer: ServicerFactory
+) -> AsyncIterator[tuple[Worker, dict[str, Any]]]:
+    """A worker with its engine, gRPC port and admin port up; everything is closed on the way out."""
+    identity = WorkerIdentity(
+        role, settings.worker_id or f"{role.value}-{new_boot_id()[:6]}", new_boot_id()
+    )
+    logger.info("worker %s starts: %s", identity.worker_id, settings.masked())
+    engine = await _start_engine(identity, settings)
+    worker = Worker(identity, settings, engine)
+    server = grpc.aio.server(
+        interceptors=[PeerAuthInterceptor(settings.read_secret())], options=_SERVER_OPTIONS
+    )
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)
+    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+    if port == 0:
+        raise SettingError(f"cannot bind {settings.host}:{settings.port}: address in use", param="port")
+    admin = AdminServer(
+        settings.admin, is_healthy=lambda: worker.is_ready, state=worker.debug_state, metrics=_metrics(worker)
+    )
+    await server.start()
+    await admin.start()
+    try:
+        yield worker, {"grpc": f"{settings.host}:{port}", "admin": admin.address}
+    finally:
+        await worker.abort_all()
+        await server.stop(grace=0.5)
+        await admin.stop()
+        await engine.shutdown()
+
+
+async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> EngineClient:
+    factory = None
+    if identity.role is not Role.BOTH:
+        factory = TransferFactory(settings.transfer(identity.role, identity.worker_id, identity.boot_id))
+    return await ProcessClient.start(settings.engine(), factory)
+
+
+def _metrics(worker: Worker) -> Any:
+    async def collect() -> EngineCollector:
+        return EngineCollector(await worker.engine.call("counters"))
+
+    return collect
+
+
+async def _announce(worker: Worker, addresses: dict[str, Any], on_ready: OnReady) -> None:
+    await worker.wait_ready()
+    on_ready({**addresses, "pid": os.getpid(), "worker_id": worker.identity.worker_id})
+    logger.info("worker %s is ready: %s", worker.identity.worker_id, process_facts())

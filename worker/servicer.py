@@ -1,0 +1,58 @@
+"""The part of the Worker service that every role shares; a role adds the legs that it runs."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from contract.errors import KvbatonError
+from contract.requests import EngineRequest
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from serving.errors import grpc_code
+from worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Cancel and GetModelFiles; Prefill and Decode are refused by name until a role overrides them."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Refuse: this role computes no prompts for others."""
+        return await self._refuse("Prefill", context)
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Refuse: this role decodes nothing."""
+        return await self._refuse("Decode", context)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Stop a request; unknown ids are ignored."""
+        return await self._answer(self._worker.cancel(request.request_id, request.attempt), context)
+
+    async def GetModelFiles(  # noqa: N802
+        self, request: pb.GetModelFilesRequest, context: Any
+    ) -> AsyncIterator[pb.ModelFile]:
+        """The small files of the model folder."""
+        async for piece in self._worker.model_files():
+            yield piece
+
+    async def _accept(self, request: EngineRequest, context: Any) -> pb.Accepted:
+        return await self._answer(self._worker.accept(request), context)
+
+    async def _answer(self, work: Awaitable[None], context: Any) -> pb.Accepted:
+        try:
+            await work
+        except KvbatonError as error:
+            await context.abort(grpc_code(error.kind), error.message)
+        return pb.Accepted()
+
+    async def _refuse(self, name: str, context: Any) -> pb.Accepted:
+        role = self._worker.identity.role.value
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"a {role} worker does not serve {name}")
+        return pb.Accepted()

@@ -1,0 +1,111 @@
+"""The settings of one worker process, and the parts of them that its engine and its connector get."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from contract.errors import SettingError
+from contract.identity import Role
+from engine.settings import EngineSettings
+from kv_transfer.settings import TransferSettings
+from serving.settings import Address, Settings
+
+
+class WorkerSettings(Settings):
+    """One prefill, decode or aggregated worker."""
+
+    model: Path
+    """Folder of the Hugging Face checkpoint."""
+    router: Address = "127.0.0.1:9100"
+    """HOST:PORT of the router's internal port; the worker registers there."""
+    secret_file: Path | None = None
+    """File with the cluster secret (mode 0600)."""
+    worker_id: str | None = None
+    """Name of this worker, unique in the cluster; made from role and process id where unset."""
+    served_model_name: str | None = None
+    """Name under which clients ask for the model; the folder's name where unset."""
+    host: str = "127.0.0.1"
+    """Interface that the worker's internal ports bind to; other workers and the router must reach it."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the worker's gRPC service; 0 picks a free one."""
+    control_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the control link to other workers; 0 picks a free one."""
+    admin: Address = "127.0.0.1:0"
+    """HOST:PORT of /health, /metrics and /debug/state."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of weights and KV; auto is the checkpoint's own."""
+    transport: Literal["auto", "tcp"] = "auto"
+    """How KV blocks travel; auto is tcp in this version."""
+    block_size: int = Field(default=16, ge=1, le=1024)
+    """Tokens of a KV block."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Requests that may run at once."""
+    max_num_batched_tokens: int = Field(default=512, ge=1)
+    """Tokens of one step; long prompts are computed in chunks of this size."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Tokens of prompt and answer together; the model's own where unset."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of the KV pool; unset: min(1 GiB, a quarter of free memory / workers) on CPU, measured on CUDA."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that a worker may use."""
+    workers_on_host: int = Field(default=1, ge=1)
+    """Workers that share this machine's memory."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of finished prompts for prompts that begin alike."""
+    num_threads: int = Field(default=1, ge=1)
+    """Threads of torch."""
+    remote_kv_timeout_seconds: float = Field(default=60.0, gt=0)
+    """How long a request may wait for its KV before it ends with an error."""
+    lease_seconds: float = Field(default=30.0, gt=0)
+    """How long computed KV is lent to a decode worker that gives no sign of life."""
+    peer_timeout_seconds: float = Field(default=3.0, gt=0)
+    """Silence on the control link after which the other worker counts as dead."""
+
+    def read_secret(self) -> str:
+        """The cluster secret; raises SettingError where there is none."""
+        if self.secret_file is None:
+            raise SettingError("secret_file is not set; workers and router share one secret", param="secret_file")
+        try:
+            secret = self.secret_file.read_text().strip()
+        except OSError as error:
+            raise SettingError(
+                f"secret_file {self.secret_file} cannot be read: {error}", param="secret_file"
+            ) from error
+        if not secret:
+            raise SettingError(f"secret_file {self.secret_file} is empty", param="secret_file")
+        return secret
+
+    def engine(self) -> EngineSettings:
+        """The engine's part."""
+        return EngineSettings(
+            model=self.model,
+            device=self.device,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            kv_cache_bytes=self.kv_cache_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            workers_on_host=self.workers_on_host,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_threads=self.num_threads,
+            remote_kv_timeout_seconds=self.remote_kv_timeout_seconds,
+        )
+
+    def transfer(self, role: Role, worker_id: str, boot_id: str) -> TransferSettings:
+        """The connector's part."""
+        return TransferSettings(
+            worker_id=worker_id,
+            boot_id=boot_id,
+            role=role,
+            secret=self.read_secret(),
+            host=self.host,
+            control_port=self.control_port,
+            transport=self.transport,
+            lease_seconds=self.lease_seconds,
+            peer_timeout_seconds=self.peer_timeout_seconds,
+        )

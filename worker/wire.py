@@ -1,0 +1,85 @@
+"""Between the wire's messages (protos) and the contract's: what router and engine mean by a request and its tokens."""
+
+from contract.errors import InvalidRequestError
+from contract.requests import (
+    EngineOutput,
+    EngineRequest,
+    ReceiveTransfer,
+    RequestTimings,
+    SamplingParams,
+    SendTransfer,
+    TokenLogprobs,
+)
+from protos import worker_pb2 as pb
+
+
+def request_from_task(task: pb.Task, transfer: SendTransfer | ReceiveTransfer | None) -> EngineRequest:
+    """The engine's request for one leg. Raises InvalidRequestError for a task without id or prompt."""
+    if not task.request_id or not task.prompt_token_ids:
+        raise InvalidRequestError("a task needs a request id and a prompt")
+    return EngineRequest(
+        request_id=task.request_id,
+        prompt_token_ids=list(task.prompt_token_ids),
+        sampling=_sampling_from(task.sampling),
+        eos_token_ids=tuple(task.eos_token_ids),
+        attempt=task.attempt,
+        choice=task.choice,
+        first_index=task.first_index,
+        priority=task.priority,
+        cache_salt=task.cache_salt,
+        deadline_seconds=task.deadline_seconds,
+        transfer=transfer,
+    )
+
+
+def _sampling_from(sampling: pb.EngineSampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+
+
+def entry_from_output(output: EngineOutput) -> pb.TokenEntry:
+    """One choice's new tokens of one step, as the router reads them."""
+    return pb.TokenEntry(
+        request_id=output.request_id,
+        choice=output.choice,
+        attempt=output.attempt,
+        first_index=output.first_index,
+        token_ids=output.token_ids,
+        logprobs=[_logprobs_to(entry) for entry in output.logprobs or ()],
+        finish_reason=output.finish_reason.value if output.finish_reason else "",
+        stop_reason=output.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
+        timings=_timings_to(output.timings),
+        error_kind=output.error_kind or "",
+        error_message=output.error_message or "",
+    )
+
+
+def _logprobs_to(entry: TokenLogprobs) -> pb.PositionLogprobs:
+    return pb.PositionLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_token_ids=entry.top_token_ids,
+        top_logprobs=entry.top_logprobs,
+    )
+
+
+def _timings_to(timings: RequestTimings | None) -> pb.LegTimings | None:
+    if timings is None:
+        return None
+    return pb.LegTimings(
+        queue_seconds=timings.queue_seconds,
+        prefill_seconds=timings.prefill_seconds,
+        transfer_exposed_seconds=timings.transfer_exposed_seconds,
+        transfer_hidden_seconds=timings.transfer_hidden_seconds,
+    )

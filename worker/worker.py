@@ -1,0 +1,190 @@
+"""One worker: an engine client, the gRPC service that feeds it, and the stream on which its tokens leave."""
+
+import asyncio
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.errors import CancelledError, UnavailableError
+from contract.identity import Role
+from contract.requests import EngineRequest
+from engine.client import EngineClient
+from protos import worker_pb2 as pb
+from worker.link import RouterLink
+from worker.settings import WorkerSettings
+from worker.wire import entry_from_output
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+LOAD_INTERVAL_SECONDS = 0.1
+MAX_EARLY_CANCELS = 1024
+_CHUNK_BYTES = 2**20
+_MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Who a worker is: its role, its name in the cluster, and this process start."""
+
+    role: Role
+    worker_id: str
+    boot_id: str
+
+
+class Worker:
+    """Owns the requests that a router gave to this process, from acceptance until the engine is done with them."""
+
+    def __init__(self, identity: WorkerIdentity, settings: WorkerSettings, engine: EngineClient) -> None:
+        self.identity = identity
+        self.engine = engine
+        self._settings = settings
+        self._link: RouterLink | None = None
+        self._running = asyncio.Event()
+        self._accepted: dict[str, EngineRequest] = {}
+        self._early_cancels: OrderedDict[str, int] = OrderedDict()
+        self._load_timer: asyncio.TimerHandle | None = None
+        self._load_tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        """True while a router is attached and the engine lives."""
+        return self._link is not None and self._link.is_attached
+
+    async def wait_ready(self) -> None:
+        """Block until a router has welcomed this worker."""
+        await self._running.wait()
+        if self._link:
+            await self._link.wait_attached()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests accepted and not finished."""
+        return len(self._accepted)
+
+    async def run(self, address: str, admin_address: str) -> None:
+        """Register at the router and carry tokens to it until cancelled. Ends with an error when the engine died."""
+        registration = self._registration(address, admin_address)
+        self._link = RouterLink(
+            self._settings.router, self._settings.read_secret(), registration, self.abort_all
+        )
+        self._running.set()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._link.run())
+            tasks.create_task(self._pump(self._link))
+
+    async def accept(self, request: EngineRequest) -> None:
+        """Give a request to the engine. Raises InvalidRequestError, or UnavailableError while no router is attached."""
+        if not self.is_ready:
+            raise UnavailableError(f"worker {self.identity.worker_id} is not attached to a router")
+        if self._early_cancels.get(request.request_id, -1) >= request.attempt:
+            raise CancelledError(f"request {request.request_id} was cancelled before it arrived")
+        request.check(self.engine.info.vocab_size)
+        self._accepted[request.key] = request
+        await self.engine.add_request(request)
+
+    async def cancel(self, request_id: str, attempt: int) -> None:
+        """Abort all choices of a request up to ``attempt``; for one that is still on its way remember the wish."""
+        if not any(r.request_id == request_id for r in self._accepted.values()):
+            self._early_cancels[request_id] = attempt
+            if len(self._early_cancels) > MAX_EARLY_CANCELS:
+                self._early_cancels.popitem(last=False)
+        await self.engine.abort(request_id, attempt)
+
+    async def abort_all(self) -> None:
+        """Abort everything: the router that asked for it is gone."""
+        for request in list(self._accepted.values()):
+            await self.engine.abort(request.request_id, request.attempt)
+
+    async def debug_state(self) -> dict[str, Any]:
+        """Blocks, leases, transfers and requests as plain data."""
+        state: dict[str, Any] = await self.engine.call("debug_state")
+        return {
+            "worker_id": self.identity.worker_id,
+            "boot_id": self.identity.boot_id,
+            "role": self.identity.role.value,
+            "attached": self.is_ready,
+            "num_accepted": self.num_requests,
+            **state,
+        }
+
+    async def model_files(self) -> AsyncIterator[pb.ModelFile]:
+        """The model's small files, in pieces, for a router without the folder."""
+        for name in _MODEL_FILES:
+            path = self._settings.model / name
+            data = await asyncio.to_thread(_read_if_there, path)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                yield pb.ModelFile(name=name, data=data[start : start + _CHUNK_BYTES])
+
+    async def _pump(self, link: RouterLink) -> None:
+        """All new tokens of one step go to the router in one message."""
+        async for outputs in self.engine.steps():
+            for output in outputs:
+                if output.is_leg_finished:
+                    self._accepted.pop(f"{output.request_id}#{output.choice}.{output.attempt}", None)
+            entries = [entry_from_output(output) for output in outputs]
+            if entries:
+                link.send(pb.WorkerMessage(step=pb.StepOutput(entries=entries)))
+            self._schedule_load(link)
+        raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
+
+    def _schedule_load(self, link: RouterLink) -> None:
+        if self._load_timer is None:
+            loop = asyncio.get_running_loop()
+            self._load_timer = loop.call_later(LOAD_INTERVAL_SECONDS, self._start_load_report, link)
+
+    def _start_load_report(self, link: RouterLink) -> None:
+        self._load_timer = None
+        task = asyncio.get_running_loop().create_task(self._report_load(link))
+        self._load_tasks.add(task)
+        task.add_done_callback(self._load_tasks.discard)
+
+    async def _report_load(self, link: RouterLink) -> None:
+        stats = await self.engine.call("stats")
+        load = pb.Load(
+            num_running=stats["num_running_reqs"],
+            num_waiting=stats["num_waiting_reqs"],
+            kv_cache_usage=stats["kv_cache_usage"],
+        )
+        link.send(pb.WorkerMessage(load=load))
+
+    def _registration(self, address: str, admin_address: str) -> pb.Registration:
+        info = self.engine.info
+        return pb.Registration(
+            protocol_min=PROTOCOL_VERSION,
+            protocol_max=PROTOCOL_VERSION,
+            worker_id=self.identity.worker_id,
+            boot_id=self.identity.boot_id,
+            role=self.identity.role.value,
+            address=address,
+            control_address=info.control_address,
+            model_name=model_name(self._settings),
+            model_fingerprint=info.model_fingerprint,
+            layout_fingerprint=info.layout.fingerprint(),
+            max_model_len=info.max_model_len,
+            block_size=info.layout.block_size,
+            num_blocks=info.num_blocks,
+            vocab_size=info.vocab_size,
+            admin_address=admin_address,
+            pid=os.getpid(),
+        )
+
+
+def model_name(settings: WorkerSettings) -> str:
+    """The name under which the model is served."""
+    return settings.served_model_name or settings.model.name
+
+
+def _read_if_there(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
