@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import logging
 import socket
 from collections.abc import Sequence
 
@@ -23,8 +22,6 @@ from serving.settings import split_address
 from worker.launch import Facts, ProcessSpec
 from worker.supervisor import ProcessState
 
-logger = logging.getLogger(__name__)
-
 QUESTION = """lamp: fox
 bread: violin
 The old moose sat near the lake.
@@ -34,13 +31,24 @@ What is "comet"?"""
 GREETING = "<|bos|><|user|>\nWho are you?<|end|>\n<|assistant|>\n"
 _PLAIN = "Who are you?"
 _MAX_TOKENS = 32
+_READY = """
+kvbaton is ready. Try:
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+Ctrl-C stops everything."""
 
 
 def demo(arguments: Sequence[str]) -> None:
     """``kvbaton demo``."""
     settings = parse(DemoSettings, "kvbaton demo", arguments)
     configure_logs("demo", settings.log_level)
-    Demo(_with_free_ports(settings), Console(highlight=False, soft_wrap=True)).run()
+    console = Console(highlight=False, soft_wrap=True)
+    busy = busy_defaults(settings)
+    for name in busy:
+        console.print(
+            f"kvbaton: {getattr(settings, name)} is taken by another program; {name} takes a free port"
+        )
+    Demo(settings.model_copy(update=dict.fromkeys(busy, "127.0.0.1:0")), console).run()
 
 
 class Demo:
@@ -77,24 +85,13 @@ class Demo:
         self._status.update("asking")
         model = await served_model(url)
         question, greeting = (QUESTION, GREETING) if self._settings.model == DEMO else (_PLAIN, _PLAIN)
-        body = {
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": _MAX_TOKENS,
-            "temperature": 0,
-        }
-        by_http = await ask_http(url, "chat/completions", {"model": model, **body})
-        sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, temperature=0)
-        by_grpc = await ask_grpc(grpc_address, pb.GenerateRequest(text=greeting, sampling=sampling))
+        by_http = await _chat(url, model, question)
+        by_grpc = await _generate(grpc_address, greeting)
         self._status.stop()
         self._tell("OpenAI HTTP", question, by_http)
         self._tell("gRPC Generate", greeting, by_grpc)
         self._console.print(latency_table({"OpenAI HTTP": by_http, "gRPC Generate": by_grpc}))
-        self._console.print("\nkvbaton is ready. Try:")
-        self._console.print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
-        self._console.print(
-            f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\''
-        )
-        self._console.print("Ctrl-C stops everything.")
+        self._console.print(_READY.format(url=url, model=model), markup=False)
         await stopped.wait()
 
     def _tell(self, way: str, question: str, answer: Answer) -> None:
@@ -102,6 +99,22 @@ class Demo:
         self._console.print(question.strip(), markup=False)
         self._console.print("answered:", style="bold")
         self._console.print(answer.text.strip(), markup=False)
+
+
+async def _chat(url: str, model: str, question: str) -> Answer:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": _MAX_TOKENS,
+        "temperature": 0,
+        "timings": True,
+    }
+    return await ask_http(url, "chat/completions", body)
+
+
+async def _generate(address: str, text: str) -> Answer:
+    sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, temperature=0)
+    return await ask_grpc(address, pb.GenerateRequest(text=text, sampling=sampling))
 
 
 def latency_table(answers: dict[str, Answer]) -> Table:
@@ -115,18 +128,13 @@ def latency_table(answers: dict[str, Answer]) -> Table:
     return table
 
 
-def _with_free_ports(settings: DemoSettings) -> DemoSettings:
-    """Swap default ports that others hold for free ones, and say so; ports that were asked for are left alone."""
-    busy = [
+def busy_defaults(settings: DemoSettings) -> list[str]:
+    """The names of the default addresses that another program holds; those that were asked for are left alone."""
+    return [
         name
         for name in ("http", "grpc")
         if name not in settings.model_fields_set and _is_busy(getattr(settings, name))
     ]
-    for name in busy:
-        logger.warning(
-            "%s is taken by another program; %s listens on a free port", getattr(settings, name), name
-        )
-    return settings.model_copy(update=dict.fromkeys(busy, "127.0.0.1:0"))
 
 
 def _is_busy(address: str) -> bool:

@@ -140,14 +140,14 @@ class RunSettings(LocalSettings):
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:0"
     """HOST:PORT of the gRPC API; port 0 picks a free one."""
-    log_level: LogLevel = "warning"
+    log_level: LogLevel = "error"
     """The least important log records that are written."""
 
 
 class DemoSettings(LocalSettings):
     """Show the relay: start 1 prefill and 1 decode worker, ask one question by HTTP and one by gRPC, keep serving."""
 
-    log_level: LogLevel = "warning"
+    log_level: LogLevel = "error"
     """The least important log records that are written."""
 
 

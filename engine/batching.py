@@ -91,15 +91,20 @@ class Batcher:
             self._start(self.waiting.popleft())
 
     def _try_first_turn(self, request: Request, budget: int) -> Turn | None:
-        """A turn with the blocks for it, cached ones included; None when there are not enough."""
+        """A turn with the blocks for it, cached ones included; None unless all known tokens fit now.
+
+        Taken are only this chunk's blocks (a prefill leg: all). Without asking for the rest, a request could start, run
+        short and be preempted again for ever, while leases hold the blocks that it needs.
+        """
         size = self._pool.block_size
         cached = self._pool.find_cached(request.reusable_hashes())
+        num_missing_blocks = blocks_needed(request.num_tokens, size) - len(cached)
+        if not self._pool.can_allocate(num_missing_blocks, cached):
+            return None
         num_cached = len(cached) * size
         num_tokens = min(request.num_tokens - num_cached, budget)
-        num_covered = request.num_prompt_tokens if request.is_sending else num_cached + num_tokens
-        num_new = blocks_needed(num_covered, size) - len(cached)
-        if not self._pool.can_allocate(num_new, cached):
-            return None
+        num_chunk_blocks = blocks_needed(num_cached + num_tokens, size) - len(cached)
+        num_new = num_missing_blocks if request.is_sending else num_chunk_blocks
         is_resumed = request.status is RequestStatus.PREEMPTED
         request.find_computed(len(cached), is_first=not is_resumed)
         return Turn(request, num_tokens, self._pool.allocate(request.key, num_new, cached), is_resumed)

@@ -124,7 +124,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Close the connector and end the ranks (which close its other half), without asking the scheduler."""
-        if self._connector:
+        if self._connector is not None:
             self._connector.scheduler.close()
         self.executor.shutdown()
 
@@ -147,14 +147,14 @@ class EngineCore:
             layout=self.executor.layout,
             num_blocks=num_blocks,
             dtype=model.dtype,
-            control_address=connector.address if connector else "",
+            control_address=connector.address if connector is not None else "",
         )
         scheduler = Scheduler(
             settings,
             pool,
             max_model_len=info.max_model_len,
             model_fingerprint=model.fingerprint,
-            connector=connector.scheduler if connector else None,
+            connector=connector.scheduler if connector is not None else None,
             clock=self._clock,
         )
         return info, scheduler

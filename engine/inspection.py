@@ -17,7 +17,7 @@ def debug_state(scheduler: Scheduler) -> dict[str, Any]:
         "holders": scheduler.pool.holders(),
         "leases": sorted(scheduler.sender.leases) if scheduler.sender else [],
         "requests": dict(by_status),
-        "connector": connector.debug_state() if connector else {},
+        "connector": connector.debug_state() if connector is not None else {},
     }
 
 
@@ -25,14 +25,18 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
     """Everything that is counted since the start, name → value; the connector's counters among them."""
     connector, prefix = scheduler.get_kv_connector(), scheduler.prefix_stats
     num_running, num_waiting = scheduler.get_request_counts()
+    states = scheduler.pool.count_by_state().items()
+    receiver = scheduler.receiver
     return {
         **scheduler.totals.as_counters(),
-        "engine_prefix_queries_total": float(prefix.queries),
-        "engine_prefix_hits_total": float(prefix.hits),
-        "engine_running_requests": float(num_running),
-        "engine_waiting_requests": float(num_waiting),
-        "engine_kv_cache_usage": scheduler.pool.usage,
-        **(connector.counters() if connector else {}),
+        "num_requests_running": num_running,
+        "num_requests_waiting": num_waiting,
+        "kv_cache_usage_perc": scheduler.pool.usage,
+        **{f"num_blocks{{state={state}}}": count for state, count in states},
+        "prefix_cache_queries_total": prefix.queries,
+        "prefix_cache_hits_total": prefix.hits,
+        **({"transfer_needed_blocks_total": receiver.num_needed_blocks} if receiver else {}),
+        **(connector.counters() if connector is not None else {}),
     }
 
 

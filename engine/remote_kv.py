@@ -88,7 +88,8 @@ class KVReceiver:
 
     One of them holds nothing until its sender has published; then it reserves ceil((prompt + 1) / block_size) blocks,
     cached ones included, in one step or not at all (law 4). One that does not fit keeps its place and tries again,
-    and does not hold up those behind it; its deadline bounds the wait.
+    and does not hold up those behind it; its deadline bounds the wait. num_needed_blocks: blocks that all reservations
+    so far asked the senders for, beyond what the cache held.
     """
 
     def __init__(self, connector: SchedulerConnector, pool: BlockPool) -> None:
@@ -98,6 +99,7 @@ class KVReceiver:
         self._published: set[str] = set()
         self._failed: set[str] = set()
         self._num_cached_blocks: dict[str, int] = {}
+        self.num_needed_blocks = 0
 
     @property
     def num_waiting(self) -> int:
@@ -137,6 +139,7 @@ class KVReceiver:
             self._published.remove(request.key)
             self._num_cached_blocks[request.key] = len(cached)
             num_prompt_blocks = blocks_needed(request.num_prompt_tokens, size)
+            self.num_needed_blocks += num_prompt_blocks - len(cached)
             self._connector.receive_into(request.key, blocks[:num_prompt_blocks], len(cached))
 
     def take_arrived(self, keys: Collection[str], now: float) -> list[Request]:

@@ -46,8 +46,8 @@ class Scheduler:
         self.pool = pool
         self.requests: dict[str, Request] = {}
         self.batcher = Batcher(pool, settings.max_num_seqs, settings.max_num_batched_tokens)
-        self.sender = KVSender(connector, pool) if connector else None
-        self.receiver = KVReceiver(connector, pool) if connector else None
+        self.sender = KVSender(connector, pool) if connector is not None else None
+        self.receiver = KVReceiver(connector, pool) if connector is not None else None
         self.totals = Totals()
         self.prefix_stats = PrefixCacheStats()
         self._settings = settings
@@ -93,7 +93,7 @@ class Scheduler:
         is_lent = self.sender is not None and asked.key in self.sender.leases
         if asked.key in self.requests or is_lent or self.pool.is_quarantined(asked.key):
             raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
-        if asked.transfer and not self._connector:
+        if asked.transfer and self._connector is None:
             raise InvalidRequestError(
                 f"request {asked.key} names a transfer, and this engine has no connector"
             )
@@ -217,7 +217,7 @@ class Scheduler:
                 self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
         output = plan.to_output(self.pool)
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
-        output.kv_connector_metadata = self._connector.build_metadata() if self._connector else None
+        output.kv_connector_metadata = self._connector.build_metadata() if self._connector is not None else None
         self.totals.num_steps += 1
         self.totals.num_preemptions += plan.num_preempted
         self._has_news = plan.num_preempted > 0

@@ -50,8 +50,16 @@ class Totals(msgspec.Struct, kw_only=True):
     num_generated_tokens: int = 0
 
     def as_counters(self) -> dict[str, float]:
-        """Name → value, named as in metrics: ``engine_steps_total``."""
+        """Name → value, named as ``serving.metrics.ENGINE_METRICS`` explains them."""
         return {
-            f"engine_{name.removeprefix('num_')}_total": float(getattr(self, name))
-            for name in self.__struct_fields__
+            "requests_total": self.num_requests,
+            "requests_finished_total": self.num_finished,
+            "requests_failed_total": self.num_failed,
+            "requests_corrupted_total": self.num_corrupted,
+            "num_preemptions_total": self.num_preemptions,
+            "steps_total": self.num_steps,
+            "prompt_tokens_total": self.num_prefill_tokens,
+            "cached_tokens_total": self.num_cached_tokens,
+            "received_tokens_total": self.num_received_tokens,
+            "generation_tokens_total": self.num_generated_tokens,
         }

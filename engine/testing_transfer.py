@@ -36,7 +36,7 @@ class FakeSend:
 
 @dataclass
 class FakeFetch:
-    """One prompt that is fetched. ``state``: asked → published → reading → landed, or draining."""
+    """One prompt that is fetched. ``state``: asked → published → reading → landed, or draining, or failed."""
 
     prompt: list[int]
     state: str = "asked"
@@ -118,8 +118,9 @@ class FakeConnector:
         self._wake()
 
     def fail(self, key: str, kind: str = "transfer_failed", message: str = "the peer is gone") -> None:
-        """The transfer failed; what landed is garbage."""
-        self.pool_memory.scribble(self.fetches.pop(key).destination)
+        """The transfer failed; what landed is garbage. It may still be cancelled until the scheduler has heard of it."""
+        self.fetches[key].state = "failed"
+        self.pool_memory.scribble(self.fetches[key].destination)
         self._tell(Failed(key, kind, message))
 
     def drain(self, key: str) -> None:
@@ -196,6 +197,9 @@ class FakeConnector:
     def take_events(self) -> list[TransferEvent]:
         """See SchedulerConnector."""
         events, self._events = self._events, []
+        for event in events:
+            if isinstance(event, Failed):
+                self.fetches.pop(event.request_id, None)
         return events
 
     def build_metadata(self) -> Any | None:

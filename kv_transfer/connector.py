@@ -74,6 +74,7 @@ def create_connector(
         model_fingerprint,
         layout,
         name,
+        settings.peer_timeout_seconds,
         transport.sender.address,
     )
     links.start(identity, control)

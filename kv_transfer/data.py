@@ -101,7 +101,10 @@ class DataHalf:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # the control half found a report impossible: other transfers go on
+                logger.exception("a report of the data thread was refused")
 
     def _publish(self, order: PublishOrder) -> None:
         try:

@@ -10,7 +10,6 @@ import msgspec
 from contract.errors import TransferError
 
 HEADER = struct.Struct("<I")
-_READ_BYTES = 65536
 _T = TypeVar("_T")
 
 

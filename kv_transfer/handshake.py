@@ -35,6 +35,7 @@ class LocalIdentity:
     model_fingerprint: str
     layout: KVLayout
     transport: str
+    timeout_seconds: float
     data_address: str
 
 
@@ -49,11 +50,16 @@ class PeerTarget:
 
 @dataclass(frozen=True)
 class Session:
-    """A link that is up. token: authenticates the dialer's data connections; derived, never sent on the link."""
+    """A link that is up.
+
+    timeout_seconds: how long the peer bears silence. token: authenticates the dialer's data connections; derived on
+    both sides, never sent on the link.
+    """
 
     worker_id: str
     boot_id: str
     role: str
+    timeout_seconds: float
     data_address: str
     token: str
 
@@ -100,11 +106,18 @@ class Dialing:
         self._challenge = challenge
         me = self._me
         dialer_proof = proof(me.secret, _DIALER, *parts)
-        return Prove(dialer_proof, me.model_fingerprint, me.layout, me.transport)
+        return Prove(dialer_proof, me.model_fingerprint, me.layout, me.transport, me.timeout_seconds)
 
     def _open(self, challenge: Challenge, welcome: Welcome) -> Session:
         token = proof(self._me.secret, _DATA, *_parts(self._hello, challenge))
-        return Session(challenge.worker_id, challenge.boot_id, challenge.role, welcome.data_address, token)
+        return Session(
+            challenge.worker_id,
+            challenge.boot_id,
+            challenge.role,
+            welcome.timeout_seconds,
+            welcome.data_address,
+            token,
+        )
 
 
 class Accepting:
@@ -152,9 +165,14 @@ class Accepting:
             raise UnauthenticatedError(f"{who} does not hold this cluster's secret")
         _agree(me, prove, who)
         token = proof(me.secret, _DATA, *parts)
-        self.session = Session(hello.worker_id, hello.boot_id, hello.role, "", token)
+        self.session = Session(hello.worker_id, hello.boot_id, hello.role, prove.timeout_seconds, "", token)
         return Welcome(
-            _common_protocol(hello, who), me.model_fingerprint, me.layout, me.transport, me.data_address
+            _common_protocol(hello, who),
+            me.model_fingerprint,
+            me.layout,
+            me.transport,
+            me.timeout_seconds,
+            me.data_address,
         )
 
 

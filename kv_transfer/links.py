@@ -5,6 +5,7 @@ It dials on demand, runs the handshakes, pings idle links, and declares a peer d
 
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
@@ -116,15 +117,17 @@ class LinkLoop:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wakes)
         deadline: float | None = None
-        while not self._is_stopping:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for key, _ in self._selector.select(timeout):
-                key.data()
-            while self._commands:
-                self._commands.popleft()()
-            deadline = self._keep_time(time.monotonic())
-        for link in list(self._links):
-            self._close(link)
+        try:
+            while not self._is_stopping:
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                for key, _ in self._selector.select(timeout):
+                    key.data()
+                while self._commands:
+                    self._commands.popleft()()
+                deadline = self._keep_time(time.monotonic())
+        finally:  # also after a bug: peers must see this worker's death, not its silence
+            for link in list(self._links):
+                self._close(link)
 
     def _drain_wakes(self) -> None:
         with suppress(BlockingIOError):
@@ -249,12 +252,19 @@ class LinkLoop:
             if now - link.heard_at >= timeout:
                 what = "was silent" if link.session is not None else "did not finish the handshake"
                 self._end(link, _lost(_name(link), f"{what} for {timeout} s"))
-            elif link.session is not None and now - link.sent_at >= timeout / _PINGS_PER_TIMEOUT:
+            elif now >= self._ping_at(link):
                 self._guard(link, partial(link.queue, Ping()))
         deadlines = [link.heard_at + timeout for link in self._links]
-        deadlines += [link.sent_at + timeout / _PINGS_PER_TIMEOUT for link in self._links if link.session]
+        deadlines += [self._ping_at(link) for link in self._links]
         next_deadline = self._events.tick(now)
         return min(deadlines + ([] if next_deadline is None else [next_deadline]), default=None)
+
+    def _ping_at(self, link: Link) -> float:
+        """When an idle link needs a ping, for the less patient of the two sides."""
+        if link.session is None:
+            return math.inf
+        timeout = min(self._settings.peer_timeout_seconds, link.session.timeout_seconds)
+        return link.sent_at + timeout / _PINGS_PER_TIMEOUT
 
 
 def _name(link: Link) -> str:

@@ -46,12 +46,13 @@ class Challenge(Message, frozen=True, tag="challenge"):
 
 
 class Prove(Message, frozen=True, tag="prove"):
-    """The dialer's proof, and what both must agree on."""
+    """The dialer's proof, and what both must agree on. timeout_seconds: silence that it takes for death."""
 
     proof: str
     model_fingerprint: str
     layout: KVLayout
     transport: str
+    timeout_seconds: float
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -61,6 +62,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     model_fingerprint: str
     layout: KVLayout
     transport: str
+    timeout_seconds: float
     data_address: str
 
 

@@ -59,6 +59,10 @@ class TransferSettings:
                 f"max_frame_bytes is {self.max_frame_bytes}; it must be 65536 or more",
                 param="max_frame_bytes",
             )
+        if self.host in ("0.0.0.0", "::") and self.advertise_host is None:
+            raise SettingError(
+                f"host is {self.host}, which nobody can dial; set advertise_host too", param="advertise_host"
+            )
         if self.role is Role.ROUTER:
             raise SettingError("role is router; a router moves no KV", param="role")
         self._check_transport()

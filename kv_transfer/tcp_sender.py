@@ -120,6 +120,7 @@ class TcpSender:
 
     def _answer(self, connection: _Connection, request: ReadRequest) -> None:
         """Serve one piece: the bytes only under a valid lease, and the verdict after the last of them."""
+        status, message = DataStatus.OK, ""
         try:
             with self._book.reading(request) as views:
                 with self._lock:
@@ -129,12 +130,13 @@ class TcpSender:
                 send_all(connection.sock, views)
             self._book.check(request.name)
         except StaleLeaseError as error:
-            _reply(connection.sock, DataStatus.STALE, error.message)
-        else:
-            _reply(connection.sock, DataStatus.OK)
+            status, message = DataStatus.STALE, error.message
         finally:
+            # Before the verdict: the peer may release the lease as soon as it has read it, and goes on to use the
+            # connection.
             with self._lock:
                 connection.reading = None
+        _reply(connection.sock, status, message)
 
     def _end_session(self, token: str) -> None:
         with self._lock:

@@ -87,7 +87,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._call: Any = None
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except grpc.aio.AioRpcError:
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -27,6 +27,21 @@ ENGINE_METRICS = {
     "transfer_needed_blocks_total": "KV blocks that reservations asked for beyond their prefix cache.",
     "transfer_failures_total": "Transfers that ended without usable KV, by error kind.",
     "transfer_fallbacks_total": "Transfers that took a slower path than the chosen one.",
+    "transfer_digest_mismatches_total": "Blocks whose bytes were not those that were published.",
+    "transfer_transport_auto_total": "Starts with transport auto, by the transport that it picked.",
+    "link_handshakes_total": "Control links that were shaken hands on, by result.",
+    "leases_active": "Prompts whose KV is lent.",
+    "leases_expired_total": "Leases that ended because nobody fetched or gave a sign of life.",
+    "transfers_parked": "Fetches of transfers that are not known yet.",
+    "fetches_active": "Prompts whose KV is being fetched.",
+    "transfers_quarantined": "Cancelled fetches with a read that is not terminal.",
+    "requests_total": "Requests that this engine was given.",
+    "requests_finished_total": "Requests that ended without an error.",
+    "requests_failed_total": "Requests that ended with an error.",
+    "requests_corrupted_total": "Requests that ended because of NaN logits.",
+    "steps_total": "Steps of the engine.",
+    "cached_tokens_total": "Prompt tokens found in the prefix cache.",
+    "received_tokens_total": "Prompt tokens whose KV was fetched from another worker.",
 }
 """Name without the prefix → help. Names that end in ``_total`` are counters, all others gauges."""
 

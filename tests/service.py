@@ -71,7 +71,7 @@ class Answer:
     timings: pb.Timings | None = None
 
 
-async def generate(stub: inference_pb2_grpc.InferenceAsyncStub, request: pb.GenerateRequest) -> Answer:
+async def generate(stub: Any, request: pb.GenerateRequest) -> Answer:
     """Run one Generate to its end."""
     answer = Answer()
     async for message in stub.Generate(request, timeout=120):
@@ -101,14 +101,15 @@ async def generate_all(address: str, requests: list[pb.GenerateRequest], at_once
 async def running_service(folder: Path, *arguments: str) -> AsyncIterator[Service]:
     """`kvbaton up` with free ports and ``arguments``, ready to answer; stopped by SIGTERM at the end."""
     ready_file = folder / "ready.json"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "cli.main", "up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"),
-        *("--ready-file", str(ready_file)),
-        *arguments,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "service.log").open("wb"),
-    )
+    with (folder / "service.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "cli.main", "up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"),
+            *("--ready-file", str(ready_file)),
+            *arguments,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
     service = Service(process, ready_file)
     try:
         await _wait_ready(service)

@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 
 import torch
-from engine.client import EngineClient, InProcessClient
 from transformers import AutoModelForCausalLM
 
 from contract.requests import EngineRequest, SamplingParams
+from engine.client import EngineClient, InProcessClient
 from engine.settings import EngineSettings
 from protos import inference_pb2 as pb
 

@@ -28,7 +28,8 @@ def one_prompt_a_block(tokenizer: Tokenizer) -> list[RecallPrompt]:
 async def recall_by_service(folder: Path, prompts: list[RecallPrompt]) -> list[str]:
     sampling = pb.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     requests = [
-        pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt.token_ids), sampling=sampling) for prompt in prompts
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt.token_ids), sampling=sampling)
+        for prompt in prompts
     ]
     async with running_service(folder, "--prefill", "1", "--decode", "1") as service:
         given = await generate_all(service.grpc, requests, 8)

@@ -12,6 +12,7 @@ from engine.settings import EngineSettings
 from engine.testing import FakeExecutor, start_fake_executor
 from engine.testing_transfer import FakeConnector
 
+MAX_STEPS = 2000
 SEND = SendTransfer("t")
 RECEIVE = ReceiveTransfer("t", peer_worker_id="p", peer_boot_id="boot", peer_control="127.0.0.1:9")
 
@@ -83,9 +84,12 @@ class SteppedEngine:
             check_integrity(self.scheduler)
 
     def run(self) -> None:
-        """Step until nothing would change."""
-        while self.core.needs_step():
+        """Step until nothing would change; fails where that never happens."""
+        for _ in range(MAX_STEPS):
+            if not self.core.needs_step():
+                return
             self.step()
+        raise AssertionError(f"the engine is still busy after {MAX_STEPS} steps")
 
     def tokens(self, key: str) -> list[int]:
         """All tokens of a request so far."""

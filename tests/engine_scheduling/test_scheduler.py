@@ -98,7 +98,7 @@ def test_no_more_than_max_num_seqs_run() -> None:
 
 
 def test_blocks_are_handed_out_on_demand() -> None:
-    """A14: 3 requests of 9 + 12 tokens fit into 6 blocks of 4 + growth only as far as they run at once."""
+    """A14: 9 prompt tokens hold 3 blocks of 4 until the 13th token needs its place."""
     engine = SteppedEngine()
     engine.add(fake_request("a", list(range(1, 10)), max_tokens=12))
     engine.step()

@@ -101,3 +101,21 @@ def test_a_dead_or_hung_sender_fails_the_fetch(decode: Worker, way: signal.Signa
         assert driver.failed[fetch.key].kind == "worker_lost"
         assert "worker p" in driver.failed[fetch.key].message
         assert driver.memory.committed == []
+
+
+def test_a_cancelled_read_from_a_hung_sender_drains_by_the_receivers_own_doing() -> None:
+    """The sender is stopped and cannot help: shutting the socket down here is what makes the read terminal."""
+    patient = settings_for("d", Role.DECODE, peer_timeout_seconds=300.0, read_timeout_seconds=300.0)
+    prompt = prompt_of(3)
+    with prefill_process() as prefill, worker(patient) as decode:
+        driver, fetch = decode.driver, prefill.fetch_request("r", prompt)
+        prefill.tell("open", name="r", num_tokens=len(prompt))
+        prefill.tell("publish", num_tokens=len(prompt))
+        driver.scheduler.start_fetch(fetch)
+        driver.wait_for(lambda: driver.published, "published")
+        prefill.process.send_signal(signal.SIGSTOP)
+        driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
+        driver.wait_for(lambda: driver.scheduler.debug_state()["data"]["current"], "a read in progress")
+        assert driver.scheduler.cancel_fetch(fetch.key) is False
+        driver.wait_for(lambda: driver.drained == [fetch.key], "drained")
+        assert decode.count("transfers_quarantined") == 0

@@ -15,22 +15,15 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda char: (ord(char) > 255, ord(char)))
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
+CHARACTER = {b: chr(b) for b in PRINTABLE} | {b: chr(256 + n) for n, b in enumerate(UNPRINTABLE)}
+"""GPT-2's way to write a byte as a character."""
 
 
 def byte_ids(data: bytes) -> list[int]:
     """Token ids that stand for one byte each."""
-    backend = tiny_tokenizer()
-    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    table = {}
-    for byte in range(128):
-        table[byte] = pieces.pre_tokenize_str(chr(byte))[0][0]
-    for byte in range(128, 192):
-        table[byte] = pieces.pre_tokenize_str(chr(byte))[0][0][1]
-    for lead, char in ((0xC3, "\u00e9"), (0xE2, "\u20ac"), (0xF0, "\U0001f600"), (0xC2, "\u0080")):
-        table[lead] = pieces.pre_tokenize_str(char)[0][0][0]
-    table[0xFF] = "ÿ"
-    return [backend.token_to_id(table[byte]) for byte in data]
+    return [FIRST_BYTE + byte for byte in data]
 
 
 def word_id(word: str) -> int:
@@ -40,7 +33,7 @@ def word_id(word: str) -> int:
 
 def tiny_tokenizer(words: list[str] | None = None) -> Tokenizer:
     """Special tokens, one token a byte, then whole words (matched as they are, ``ignore_merges``)."""
-    names = [*SPECIAL, *ALPHABET, *(WORDS if words is None else words)]
+    names = [*SPECIAL, *[CHARACTER[byte] for byte in range(256)], *(WORDS if words is None else words)]
     backend = Tokenizer(
         models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], ignore_merges=True)
     )

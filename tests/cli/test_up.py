@@ -1,0 +1,154 @@
+"""``kvbaton up``, ``run`` and ``demo`` as processes, on a tiny random model."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cli.ask import Answer, ask_http
+from tests.checkpoints import make_checkpoint
+from tests.worker.children import wait_gone
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+FREE_PORTS = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+class Command:
+    """A running ``kvbaton`` whose lines a test can wait for."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def wait_for(self, pattern: str) -> str:
+        """Read on until a line matches."""
+        assert self.process.stdout is not None
+        async for raw in self.process.stdout:
+            self.lines.append(raw.decode())
+            if re.search(pattern, self.lines[-1]):
+                return self.lines[-1]
+        raise AssertionError(f"it ended without {pattern!r}:\n{''.join(self.lines)}")
+
+    async def end(self, number: signal.Signals) -> int:
+        """Send a signal, read to the end; the exit code."""
+        self.process.send_signal(number)
+        rest, _ = await self.process.communicate()
+        self.lines += rest.decode().splitlines(keepends=True)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+@asynccontextmanager
+async def kvbaton(*arguments: str) -> AsyncIterator[Command]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli.main", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        yield Command(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+def read(ready_file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(ready_file.read_text())
+    return content
+
+
+async def complete(ready: dict[str, Any]) -> Answer:
+    body = {"model": "tiny", "prompt": "one two three", "max_tokens": 8, "temperature": 0}
+    return await ask_http(f"http://{ready['http']}", "completions", body)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it has started, engines included."""
+    process = psutil.Process(pid)
+    return [pid, *(child.pid for child in process.children(recursive=True))]
+
+
+async def test_a_killed_worker_comes_back_and_nothing_survives_the_supervisor(
+    model: Path, tmp_path: Path
+) -> None:
+    ready_file = tmp_path / "ready.json"
+    flags = ("--model", str(model), "--served-model-name", "tiny", "--ready-file", str(ready_file))
+    async with kvbaton("up", *FREE_PORTS, *flags) as command:
+        await command.wait_for("kvbaton is ready")
+        before = read(ready_file)
+        assert [process["role"] for process in before["processes"]] == ["router", "prefill", "decode"]
+        answer = await complete(before)
+        engine = family(before["processes"][2]["pid"])
+        os.kill(engine[0], signal.SIGKILL)
+        await command.wait_for("decode-0 ended")
+        assert all(wait_gone(pid) for pid in engine)
+        await command.wait_for("decode-0 ready")
+        after = read(ready_file)
+        assert (after["http"], after["processes"][:2]) == (before["http"], before["processes"][:2])
+        assert after["processes"][2]["pid"] != before["processes"][2]["pid"]
+        assert (await complete(after)).text == answer.text
+        everybody = family(command.process.pid)
+        assert len(everybody) >= 6
+        await command.end(signal.SIGKILL)
+        assert all(wait_gone(pid) for pid in everybody)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_stops_an_aggregated_service_cleanly(
+    model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """A1: ``serve <model>`` logs version, settings and a ready line; Ctrl-C stops it."""
+    ready_file = tmp_path / "ready.json"
+    flags = ("--served-model-name", "tiny", "--ready-file", str(ready_file))
+    async with kvbaton("serve", str(model), *FREE_PORTS, *flags) as command:
+        await command.wait_for("kvbaton 0")
+        await command.wait_for("settings: .*max_num_seqs=")
+        await command.wait_for("kvbaton is ready")
+        assert [process["role"] for process in read(ready_file)["processes"]] == ["router", "both"]
+        assert (await complete(read(ready_file))).num_completion_tokens == 8
+        everybody = family(command.process.pid)
+        assert await command.end(number) == 0
+        assert all(wait_gone(pid) for pid in everybody)
+    assert not ready_file.exists()
+    assert not any("ERROR" in line or "Traceback" in line for line in command.lines)
+
+
+async def test_run_answers_once(model: Path) -> None:
+    async with kvbaton("run", "one two", "--model", str(model), "--max-tokens", "4") as command:
+        output, _ = await command.process.communicate()
+    assert command.process.returncode == 0, output.decode()
+    assert output.strip()
+
+
+async def test_demo_shows_two_answers_and_where_their_time_went(model: Path) -> None:
+    async with kvbaton("demo", *FREE_PORTS, "--model", str(model)) as command:
+        await command.wait_for("OpenAI HTTP asked")
+        await command.wait_for("gRPC Generate asked")
+        await command.wait_for("Latency in ms")
+        await command.wait_for("kvbaton is ready")
+        assert await command.end(signal.SIGINT) == 0
+    assert command.lines[-1] == "kvbaton: stopped\n"
+
+
+async def test_a_worker_that_cannot_start_ends_up_with_its_name(model: Path) -> None:
+    flags = ("--model", str(model), "--both", "1", "--max-model-len", "100000")
+    async with kvbaton("up", *FREE_PORTS, *flags) as command:
+        output, _ = await command.process.communicate()
+    assert command.process.returncode == 1
+    assert "kvbaton: both-0 could not start" in output.decode().splitlines()[-1]

@@ -1,0 +1,157 @@
+"""`kvbaton up` as its users meet it: answers, the latency split, clients that leave, workers that die, a clean end."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from protos import inference_pb2 as pb
+from tests.service import Service, generate_all, running_service
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")
+LONG = {
+    "model": "demo",
+    "prompt": "Hello",
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    arguments = ("--prefill", "1", "--decode", "1", "--transport", "tcp", "--served-model-name", "demo")
+    async with running_service(tmp_path, *arguments) as running:
+        yield running
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Until the condition holds; the test's own time limit bounds it."""
+    while not await condition():
+        await asyncio.sleep(0.05)
+
+
+async def is_idle(service: Service) -> bool:
+    """True when no worker holds a request, a block, a lease or a transfer."""
+    states = await service.debug_states()
+    workers = [state for name, state in states.items() if not name.startswith("router")]
+    return all(
+        state["num_accepted"] == 0
+        and state["blocks"]["held"] == state["blocks"]["quarantined"] == 0
+        and state["requests"] == {}
+        and state["leases"] == []
+        and state["connector"]["fetches"] == state["connector"]["leases"] == []
+        for state in workers
+    )
+
+
+async def test_a_day_of_a_service(service: Service) -> None:
+    """HTTP and gRPC answer alike, the split sums up, leaving clients free everything, a dead worker is one clear error."""
+    await check_answers(service)
+    await check_leaving_clients(service)
+    await check_worker_death(service)
+
+
+async def check_answers(service: Service) -> None:
+    chat = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Who are you?"}],
+        "temperature": 0,
+        "timings": True,
+    }
+    status, body = await service.post("/v1/chat/completions", chat)
+    assert status == 200
+    timings: dict[str, float] = body["kvbaton"]["timings"]
+    assert sum(timings[part] for part in PARTS) == pytest.approx(timings["end_to_end"])
+    assert all(timings[part] >= 0 for part in PARTS)
+    ids = pb.TokenIds(ids=[0, 3, 10, 20, 30])
+    sampling = pb.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    [answer] = await generate_all(service.grpc, [pb.GenerateRequest(token_ids=ids, sampling=sampling)], 1)
+    assert answer.timings is not None
+    parts = sum(getattr(answer.timings, part) for part in PARTS)
+    assert parts == pytest.approx(answer.timings.end_to_end)
+    body = {
+        "model": "demo",
+        "prompt": [0, 3, 10, 20, 30],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    status, completion = await service.post("/v1/completions", body)
+    assert completion["choices"][0]["text"] == answer.text
+    assert completion["usage"]["total_tokens"] == 13
+
+
+async def check_leaving_clients(service: Service) -> None:
+    """Clients that go away after some events, or before the first, leave nothing behind on any worker."""
+    async with aiohttp.ClientSession() as session:
+        for num_events in (0, 1, 5):
+            async with session.post(f"http://{service.http}/v1/completions", json=LONG) as response:
+                for _ in range(num_events):
+                    await response.content.readline()
+        waiting = asyncio.create_task(service.post("/v1/completions", {**LONG, "stream": False}))
+        await until(lambda: _has_requests(service))
+        waiting.cancel()
+    await until(lambda: is_idle(service))
+
+
+async def _has_requests(service: Service) -> bool:
+    return not await is_idle(service)
+
+
+async def check_worker_death(service: Service) -> None:
+    """Kill -9 of the decode worker in mid-stream: an error event, no [DONE]; it comes back and answers again."""
+    decode = next(p for p in service.processes if p["role"] == "decode")
+    lines = []
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://{service.http}/v1/completions", json=LONG) as stream,
+    ):
+        async for line in stream.content:
+            if line.strip():
+                lines.append(line.decode())
+            if len(lines) == 3:
+                os.kill(decode["pid"], signal.SIGKILL)
+    assert '"error"' in lines[-1]
+    assert "worker_lost" in lines[-1]
+    assert not any("[DONE]" in line for line in lines)
+    await until(lambda: _has_new_decode(service, decode["pid"]))
+    await until(lambda: is_idle(service))
+    status, _ = await service.post("/v1/completions", {**LONG, "stream": False, "max_tokens": 4})
+    assert status == 200
+
+
+async def _has_new_decode(service: Service, old_pid: int) -> bool:
+    service.read_ready()
+    decode: dict[str, Any] = next((p for p in service.processes if p["role"] == "decode"), {"pid": old_pid})
+    return bool(decode["pid"] != old_pid)
+
+
+async def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    """After SIGTERM: exit code 0, no process of it lives, nothing new in /dev/shm, the ready file is gone."""
+    shm = Path("/dev/shm")
+    before = set(shm.iterdir()) if shm.is_dir() else set()
+    async with running_service(tmp_path, "--both", "1") as service:
+        children = psutil.Process(service.process.pid).children(recursive=True)
+        assert len(children) >= 3
+    assert service.process.returncode == 0
+    assert not [child for child in children if is_alive(child)]
+    assert not (set(shm.iterdir()) if shm.is_dir() else set()) - before
+    assert not service.ready_file.exists()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie has ended: only whoever adopted it has not looked yet."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,116 @@
+"""Cancelling a fetch in every state, above all in the middle of a read: blocks come back only when nothing can land."""
+
+import pytest
+
+from kv_transfer.testing import GatedMemory
+from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, hand_over, pair_of, prompt_of
+
+
+def gated() -> GatedMemory:
+    return GatedMemory(LAYOUT, 64)
+
+
+def stall_in_the_middle(pair: Pair, memory: GatedMemory) -> str:
+    """Start a transfer of 3 blocks whose third block the sender cannot read yet; returns the key."""
+    prompt = prompt_of(3)
+    send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
+    decode, prefill = pair.decode.driver, pair.prefill.driver
+    pair.prefill.lend("t-r", [0, 1, 2])
+    prefill.send_all(send, [0, 1, 2], TOKENS)
+    decode.scheduler.start_fetch(fetch)
+    decode.wait_for(lambda: decode.published, "published")
+    memory.gated_block = 2
+    decode.scheduler.receive_into(fetch.key, [10, 11, 12], 0)
+    assert memory.is_waiting.wait(30)
+    return fetch.key
+
+
+@pytest.mark.parametrize("transport", ["tcp", "local"])
+def test_in_the_middle_of_a_read(transport: str) -> None:
+    """cancel_fetch says False, Drained follows once, late bytes land nowhere, and nothing leaks on either side."""
+    memory = gated()
+    with pair_of(transport=transport, memory=memory) as pair:
+        decode, prefill = pair.decode.driver, pair.prefill.driver
+        key = stall_in_the_middle(pair, memory)
+        assert decode.scheduler.cancel_fetch(key) is False
+        if transport == "local":
+            decode.step()
+            assert decode.drained == []
+            assert pair.decode.count("transfers_quarantined") == 1
+            memory.gate.set()
+        decode.wait_for(lambda: decode.drained, "drained")
+        for block_id in (10, 11, 12):
+            decode.memory.fill(block_id, b"reused")
+        prefill.step()
+        if transport == "tcp":
+            assert prefill.sent == [], "a thread still reads the lent block"
+            memory.gate.set()
+        prefill.wait_for(lambda: prefill.sent, "sent")
+        decode.step()
+        assert bytes(decode.memory.read_view(12)[:6]) == b"reused"
+        assert (decode.drained, decode.failed, decode.received) == ([key], {}, [])
+        assert decode.memory.committed == []
+        assert pair.decode.count("transfers_quarantined") == 0
+        assert pair.decode.count("fetches_active") == 0
+        memory.gated_block = None
+        hand_over(pair, "after")
+
+
+def test_cancelling_twice_gives_one_drained() -> None:
+    memory = gated()
+    with pair_of(memory=memory) as pair:
+        decode = pair.decode.driver
+        key = stall_in_the_middle(pair, memory)
+        assert decode.scheduler.cancel_fetch(key) is False
+        assert decode.scheduler.cancel_fetch(key) is False
+        decode.wait_for(lambda: decode.drained, "drained")
+        memory.gate.set()
+        assert decode.scheduler.cancel_fetch(key) is True
+        decode.step()
+        assert decode.drained == [key]
+
+
+@pytest.mark.parametrize("state", ["unknown", "waiting", "published", "reserved", "received", "taken"])
+def test_without_an_outstanding_read_the_blocks_are_free_at_once(state: str) -> None:
+    """True, no event afterwards, and the sender's lease ends."""
+    with pair_of() as pair:
+        prompt, decode, prefill = prompt_of(2), pair.decode.driver, pair.prefill.driver
+        send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
+        if state != "unknown":
+            decode.scheduler.start_fetch(fetch)
+        prefill.scheduler.open_send(send, [0, 1], 0)
+        if state in ("published", "reserved", "received", "taken"):
+            prefill.scheduler.publish(send.key, 4)
+            prefill.step()
+            decode.wait_for(lambda: decode.published, "published")
+        if state == "reserved":
+            decode.scheduler.receive_into(fetch.key, [10, 11], 2)
+        if state in ("received", "taken"):
+            decode.scheduler.receive_into(fetch.key, [10, 11], 0)
+            prefill.scheduler.publish(send.key, 8)
+            prefill.step()
+            prefill.scheduler.finish_send(send.key, TOKENS)
+            decode.wait_for(lambda: decode.received, "received")
+        if state == "taken":
+            decode.scheduler.take_received(fetch.key)
+        assert decode.scheduler.cancel_fetch(fetch.key) is True
+        decode.step()
+        assert (decode.drained, decode.failed) == ([], {})
+        assert pair.decode.count("fetches_active") == 0
+        prefill.scheduler.abandon_send(send.key, "cancelled", "aborted")
+        prefill.wait_for(lambda: prefill.sent == [send.key], "sent")
+
+
+def test_a_failure_that_nobody_took_is_taken_back_by_a_cancel() -> None:
+    """The scheduler hears of a request either by the answer of cancel_fetch or by an event, never by both."""
+    with pair_of() as pair:
+        decode, prefill = pair.decode.driver, pair.prefill.driver
+        send, fetch = pair.send_request("r", prompt_of(2)), pair.fetch_request("r", prompt_of(2))
+        prefill.scheduler.open_send(send, [0, 1], 0)
+        prefill.scheduler.abandon_send(send.key, "internal", "bug")
+        decode.scheduler.start_fetch(fetch)
+        while not decode.scheduler.has_work():
+            decode._awake.wait(30)
+        assert decode.scheduler.cancel_fetch(fetch.key) is True
+        decode.step()
+        assert decode.failed == {}

@@ -1,0 +1,82 @@
+"""Closing a connector leaves no thread and no file descriptor, whatever was going on."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from contract.identity import Role
+from kv_transfer.connector import TransferFactory
+from kv_transfer.testing import GatedMemory
+from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, hand_over, pair_of, prompt_of, settings_for
+
+
+def open_fds() -> set[str]:
+    """What every descriptor of this process stands for."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{entry.name} {entry.readlink()}")
+        except FileNotFoundError:  # the listing's own descriptor
+            continue
+    return {name for name in found if "/proc/" not in name}
+
+
+def kv_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "local"])
+def test_after_a_hand_over(transport: str) -> None:
+    before = open_fds()
+    with pair_of(transport=transport) as pair:
+        hand_over(pair, "r")
+        assert kv_threads() != []
+    assert kv_threads() == []
+    assert open_fds() == before
+
+
+def test_in_the_middle_of_a_read() -> None:
+    """The receiver's read is terminal when close returns; the sender's waits for its own pool only."""
+    before, memory = open_fds(), GatedMemory(LAYOUT, 64)
+    with pair_of(memory=memory) as pair:
+        prompt, decode = prompt_of(3), pair.decode.driver
+        fetch = pair.fetch_request("r", prompt)
+        pair.prefill.driver.send_all(pair.send_request("r", prompt), [0, 1, 2], TOKENS)
+        decode.scheduler.start_fetch(fetch)
+        decode.wait_for(lambda: decode.published, "published")
+        memory.gated_block = 2
+        decode.scheduler.receive_into(fetch.key, [10, 11, 12], 0)
+        assert memory.is_waiting.wait(30)
+        decode.close()
+        for block_id in (10, 11, 12):
+            decode.memory.fill(block_id, b"reused")
+        memory.gate.set()
+    assert bytes(decode.memory.read_view(12)[:6]) == b"reused"
+    assert decode.memory.committed == []
+    assert kv_threads() == []
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize("is_rank_first", [True, False])
+def test_unused_and_twice(is_rank_first: bool) -> None:
+    """A pair that was never started, in either order, and a second close."""
+    before = open_fds()
+    pair = TransferFactory(settings_for("p", Role.PREFILL))(LAYOUT, MODEL, lambda: None)
+    closes = [pair.rank.close, pair.scheduler.close]
+    for close in (closes if is_rank_first else closes[::-1]) * 2:
+        close()
+    assert kv_threads() == []
+    assert open_fds() == before
+
+
+def test_a_peer_sees_a_close_as_death() -> None:
+    with pair_of() as pair:
+        decode = pair.decode.driver
+        fetch = pair.fetch_request("r", prompt_of(2))
+        decode.scheduler.start_fetch(fetch)
+        decode.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
+        pair.prefill.driver.close()
+        decode.wait_for(lambda: decode.failed, "failed")
+        assert decode.failed[fetch.key].kind == "worker_lost"
+        assert decode.failed[fetch.key].message == "worker p closed its control link"

@@ -1,0 +1,114 @@
+"""Settings, names of transports, and the factory that crosses into the engine's process."""
+
+import subprocess
+import sys
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+
+from contract.errors import SettingError, TransferError
+from contract.identity import Role
+from kv_transfer.connector import TransferFactory
+from kv_transfer.framing import FrameBuffer, encode_frame, format_address, parse_address
+from kv_transfer.local import LocalHub
+from kv_transfer.testing import CorruptingReceiver
+from kv_transfer.transport import LeaseName, ReadRequest, open_transport, transport_names
+from tests.kv_transfer.builders import SECRET, settings_for, worker
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"transport": "pigeon"}, "transport is 'pigeon'; choose one of auto, tcp, local"),
+        ({"transport": "local"}, "come together"),
+        ({"local": LocalHub()}, "come together"),
+        ({"lease_seconds": 0.0}, "lease_seconds is 0.0; it must be above 0"),
+        ({"parked_seconds": -1.0}, "parked_seconds is -1.0"),
+        ({"peer_timeout_seconds": 0.0}, "peer_timeout_seconds is 0.0"),
+        ({"control_port": 70000}, "control_port is 70000; it must lie in 0..65535"),
+        ({"secret": ""}, "secret is empty"),
+        ({"max_frame_bytes": 10}, "max_frame_bytes is 10"),
+        ({"host": "0.0.0.0"}, "set advertise_host too"),
+        ({"role": Role.ROUTER}, "role is router"),
+    ],
+)
+def test_a_bad_setting_names_itself_and_its_range(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words) as caught:
+        settings_for("p", **{"role": Role.PREFILL, **changes})
+    assert caught.value.param in {*changes, "local", "advertise_host"}
+
+
+def test_the_secret_is_not_printed() -> None:
+    assert SECRET not in repr(settings_for("p", Role.PREFILL))
+
+
+def test_auto_says_and_counts_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="kv_transfer")
+    with worker(settings_for("p", Role.BOTH, transport="auto")) as started:
+        assert started.count("transfer_transport_auto_total{transport=tcp}") == 1
+    assert "transport auto: tcp" in caplog.text
+
+
+def test_a_wrong_transport_name_gets_the_right_ones() -> None:
+    context: Any = None
+    with pytest.raises(SettingError, match="choose one of tcp, local"):
+        open_transport("pigeon", context)
+    assert transport_names() == ("tcp", "local")
+
+
+def test_the_factory_survives_the_way_into_a_spawned_process() -> None:
+    """What multiprocessing does with arguments of a spawned process works on it."""
+    decorate = partial(CorruptingReceiver, block_index=3)
+    factory = TransferFactory(settings_for("p", Role.PREFILL, decorate=decorate))
+    rebuilt = ForkingPickler.loads(ForkingPickler.dumps(factory))
+    assert rebuilt.settings.boot_id == factory.settings.boot_id
+    assert rebuilt.settings.decorate.keywords == {"block_index": 3}
+
+
+def test_torch_is_not_imported() -> None:
+    """The whole package works beside a pool that is not a tensor."""
+    code = "import sys, kv_transfer.connector, kv_transfer.testing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_frames_come_out_whole_however_they_arrive() -> None:
+    frames = encode_frame([1, 2], 100) + encode_frame("x" * 50, 100)
+    buffer = FrameBuffer(100)
+    found = [
+        frame for position in range(len(frames)) for frame in buffer.feed(frames[position : position + 1])
+    ]
+    assert [len(frame) for frame in found] == [3, 52]
+
+
+def test_a_frame_over_the_bound_is_refused_on_both_sides() -> None:
+    with pytest.raises(TransferError, match="the limit is 10"):
+        encode_frame("x" * 50, 10)
+    with pytest.raises(TransferError, match="the limit is 10"):
+        list(FrameBuffer(10).feed(encode_frame("x" * 50, 100)))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:9", ("::1", 9)), ("pod.svc:1", ("pod.svc", 1))],
+)
+def test_addresses_survive_a_round_trip(text: str, parts: tuple[str, int]) -> None:
+    assert parse_address(text) == parts
+    assert format_address(*parts) == text
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:99999", "host:1x"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(TransferError, match="host:port"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "sizes"), [(16, [64, 64, 22]), (2**21, [2] * 75), (2**30, [1] * 150)]
+)
+def test_reads_are_cut_into_pieces(block_bytes: int, sizes: list[int]) -> None:
+    """At most 64 blocks and 4 MiB a piece, and at least one block."""
+    pieces = list(ReadRequest(LeaseName("t", 0, "l"), list(range(150))).pieces(block_bytes))
+    assert [len(piece.indices) for _, piece in pieces] == sizes
+    assert [index for _, piece in pieces for index in piece.indices] == list(range(150))

@@ -1,0 +1,118 @@
+"""A real router with scripted workers, on ports of its own, for one test."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import grpc.aio
+
+from contract.identity import Role
+from protos import inference_pb2_grpc
+from router.service import RouterService
+from router.settings import RouterSettings
+from router.testing import Script, ScriptedWorker, Writer
+from tests.text.tiny_model import model_files
+
+SECRET = "the cluster's secret"
+MODEL = "tiny"
+PAIR = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass
+class Cluster:
+    """A router and its workers by id; ``scripts`` is what every worker plays unless it has its own."""
+
+    service: RouterService
+    session: aiohttp.ClientSession
+    script: Writer
+    stack: AsyncExitStack
+    workers: dict[str, ScriptedWorker] = field(default_factory=dict)
+
+    async def add(self, role: Role, worker_id: str | None = None, **registration: Any) -> ScriptedWorker:
+        """Attach one more worker."""
+        worker = ScriptedWorker(
+            role,
+            self.service.addresses.internal,
+            SECRET,
+            lambda task: self.script(task),
+            worker_id=worker_id,
+            model_files=model_files(),
+            registration={"model_name": MODEL, "max_model_len": 128, "vocab_size": 300, **registration},
+        )
+        await self.stack.enter_async_context(worker)
+        self.workers[worker.worker_id] = worker
+        return worker
+
+    def url(self, path: str) -> str:
+        """A path on the public port."""
+        return f"http://{self.service.addresses.http}{path}"
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+        """POST JSON; status and body."""
+        async with self.session.post(self.url(path), json=body, **options) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        """GET; status and body."""
+        async with self.session.get(self.url(path)) as response:
+            return response.status, await response.json()
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """POST with ``stream``; the events' objects, "[DONE]" as it is."""
+        async with self.session.post(self.url(path), json={**body, "stream": True}) as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            text = await response.text()
+        assert text.endswith("\n\n")
+        events = [event.removeprefix("data: ") for event in text.removesuffix("\n\n").split("\n\n")]
+        return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+    def inference(self, channel: grpc.aio.Channel) -> Any:
+        """A stub of the public gRPC API."""
+        return inference_pb2_grpc.InferenceStub(channel)
+
+    def channel(self) -> grpc.aio.Channel:
+        """A channel to the public gRPC port."""
+        return grpc.aio.insecure_channel(self.service.addresses.grpc)
+
+    async def debug_state(self) -> dict[str, Any]:
+        """The admin port's /debug/state."""
+        async with self.session.get(f"http://{self.service.addresses.admin}/debug/state") as response:
+            return dict(await response.json())
+
+    async def metrics(self) -> dict[str, float]:
+        """The samples of /metrics by their written names."""
+        async with self.session.get(self.url("/metrics")) as response:
+            assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            lines = (await response.text()).splitlines()
+        return {
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        }
+
+
+@asynccontextmanager
+async def running_cluster(
+    script: Script | Writer, roles: tuple[Role, ...] = PAIR, **settings: Any
+) -> AsyncIterator[Cluster]:
+    """A router that is ready (when it got workers), stopped at the end."""
+    writer = script if not isinstance(script, Script) else (lambda _: script)
+    addresses = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+    service = RouterService(RouterSettings(**{**addresses, "secret": SECRET, **settings}))
+    await service.start()
+    try:
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            cluster = Cluster(service, session, writer, stack)
+            for role in roles:
+                await cluster.add(role)
+            if roles:
+                async with asyncio.timeout(20):
+                    await service.wait_ready()
+            yield cluster
+    finally:
+        await service.stop()

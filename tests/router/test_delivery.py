@@ -1,0 +1,49 @@
+"""Each token once and in order, whatever arrives when."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.delivery import Delivery, Token
+
+
+def piece(first: int, count: int) -> list[Token]:
+    return [Token(index, 100 + index) for index in range(first, first + count)]
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> tuple[int, list[tuple[int, list[Token]]]]:
+    """An answer's length; pieces (attempt, tokens) that cover it in any order, with repeats and strangers."""
+    total = draw(st.integers(1, 12))
+    cover = [(0, piece(index, 1)) for index in range(total)]
+    spans = st.tuples(st.integers(0, total - 1), st.integers(1, total))
+    repeats = [
+        (0, piece(first, min(count, total - first))) for first, count in draw(st.lists(spans, max_size=6))
+    ]
+    old = [(9, [Token(i, 666)]) for i in draw(st.lists(st.integers(0, total), max_size=4))]
+    return total, draw(st.permutations([*cover, *repeats, *old]))
+
+
+@given(arrivals())
+def test_any_interleaving_gives_each_token_once_in_order(
+    given_arrivals: tuple[int, list[tuple[int, list[Token]]]],
+) -> None:
+    total, pieces = given_arrivals
+    delivery = Delivery()
+    delivery.end = total
+    out: list[Token] = []
+    seen: set[int] = set()
+    for attempt, tokens in pieces:
+        out += delivery.accept(attempt, tokens)
+        seen |= {token.index for token in tokens if attempt == 0}
+        due = next(index for index in range(total + 1) if index not in seen)
+        assert len(out) == due, "everything that is due has been released, and nothing else"
+        assert delivery.is_complete == (due == total)
+    assert out == piece(0, total)
+
+
+def test_a_later_attempt_goes_on_where_it_is_told() -> None:
+    delivery = Delivery(attempt=2, next_index=3)
+    assert delivery.accept(1, piece(3, 1)) == []
+    assert delivery.accept(2, piece(0, 5)) == piece(3, 2)
+    assert delivery.next_index == 5
+    assert not delivery.is_complete

@@ -1,0 +1,225 @@
+"""Workers come, are refused, are replaced, and go."""
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc
+import pytest
+
+from contract.identity import Role
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from router.testing import Script, ScriptedWorker
+from serving.peer_auth import peer_metadata
+from tests.router.cluster import SECRET, Cluster, running_cluster
+from tests.text.tiny_model import END, byte_ids, write_model
+
+SAY = Script(tokens=[*byte_ids(b"ab"), END])
+TEXT = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"protocol_min": 2, "protocol_max": 3}, "speaks protocol 2..3, this router 1..1"),
+        ({"protocol_min": 0, "protocol_max": 0}, "speaks protocol 0..0"),
+        ({"model_fingerprint": "model-b"}, "model-b, this router serves model-a"),
+        ({"layout_fingerprint": "layout-b"}, "layout-b, worker prefill-0 has layout-a"),
+        ({"role": "router"}, "role is 'router'"),
+        ({"worker_id": ""}, "lacks worker_id"),
+        ({"boot_id": ""}, "lacks boot_id"),
+        ({"role": "prefill", "control_address": ""}, "lacks control_address"),
+    ],
+)
+async def test_a_worker_that_does_not_fit_is_refused_by_name(overrides: dict[str, Any], words: str) -> None:
+    async with running_cluster(SAY) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.add(Role.DECODE, "new", **overrides)
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert words in (caught.value.details() or "")
+        workers = (await cluster.debug_state())["workers"]
+        assert {worker["worker_id"] for worker in workers} == {"prefill-0", "decode-0"}
+
+
+async def test_a_worker_of_a_later_protocol_range_that_overlaps_is_taken() -> None:
+    async with running_cluster(SAY, ()) as cluster:
+        await cluster.add(Role.BOTH, protocol_min=1, protocol_max=9)
+        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] in (200, 503)
+        assert len((await cluster.debug_state())["workers"]) == 1
+
+
+async def test_a_stranger_without_the_secret_is_refused() -> None:
+    async with running_cluster(SAY) as cluster:
+        stranger = ScriptedWorker(
+            Role.DECODE, cluster.service.addresses.internal, "guess", lambda _: SAY, worker_id="x"
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stranger.start()
+        await stranger.stop()
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert len((await cluster.debug_state())["workers"]) == 2
+
+
+async def test_workers_refuse_a_router_without_the_secret() -> None:
+    async with running_cluster(SAY) as cluster:
+        address = (await cluster.debug_state())["workers"][0]["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = worker_pb2_grpc.WorkerStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Cancel(pb.CancelRequest(request_id="x"))
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            await stub.Cancel(pb.CancelRequest(request_id="x"), metadata=peer_metadata(SECRET))
+
+
+async def test_a_first_message_that_is_no_registration_is_refused() -> None:
+    async with (
+        running_cluster(SAY) as cluster,
+        grpc.aio.insecure_channel(cluster.service.addresses.internal) as channel,
+    ):
+        stub: Any = worker_pb2_grpc.MembershipStub(channel)
+        call = stub.Attach(iter([pb.WorkerMessage(load=pb.Load())]), metadata=peer_metadata(SECRET))
+        with pytest.raises(grpc.aio.AioRpcError, match="role is ''"):
+            await call.read()
+
+
+async def test_a_new_incarnation_replaces_the_old_one() -> None:
+    stall = Script(tokens=SAY.tokens, stall_at=1)
+    async with running_cluster(stall) as cluster:
+        old = cluster.workers["decode-0"]
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await old.wait_for(lambda worker: len(worker.decodes) == 1)
+        cluster.script = lambda _: SAY
+        new = await cluster.add(Role.DECODE, "decode-0")
+        status, answer = await asking
+        assert (status, answer["error"]["code"]) == (503, "worker_lost")
+        assert "registered again with boot id" in answer["error"]["message"]
+        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
+        assert (len(old.decodes), len(new.decodes)) == (1, 1)
+        assert len((await cluster.debug_state())["workers"]) == 2
+
+
+async def test_health_follows_the_workers() -> None:
+    async with running_cluster(SAY) as cluster:
+        assert (await cluster.get("/health")) == (200, {"status": "ok"})
+        await cluster.workers["decode-0"].die()
+        async with asyncio.timeout(20):
+            while (await cluster.get("/health"))[0] == 200:
+                await asyncio.sleep(0)
+        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 503
+        await cluster.add(Role.DECODE, "decode-1")
+        assert (await cluster.get("/health"))[0] == 200
+        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
+
+
+async def test_load_decides_between_equals() -> None:
+    async with running_cluster(SAY, (Role.PREFILL,)) as cluster:
+        pass
+    async with running_cluster(SAY, ()) as cluster:
+        busy, idle = await cluster.add(Role.BOTH, "busy"), await cluster.add(Role.BOTH, "idle")
+        await cluster.service.wait_ready()
+        busy.report(pb.Load(num_running=3, num_waiting=1, kv_cache_usage=0.5))
+        await load_arrives(cluster, "busy")
+        for _ in range(3):
+            await cluster.post(TEXT, {"prompt": "x"})
+        assert (len(busy.decodes), len(idle.decodes)) == (0, 3)
+
+
+async def load_arrives(cluster: Cluster, worker_id: str) -> None:
+    """The load travels on the worker's stream; nothing else tells that it has arrived."""
+    async with asyncio.timeout(20):
+        while True:
+            for worker in (await cluster.debug_state())["workers"]:
+                if worker["worker_id"] == worker_id and worker["num_running"]:
+                    return
+
+
+async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> None:
+    async with running_cluster(SAY, ()) as cluster:
+        mute = ScriptedWorker(
+            Role.BOTH, cluster.service.addresses.internal, SECRET, lambda _: SAY, worker_id="mute"
+        )
+        async with mute:
+            assert (await cluster.get("/v1/models"))[1]["data"] == []
+            await cluster.add(Role.BOTH)
+            async with asyncio.timeout(20):
+                await cluster.service.wait_ready()
+            status, models = await cluster.get("/v1/models")
+            (model,) = models["data"]
+            assert (status, model["id"], model["max_model_len"]) == (200, "tiny", 128)
+            assert model["created"] > 1_700_000_000
+            assert (await cluster.get("/v1/models/tiny"))[1] == model
+            status, answer = await cluster.get("/v1/models/other/name")
+            assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_the_model_is_read_from_a_folder_and_named_as_told(tmp_path: Any) -> None:
+    folder = write_model(tmp_path / "on-disk")
+    async with running_cluster(SAY, model=folder, served_model_name="mine") as cluster:
+        assert (await cluster.get("/v1/models"))[1]["data"][0]["id"] == "mine"
+        status, answer = await cluster.post(TEXT, {"prompt": "x", "model": "mine"})
+        assert (status, answer["model"]) == (200, "mine")
+
+
+async def test_the_shortest_worker_limits_the_model() -> None:
+    async with running_cluster(SAY, ()) as cluster:
+        await cluster.add(Role.PREFILL, max_model_len=64)
+        await cluster.add(Role.DECODE, max_model_len=100)
+        await cluster.service.wait_ready()
+        status, answer = await cluster.post(TEXT, {"prompt": [5] * 60, "max_tokens": 5})
+        assert status == 400
+        assert "context length is 64 tokens" in answer["error"]["message"]
+
+
+async def test_a_worker_that_falls_silent_is_lost() -> None:
+    """Its connection stays open but nothing answers any more: gRPC's keepalive ends it."""
+    async with running_cluster(SAY, (), peer_timeout_seconds=0.4) as cluster:
+        host, port = cluster.service.addresses.internal.split(":")
+        async with Relay(host, int(port)) as relay:
+            worker = ScriptedWorker(Role.BOTH, relay.address, SECRET, lambda _: SAY)
+            async with worker:
+                assert len((await cluster.debug_state())["workers"]) == 1
+                relay.freeze()
+                async with asyncio.timeout(20):
+                    while (await cluster.debug_state())["workers"]:
+                        await asyncio.sleep(0)
+
+
+class Relay:
+    """Passes bytes between a worker and the router, until it is frozen: then both sides wait for ever."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._frozen = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> "Relay":
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0, family=socket.AF_INET)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+        self._server.close()
+
+    def freeze(self) -> None:
+        """Swallow everything from now on."""
+        self._frozen.set()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(*self._target)
+        self._writers += [writer, back]
+        self._tasks += [
+            asyncio.create_task(self._pump(reader, back)),
+            asyncio.create_task(self._pump(there, writer)),
+        ]
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if not self._frozen.is_set():
+                writer.write(data)

@@ -1,0 +1,62 @@
+"""The latency split."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.timings import Stopwatch, Timings
+
+seconds = st.floats(0, 1000, allow_nan=False)
+
+
+@given(seconds, seconds, seconds, seconds, st.integers(1, 3), st.lists(seconds, min_size=3, max_size=3))
+def test_the_parts_are_never_negative_and_sum_to_the_whole(
+    arrival: float, first: float, second: float, rest: float, num_tokens: int, reported: list[float]
+) -> None:
+    watch = Stopwatch(arrival)
+    watch.prefill_seconds, watch.exposed_seconds, watch.hidden_seconds = reported
+    watch.tokens(0, 1, arrival + first)
+    finish = arrival + first
+    if num_tokens > 1:
+        watch.tokens(1, num_tokens - 1, arrival + first + second)
+        finish = arrival + first + second + rest
+    timings = watch.split(finish)
+    parts = (timings.queue, timings.prefill, timings.transfer, timings.first_decode_step, timings.decode)
+    assert all(part >= 0 for part in parts)
+    assert sum(parts) == timings.end_to_end == timings.as_dict()["end_to_end"]
+    assert timings.end_to_end == pytest.approx(finish - arrival, abs=1e-6)
+    assert timings.transfer_hidden == reported[2]
+
+
+def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
+    watch = Stopwatch(10.0)
+    watch.prefill_seconds, watch.exposed_seconds, watch.hidden_seconds = prefill, exposed, 0.25
+    watch.tokens(0, 1, 14.0)
+    if num_tokens > 1:
+        watch.tokens(1, 1, 16.0)
+    return watch.split(19.0)
+
+
+def test_worked_example() -> None:
+    assert split(3, prefill=3.0, exposed=0.5) == Timings(
+        queue=1.0, prefill=3.0, transfer=0.5, first_decode_step=1.5, decode=3.0, transfer_hidden=0.25
+    )
+
+
+def test_what_a_worker_reports_is_cut_to_our_interval() -> None:
+    assert split(3, prefill=99.0, exposed=99.0) == Timings(
+        queue=0.0, prefill=4.0, transfer=2.0, first_decode_step=0.0, decode=3.0, transfer_hidden=0.25
+    )
+
+
+def test_an_answer_of_one_token_has_no_transfer() -> None:
+    assert split(1, prefill=3.0, exposed=0.5) == Timings(
+        queue=1.0, prefill=3.0, transfer=0.0, first_decode_step=0.0, decode=5.0, transfer_hidden=0.25
+    )
+
+
+def test_tokens_that_come_in_one_piece() -> None:
+    watch = Stopwatch(1.0)
+    watch.tokens(0, 4, 3.0)
+    assert watch.split(3.0).end_to_end == 2.0
+    assert (watch.token_0, watch.token_1) == (3.0, 3.0)
