@@ -42,7 +42,7 @@ class EngineClient(Protocol):
         """Start a request and yield its outputs (A7); the last one has ``is_leg_finished``. Leaving early aborts it."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A utility of the core: "stats", "debug_state", "counters", "reset_prefix_cache", "check_integrity"."""
+        """A utility of the core: "stats", "debug_state", "counters", "reset_prefix_cache", "check_integrity", "pid"."""
 
     async def shutdown(self) -> None:
         """End the engine and what it runs. May be called twice."""

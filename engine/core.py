@@ -1,6 +1,7 @@
 """The engine: a scheduler that decides, an executor that computes, and the step that joins them."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -110,6 +111,7 @@ class EngineCore:
             "debug_state": lambda: debug_state(self.scheduler),
             "counters": lambda: counters(self.scheduler),
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "pid": os.getpid,
             "check_integrity": lambda: check_integrity(self.scheduler),
         }
         if method not in utilities:

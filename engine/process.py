@@ -49,12 +49,11 @@ class EngineProcess:
     """An ``EngineLink`` to a core in a process of its own.
 
     Start it from a thread that lives as long as the engine shall (the main thread): on Linux the engine is killed
-    when the thread that started it ends.
+    when the thread that started it ends. The sockets' folder is made ``within`` the system's temporary one, or another.
     """
 
-    def __init__(self, plan: EnginePlan) -> None:
-        self._plan = plan
-        self._folder = Path(tempfile.mkdtemp(prefix="kvbaton-"))
+    def __init__(self, plan: EnginePlan, within: Path | None = None) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="kvbaton-engine-", dir=within))
         sockets = Sockets.within(self._folder)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._input = self._context.socket(zmq.PUSH)
@@ -73,13 +72,16 @@ class EngineProcess:
     def start(self, hear: Callable[[FromEngine], None]) -> None:
         """See EngineLink."""
         loop = asyncio.get_running_loop()
-        self.process.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._free)
+            self.process.start()
+            undo.pop_all()
         loop.add_reader(self.process.sentinel, self._note_exit, loop)
         self._reader = loop.create_task(self._read(hear))
 
     def send(self, message: ToEngine) -> None:
         """See EngineLink."""
-        if not self._exited.is_set():
+        with contextlib.suppress(zmq.Again):
             self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def abandon(self) -> None:
@@ -88,25 +90,28 @@ class EngineProcess:
 
     async def wait_ended(self) -> bool:
         """See EngineLink."""
+        exited = asyncio.ensure_future(self._exited.wait())
         try:
-            await self._exited.wait()
+            await asyncio.wait({exited, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+            if self._reader.done() and self._reader.exception() is not None:
+                self.process.kill()
+            await exited
             await asyncio.wait({self._reader}, timeout=_LAST_WORDS_SECONDS)
         finally:
+            exited.cancel()
             self._reader.cancel()
-            self._remove_folder()
-            self._input.close(linger=0)
-            self._output.close(linger=0)
-            self._context.term()
+            self._free()
         self.process.join()
         return self._ended_as_asked and self.process.exitcode == 0
 
     async def _read(self, hear: Callable[[FromEngine], None]) -> None:
-        """Until the engine's last message; the first one says that both sockets are connected."""
+        """Until the engine's last message. The first one completes the handshake."""
         decoder = msgspec.msgpack.Decoder(FromEngine)
         while True:
             message = decoder.decode(await self._output.recv())
             match message:
                 case Ready():
+                    await self._until_input_is_connected()
                     self._remove_folder()
                 case Stopped(error):
                     self._ended_as_asked = error is None
@@ -114,9 +119,21 @@ class EngineProcess:
             if isinstance(message, Stopped):
                 return
 
+    async def _until_input_is_connected(self) -> None:
+        """The engine connects both sockets at once, but they get there one after the other."""
+        poller = zmq.asyncio.Poller()
+        poller.register(self._input, zmq.POLLOUT)
+        await poller.poll()
+
     def _note_exit(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.remove_reader(self.process.sentinel)
         self._exited.set()
+
+    def _free(self) -> None:
+        self._remove_folder()
+        self._input.close(linger=0)
+        self._output.close(linger=0)
+        self._context.term()
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -126,6 +143,7 @@ def engine_main(plan: EnginePlan, sockets: Sockets) -> None:
     """The process: connect, run the engine, exit with 0 when it ended as asked and with 1 otherwise."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
+    plan.prepare()
     inbox: Inbox = queue.SimpleQueue()
     encoder = msgspec.msgpack.Encoder()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

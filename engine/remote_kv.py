@@ -103,7 +103,7 @@ class KVReceiver:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their KV. (Not ``__len__``: a receiver that waits for nothing must not be falsy.)"""
+        """Requests that wait for their KV. Not ``__len__``: a receiver that waits for nothing must not be falsy."""
         return len(self._waiting)
 
     def start(self, request: Request) -> None:

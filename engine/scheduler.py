@@ -136,7 +136,7 @@ class Scheduler:
         self.finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
         return self._outbox.take()
 
-    # Questions
+    # Questions.
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests have not ended (B15)."""
@@ -188,12 +188,12 @@ class Scheduler:
         self.prefix_stats.reset |= was_reset
         return was_reset
 
-    # How a step is decided
+    # How a step is decided.
 
     def _end_overdue(self) -> None:
         for deadline in self._deadlines.take_expired(self._clock()):
-            request = self.requests[deadline.key]
-            if deadline.waiting in (None, request.status):
+            request = self.requests.get(deadline.key)
+            if request is not None and deadline.waiting in (None, request.status):
                 where = request.status.name.lower()
                 message = (
                     f"not done after {deadline.seconds:g} s, while {where}; the deadline was set for this"
@@ -217,13 +217,13 @@ class Scheduler:
                 self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
         output = plan.to_output(self.pool)
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
-        output.kv_connector_metadata = self._connector.build_metadata() if self._connector is not None else None
+        output.kv_connector_metadata = self._connector.build_metadata() if self._connector else None
         self.totals.num_steps += 1
         self.totals.num_preemptions += plan.num_preempted
         self._has_news = plan.num_preempted > 0
         return output
 
-    # What a step has changed
+    # What a step has changed.
 
     def _welcome(self, request: Request) -> None:
         """Its KV has arrived and was verified: its full blocks may be found, and it waits for its first step."""
@@ -244,6 +244,8 @@ class Scheduler:
             return
         num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
         self.totals.num_prefill_tokens += min(num_tokens, num_prompt_left)
+        if 0 < num_prompt_left <= num_tokens:
+            request.milestones.prefilled = self._clock()
         request.num_computed_tokens += num_tokens
         self._index_computed(request)
         if sampled:
@@ -251,7 +253,6 @@ class Scheduler:
             self._take_token(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives))
 
     def _take_token(self, request: Request, token: int, logprobs: list[TokenLogprobs] | None) -> None:
-        request.milestones.prefilled = request.milestones.prefilled or self._clock()
         request.append_token(token)
         ending = ending_after(request, request.answer_length, self._max_length)
         if self.sender and request.is_sending and ending is None:

@@ -38,17 +38,23 @@ Inbox = queue.SimpleQueue[ToEngine | Literal["wake"] | Exception]
 Emit = Callable[[FromEngine], None]
 
 
+def _nothing() -> None:
+    """No preparation."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
     """How to build an engine in another thread or process; everything in it is picklable where a process needs it.
 
     start: brings up the executor. idle_seconds: how long an idle engine waits for input before it says that it lives.
+    prepare: called first in an engine's own process, to set up its log for example.
     """
 
     settings: EngineSettings
     connector_factory: ConnectorFactory | None = None
     start: ExecutorStart = start_executor
     idle_seconds: float = 10.0
+    prepare: Callable[[], None] = _nothing
 
 
 class StepLoop:

@@ -72,9 +72,9 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         request_id=request_id,
         prompt=_prompt(request),
         model=request.model or None,
-        temperature=given("temperature"),
+        temperature=_decimal(given("temperature")),
         top_k=given("top_k"),
-        top_p=given("top_p"),
+        top_p=_decimal(given("top_p")),
         seed=given("seed"),
         max_tokens=given("max_tokens"),
         min_tokens=given("min_tokens") or 0,
@@ -86,6 +86,11 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         cache_salt=request.cache_salt,
         timeout_seconds=time_remaining,
     )
+
+
+def _decimal(value: float | None) -> float | None:
+    """The number that a client wrote, from the 32-bit float that crossed the wire: as HTTP would have read it."""
+    return None if value is None else float(f"{value:.7g}")
 
 
 def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...]:

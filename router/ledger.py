@@ -1,6 +1,7 @@
 """The requests that the router holds now, and the account of each when it ends."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from router.attempt import LegReport
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from router.timings import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 
 class RequestState(StrEnum):
@@ -83,7 +86,9 @@ class Ledger:
             yield record
         except BaseException as error:
             if record.state is not RequestState.FINISHED:
-                self._metrics.failed(_kind_of(error))
+                kind = _kind_of(error)
+                self._metrics.failed(kind)
+                logger.info("%s ended as %s while %s: %s", asked.request_id, kind, record.state, error)
             raise
         finally:
             del self._records[asked.request_id]

@@ -48,6 +48,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 protocol = min(PROTOCOL_MAX, registration.protocol_max)
                 yield pb.RouterMessage(welcome=pb.Welcome(protocol=protocol, router_id=self._router_id))
                 await _listen_until_gone(worker, request_iterator)
+                if worker.is_leaving:
+                    yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
                 self._registry.detach(worker, "its stream closed")
 
@@ -82,5 +84,8 @@ async def _listen(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessa
                 worker.deliver(message.step)
             case "load":
                 worker.load = message.load
+            case "goodbye":
+                worker.is_leaving = True
+                return
             case other:
                 logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)

@@ -1,7 +1,7 @@
 """What a router counts, under the names of ``serving.metrics``."""
 
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
@@ -74,9 +74,11 @@ class RouterMetrics(Collector):
         for role in ("prefill", "decode", "both"):
             self._workers.labels(role).set(by_role[role])
 
-    def collect(self) -> Iterable[Metric]:
-        """All families."""
-        return self._registry.collect()
+    def collect(self) -> Iterator[Metric]:
+        """All families, without the instants of their creation."""
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
     def _gauge(self, name: str, *labels: str) -> Gauge:
         return Gauge(PREFIX + name, ROUTER_METRICS[name], labels, registry=self._registry)

@@ -24,7 +24,7 @@ class AttachedWorker:
     """One incarnation of a worker, from its registration until its stream closes.
 
     Owns the legs that are bound to it: (request id, attempt) → where its entries go. ``gone`` is set when it is
-    detached; from then on it says nothing any more, even if it is still alive.
+    detached; from then on it says nothing any more, even if it is still alive. is_leaving: one side has said goodbye.
     """
 
     def __init__(self, registration: pb.Registration, calls: WorkerCalls) -> None:
@@ -32,6 +32,7 @@ class AttachedWorker:
         self.calls = calls
         self.load = pb.Load()
         self.gone = asyncio.Event()
+        self.is_leaving = False
         self.num_outstanding_tokens = 0
         self._legs: dict[LegKey, Callable[[Event], None]] = {}
 
@@ -149,9 +150,18 @@ class Registry:
         """The worker's stream has closed; does nothing for an incarnation that was replaced."""
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
-            logger.warning("worker %s is lost: %s", worker.name, reason)
+            if worker.is_leaving:
+                logger.info("worker %s has left", worker.name)
+            else:
+                logger.warning("worker %s is lost: %s", worker.name, reason)
             worker.lose(reason)
             self._changes.tell()
+
+    def dismiss_all(self) -> None:
+        """This router stops: every worker's stream ends with a goodbye."""
+        for worker in self._workers.values():
+            worker.is_leaving = True
+            worker.gone.set()
 
     def _check(self, new: pb.Registration) -> None:
         _check_complete(new)

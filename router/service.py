@@ -98,6 +98,13 @@ class RouterService:
             await changed.wait()
             changed = self._changes.next
 
+    async def wait_for_workers(self, count: int) -> None:
+        """Block until so many workers are attached."""
+        changed = self._changes.next
+        while len(self._registry.workers) != count:
+            await changed.wait()
+            changed = self._changes.next
+
     async def start(self) -> None:
         """Listen on every port. Raises SettingError for a model or an address that cannot be used."""
         settings = self._settings
@@ -128,7 +135,8 @@ class RouterService:
             await self._public.stop(_STOP_GRACE_SECONDS)
         await self._tasks.close(_STOP_GRACE_SECONDS)
         if self._internal:
-            await self._internal.stop(None)
+            self._registry.dismiss_all()
+            await self._internal.stop(_STOP_GRACE_SECONDS)
         await self._admin.stop()
 
     async def _start_internal(self) -> tuple[grpc.aio.Server, str]:

@@ -15,6 +15,7 @@ def internal_server_options(peer_timeout_seconds: float) -> Options:
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", half),
         ("grpc.keepalive_timeout_ms", half),
+        ("grpc.http2.ping_timeout_ms", half),  # 60 s by default, and then the one above has no effect
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
@@ -31,6 +32,19 @@ def internal_channel_options() -> Options:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_receive_message_length", _MAX_INTERNAL_BYTES),
         ("grpc.max_send_message_length", _MAX_INTERNAL_BYTES),
+    ]
+
+
+def internal_stream_options(peer_timeout_seconds: float) -> Options:
+    """A channel that carries one long stream: a silent peer's stream ends within the timeout."""
+    half = max(100, int(peer_timeout_seconds * 500))
+    return [
+        *internal_channel_options(),
+        ("grpc.keepalive_time_ms", half),
+        ("grpc.keepalive_timeout_ms", half),
+        ("grpc.http2.ping_timeout_ms", half),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
     ]
 
 

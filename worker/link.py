@@ -14,20 +14,13 @@ import grpc.aio
 from contract.errors import IncompatiblePeerError
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
+from serving.grpc_options import internal_stream_options
 from serving.peer_auth import peer_metadata
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
-_KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.max_send_message_length", 64 * 2**20),
-]
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -40,13 +33,17 @@ class RouterLink:
         secret: str,
         registration: pb.Registration,
         on_lost: Callable[[], Awaitable[None]],
+        peer_timeout_seconds: float,
     ) -> None:
+        self._peer_timeout = peer_timeout_seconds
         self._router = router
         self._secret = secret
         self._registration = registration
         self._on_lost = on_lost
         self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._attached = asyncio.Event()
+        self._router_left = False
+        self._ended = asyncio.Event()
 
     @property
     def is_attached(self) -> bool:
@@ -61,6 +58,13 @@ class RouterLink:
         """Queue a message for the router; dropped while no router is attached (its requests are aborted then)."""
         if self.is_attached:
             self._outbox.put_nowait(message)
+
+    async def leave(self) -> None:
+        """Say goodbye and wait until the stream has ended; ``run`` must be cancelled soon, or it attaches again."""
+        if self.is_attached:
+            self._ended.clear()
+            self.send(pb.WorkerMessage(goodbye=pb.Goodbye()))
+            await self._ended.wait()
 
     async def run(self) -> None:
         """Attach, and attach again after every loss. Raises IncompatiblePeerError when the router refuses us."""
@@ -78,7 +82,8 @@ class RouterLink:
             if self._attached.is_set():
                 delay = FIRST_RETRY_SECONDS
                 self._attached.clear()
-                logger.warning("lost the router %s (%s); its requests are aborted", self._router, reason)
+                self._log_end(reason)
+                self._ended.set()
                 await self._on_lost()
             else:
                 logger.info("router %s is not reachable yet (%s)", self._router, reason)
@@ -87,16 +92,28 @@ class RouterLink:
 
     async def _attach_once(self) -> None:
         self._outbox = asyncio.Queue()
-        async with grpc.aio.insecure_channel(self._router, options=_KEEPALIVE) as channel:
+        async with grpc.aio.insecure_channel(
+            self._router, options=internal_stream_options(self._peer_timeout)
+        ) as channel:
             stub = worker_pb2_grpc.MembershipStub(channel)
             call = stub.Attach(self._messages(), metadata=peer_metadata(self._secret))
             async for message in call:
                 if message.HasField("welcome"):
                     logger.info("attached to router %s", message.welcome.router_id)
+                    self._router_left = False
                     self._attached.set()
+                elif message.HasField("goodbye"):
+                    self._router_left = True
+
+    def _log_end(self, reason: str) -> None:
+        if self._router_left:
+            logger.info("router %s has said goodbye", self._router)
+        else:
+            logger.warning("lost the router %s (%s); its requests are aborted", self._router, reason)
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
         yield pb.WorkerMessage(registration=self._registration)
         outbox = self._outbox
-        while True:
-            yield await outbox.get()
+        while not (message := await outbox.get()).HasField("goodbye"):
+            yield message
+        yield message

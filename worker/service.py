@@ -15,6 +15,7 @@ from engine.client import EngineClient, ProcessClient
 from kv_transfer.connector import TransferFactory
 from protos import worker_pb2_grpc
 from serving.admin import AdminServer, process_facts
+from serving.grpc_options import internal_server_options
 from serving.metrics import EngineCollector
 from serving.peer_auth import PeerAuthInterceptor
 from serving.signals import until_stopped
@@ -27,11 +28,6 @@ logger = logging.getLogger(__name__)
 
 OnReady = Callable[[dict[str, Any]], None]
 ServicerFactory = Callable[[Worker], WorkerServicer]
-_SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-]
 
 
 async def serve_both(settings: WorkerSettings, on_ready: OnReady) -> None:
@@ -51,13 +47,17 @@ async def serve_worker(
         ready = asyncio.create_task(_announce(worker, addresses, on_ready))
         stop = asyncio.create_task(stopped.wait())
         try:
-            await asyncio.wait({run, stop}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({run, stop, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if ready in done:
+                ready.result()
+                await asyncio.wait({run, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if run.done():
+                run.result()
+            await worker.leave()
         finally:
             for task in (run, ready, stop):
                 task.cancel()
-            results = await asyncio.gather(run, ready, stop, return_exceptions=True)
-        if isinstance(results[0], Exception):
-            raise results[0]
+            await asyncio.gather(run, ready, stop, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -65,14 +65,13 @@ async def running_worker(
     role: Role, settings: WorkerSettings, servicer: ServicerFactory
 ) -> AsyncIterator[tuple[Worker, dict[str, Any]]]:
     """A worker with its engine, gRPC port and admin port up; everything is closed on the way out."""
-    identity = WorkerIdentity(
-        role, settings.worker_id or f"{role.value}-{new_boot_id()[:6]}", new_boot_id()
-    )
+    identity = WorkerIdentity(role, settings.worker_id or f"{role.value}-{new_boot_id()[:6]}", new_boot_id())
     logger.info("worker %s starts: %s", identity.worker_id, settings.masked())
     engine = await _start_engine(identity, settings)
     worker = Worker(identity, settings, engine)
     server = grpc.aio.server(
-        interceptors=[PeerAuthInterceptor(settings.read_secret())], options=_SERVER_OPTIONS
+        interceptors=[PeerAuthInterceptor(settings.read_secret())],
+        options=internal_server_options(settings.peer_timeout_seconds),
     )
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)
     port = server.add_insecure_port(f"{settings.host}:{settings.port}")

@@ -67,7 +67,9 @@ class WorkerSettings(Settings):
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none."""
         if self.secret_file is None:
-            raise SettingError("secret_file is not set; workers and router share one secret", param="secret_file")
+            raise SettingError(
+                "secret_file is not set; workers and router share one secret", param="secret_file"
+            )
         try:
             secret = self.secret_file.read_text().strip()
         except OSError as error:

@@ -5,11 +5,12 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contract.errors import CancelledError, UnavailableError
+from contract.errors import CancelledError, KvbatonError, UnavailableError
 from contract.identity import Role
 from contract.requests import EngineRequest
 from engine.client import EngineClient
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 LOAD_INTERVAL_SECONDS = 0.1
 MAX_EARLY_CANCELS = 1024
+GOODBYE_SECONDS = 1.0
 _CHUNK_BYTES = 2**20
 _MODEL_FILES = (
     "config.json",
@@ -77,12 +79,27 @@ class Worker:
         """Register at the router and carry tokens to it until cancelled. Ends with an error when the engine died."""
         registration = self._registration(address, admin_address)
         self._link = RouterLink(
-            self._settings.router, self._settings.read_secret(), registration, self.abort_all
+            self._settings.router,
+            self._settings.read_secret(),
+            registration,
+            self.abort_all,
+            self._settings.peer_timeout_seconds,
         )
         self._running.set()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._link.run())
-            tasks.create_task(self._pump(self._link))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._link.run())
+                tasks.create_task(self._pump(self._link))
+        except* KvbatonError as group:
+            raise group.exceptions[0] from None
+
+    async def leave(self) -> None:
+        """Abort everything and say goodbye to the router, so that it does not take the end for a death."""
+        await self.abort_all()
+        if self._link:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    await self._link.leave()
 
     async def accept(self, request: EngineRequest) -> None:
         """Give a request to the engine. Raises InvalidRequestError, or UnavailableError while no router is attached."""

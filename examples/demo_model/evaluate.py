@@ -1,4 +1,4 @@
-"""Measures held-out exact recall: ``python -m examples.demo_model.evaluate MODEL [--json FILE]``, by transformers alone.
+"""Measures held-out exact recall: ``python -m examples.demo_model.evaluate MODEL``, by transformers alone.
 
 Held out means: prompts are drawn from a stream of random numbers that no training step uses. An answer counts when its
 text is exactly ``key: value`` and then ends. Also the aims: repeating words, and sums of two digits.
@@ -79,17 +79,12 @@ def evaluate(folder: Path, num_prompts: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Read the arguments, measure, print, and write the JSON where asked."""
+    """Read the arguments, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--num-prompts", type=int, default=400)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    shares = evaluate(arguments.model, arguments.num_prompts)
-    text = json.dumps({"num_prompts": arguments.num_prompts, **shares}, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    print(json.dumps(evaluate(arguments.model, arguments.num_prompts), indent=2))
 
 
 if __name__ == "__main__":

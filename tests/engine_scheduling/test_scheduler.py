@@ -64,7 +64,10 @@ def test_outputs_go_to_the_client_that_asked() -> None:
     engine = SteppedEngine()
     engine.add(fake_request("a", [1], client_index=0), fake_request("b", [2], client_index=3))
     outputs = engine.core.step()
-    assert {index: [o.request_id for o in of_client] for index, of_client in outputs.items()} == {0: ["a"], 3: ["b"]}
+    assert {index: [o.request_id for o in of_client] for index, of_client in outputs.items()} == {
+        0: ["a"],
+        3: ["b"],
+    }
 
 
 def test_long_prompt_is_computed_in_chunks_between_decodes() -> None:
@@ -125,7 +128,9 @@ def test_prompt_too_long_or_too_big_is_answered_at_once() -> None:
     ("prompt", "sampling", "what"),
     [([], {}, "empty"), ([5000], {}, "vocabulary"), ([1], {"temperature": 9.0}, "temperature")],
 )
-def test_bad_input_is_answered_with_an_error(prompt: list[int], sampling: dict[str, float], what: str) -> None:
+def test_bad_input_is_answered_with_an_error(
+    prompt: list[int], sampling: dict[str, float], what: str
+) -> None:
     """A9: add-request with error handling."""
     engine = SteppedEngine()
     engine.add(fake_request("bad", prompt, sampling=sampling))

@@ -4,7 +4,7 @@ The FakeRunner notices KV that is read too early, overwritten or shared by mista
 that changed, and lets cancelled reads write late.
 """
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -12,6 +12,7 @@ from contract.requests import EngineRequest, FinishReason, ReceiveTransfer, Send
 from engine.testing import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 KINDS: list[SendTransfer | ReceiveTransfer | None] = [None, SEND, RECEIVE]
 HEADS = [[], [1] * 4, [1] * 8, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]]
 
@@ -152,4 +153,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, phases=PHASES)

@@ -141,6 +141,7 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     assert new.prompt_token_ids == PROMPT + fake_answer(PROMPT, 1)
     assert (new.num_computed_tokens, new.num_prompt_tokens) == (10, 10)
     assert scheduled.num_scheduled_tokens == {key: 1}
+    engine.now = 2.0
     for outputs in engine.scheduler.update_from_output(
         scheduled, engine.executor.execute_model(scheduled)
     ).values():
@@ -152,6 +153,7 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     timings = engine.heard[key][0].timings
     assert timings is not None
     assert (timings.transfer_exposed_seconds, timings.transfer_hidden_seconds) == (0.25, 0.5)
+    assert timings.prefill_seconds == 0.0
     assert engine.pool.holders() == {}
 
 
@@ -282,6 +284,27 @@ def test_remote_deadline_does_not_touch_what_has_arrived() -> None:
     engine.now = 8.0
     engine.run()
     assert engine.tokens(key) == fake_answer(PROMPT, 30)[1:]
+
+
+def test_two_deadlines_at_once_end_a_request_once() -> None:
+    engine = SteppedEngine(remote_kv_timeout_seconds=7.0)
+    engine.add(fake_request("d", PROMPT, transfer=RECEIVE, deadline_seconds=7.0))
+    engine.now = 9.0
+    engine.run()
+    assert [output.error_kind for output in engine.heard["d#0.0"]] == ["deadline"]
+
+
+def test_abort_before_the_failure_was_heard() -> None:
+    """A transfer may fail while its cancellation is on the way: one end, and the blocks are free."""
+    engine = SteppedEngine()
+    key = receiving(engine)
+    engine.connector.publish_peer(key)
+    engine.step()
+    engine.connector.fail(key)
+    engine.core.abort([key])
+    engine.run()
+    assert [output.finish_reason for output in engine.heard[key]] == [FinishReason.ABORT]
+    assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
 
 
 def test_transfer_without_connector_is_refused() -> None:

@@ -3,6 +3,7 @@
 import socket
 import threading
 
+import msgspec
 import pytest
 
 from contract.identity import Role
@@ -277,6 +278,40 @@ def test_a_read_that_was_stopped_before_never_starts(port: DataPort) -> None:
                 read,
             )
         assert parse_address(port.sender.address)[0] == "127.0.0.1"
+    finally:
+        port.close()
+
+
+def test_a_receiver_that_stops_reading_cannot_hold_a_released_lease(port: DataPort) -> None:
+    """The sender is stuck in the middle of a block of 32 MiB; the release ends that read."""
+    idle = threading.Event()
+    huge = msgspec.structs.replace(SMALL, head_dim=1024, block_size=4096)
+    context = TransportContext("127.0.0.1", None, 0, "b", 300.0, port.sessions, lambda _: idle.set())
+    sender = TcpSender(context)
+    try:
+        sender.publish(NAME, ByteMemory(huge, 1), [0])
+        with socket.create_connection(parse_address(sender.address)) as sock:
+            write_frame(sock, DataHello("token"), MAX_DATA_FRAME_BYTES)
+            read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
+            write_frame(sock, ReadRequest(NAME, [0]), MAX_DATA_FRAME_BYTES)
+            assert read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES).status is DataStatus.OK
+            assert sock.recv(1) == b"\0"
+            sender.release(NAME)
+            assert idle.wait(30)
+    finally:
+        sender.close()
+        port.close()
+
+
+def test_a_release_right_after_a_read_does_not_cut_the_next_one(port: DataPort) -> None:
+    """One connection serves read, release, read of another lease, many times over."""
+    try:
+        for number in range(300):
+            name = LeaseName("t", 0, f"lease-{number}")
+            port.sender.publish(name, port.memory, [6, 7])
+            port.fetch([0, 1], name)
+            port.sender.release(name)
+        assert len(port.idle) == 300
     finally:
         port.close()
 

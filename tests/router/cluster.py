@@ -32,14 +32,14 @@ class Cluster:
     stack: AsyncExitStack
     workers: dict[str, ScriptedWorker] = field(default_factory=dict)
 
-    async def add(self, role: Role, worker_id: str | None = None, **registration: Any) -> ScriptedWorker:
-        """Attach one more worker."""
+    async def add(self, role: Role, name: str | None = None, /, **registration: Any) -> ScriptedWorker:
+        """Attach one more worker; ``registration`` goes over what it says of itself."""
         worker = ScriptedWorker(
             role,
             self.service.addresses.internal,
             SECRET,
             lambda task: self.script(task),
-            worker_id=worker_id,
+            worker_id=name,
             model_files=model_files(),
             registration={"model_name": MODEL, "max_model_len": 128, "vocab_size": 300, **registration},
         )

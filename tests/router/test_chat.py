@@ -42,7 +42,7 @@ async def test_the_prompt_is_the_template_without_added_special_tokens() -> None
 
 
 async def test_role_comes_first_and_once_and_the_finish_reason_last_and_once() -> None:
-    async with running_cluster(Script(tokens=HELLO)) as cluster:
+    async with running_cluster(Script(tokens=HELLO), (Role.BOTH,)) as cluster:
         body = {**ASK, "stream_options": {"include_usage": True}}
         *chunks, usage, done = await cluster.stream("/v1/chat/completions", body)
     assert done == "[DONE]"

@@ -60,7 +60,8 @@ async def test_streamed_chunks_add_up_to_the_whole_answer(roles: tuple[Role, ...
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world again"
     assert whole["choices"][0]["text"] == "hello world again"
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "stop"]
+    *earlier, last = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert (set(earlier), last) == ({None}, "stop")
     assert {chunk["id"] for chunk in chunks} == {usage["id"]}
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
@@ -119,7 +120,9 @@ async def test_the_router_draws_a_seed_where_the_client_gave_none() -> None:
 
 
 async def test_a_character_over_several_tokens_arrives_whole() -> None:
-    async with running_cluster(Script(tokens=[*byte_ids("é€\U0001f600!".encode()), END])) as cluster:
+    async with running_cluster(
+        Script(tokens=[*byte_ids("é€\U0001f600!".encode()), END]), (Role.BOTH,)
+    ) as cluster:
         *chunks, _ = await cluster.stream("/v1/completions", {"prompt": "x"})
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert [text for text in texts if text] == ["é", "€", "\U0001f600", "!"]

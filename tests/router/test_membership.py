@@ -12,7 +12,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.testing import Script, ScriptedWorker
 from serving.peer_auth import peer_metadata
-from tests.router.cluster import SECRET, Cluster, running_cluster
+from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, byte_ids, write_model
 
 SAY = Script(tokens=[*byte_ids(b"ab"), END])
@@ -45,7 +45,8 @@ async def test_a_worker_that_does_not_fit_is_refused_by_name(overrides: dict[str
 async def test_a_worker_of_a_later_protocol_range_that_overlaps_is_taken() -> None:
     async with running_cluster(SAY, ()) as cluster:
         await cluster.add(Role.BOTH, protocol_min=1, protocol_max=9)
-        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] in (200, 503)
+        await cluster.service.wait_ready()
+        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
         assert len((await cluster.debug_state())["workers"]) == 1
 
 
@@ -104,8 +105,8 @@ async def test_health_follows_the_workers() -> None:
         assert (await cluster.get("/health")) == (200, {"status": "ok"})
         await cluster.workers["decode-0"].die()
         async with asyncio.timeout(20):
-            while (await cluster.get("/health"))[0] == 200:
-                await asyncio.sleep(0)
+            await cluster.service.wait_for_workers(1)
+        assert (await cluster.get("/health"))[0] == 503
         assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 503
         await cluster.add(Role.DECODE, "decode-1")
         assert (await cluster.get("/health"))[0] == 200
@@ -113,25 +114,20 @@ async def test_health_follows_the_workers() -> None:
 
 
 async def test_load_decides_between_equals() -> None:
-    async with running_cluster(SAY, (Role.PREFILL,)) as cluster:
-        pass
-    async with running_cluster(SAY, ()) as cluster:
+    async with running_cluster(Script(tokens=SAY.tokens, stall_at=0), ()) as cluster:
         busy, idle = await cluster.add(Role.BOTH, "busy"), await cluster.add(Role.BOTH, "idle")
         await cluster.service.wait_ready()
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await busy.wait_for(lambda worker: len(worker.decodes) == 1)
         busy.report(pb.Load(num_running=3, num_waiting=1, kv_cache_usage=0.5))
-        await load_arrives(cluster, "busy")
+        name = busy.decodes[0].task.request_id
+        busy.send(pb.TokenEntry(request_id=name, token_ids=[END], finish_reason="stop"))
+        assert (await asking)[0] == 200
+        # The load came before the token on the worker's stream.
+        cluster.script = lambda _: SAY
         for _ in range(3):
             await cluster.post(TEXT, {"prompt": "x"})
-        assert (len(busy.decodes), len(idle.decodes)) == (0, 3)
-
-
-async def load_arrives(cluster: Cluster, worker_id: str) -> None:
-    """The load travels on the worker's stream; nothing else tells that it has arrived."""
-    async with asyncio.timeout(20):
-        while True:
-            for worker in (await cluster.debug_state())["workers"]:
-                if worker["worker_id"] == worker_id and worker["num_running"]:
-                    return
+        assert (len(busy.decodes), len(idle.decodes)) == (1, 3)
 
 
 async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> None:
@@ -181,8 +177,7 @@ async def test_a_worker_that_falls_silent_is_lost() -> None:
                 assert len((await cluster.debug_state())["workers"]) == 1
                 relay.freeze()
                 async with asyncio.timeout(20):
-                    while (await cluster.debug_state())["workers"]:
-                        await asyncio.sleep(0)
+                    await cluster.service.wait_for_workers(0)
 
 
 class Relay:

@@ -1,0 +1,1 @@
+"""Measurements: each script writes its figures, with the machine and the versions, to ``benchmarks/results``."""

@@ -1,0 +1,47 @@
+"""What a figure means nothing without: the machine, the commit and the versions."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "msgspec")
+
+
+def run_facts() -> dict[str, Any]:
+    """Machine, commit (``-dirty`` with uncommitted changes), date and versions of this run."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _git("describe", "--always", "--dirty"),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system()},
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def write_result(name: str, figures: dict[str, Any]) -> Path:
+    """Write ``figures`` with this run's facts to ``results/<name>.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**run_facts(), "figures": figures}, indent=2) + "\n")
+    return path
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent
+    return subprocess.run(
+        ["git", *arguments], cwd=here, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    lines = info.read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")

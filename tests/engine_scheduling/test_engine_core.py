@@ -1,0 +1,244 @@
+"""The core: order of start-up, limits, utilities, and the loop around it."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import NotFoundError, SettingError, TransferError
+from contract.layout import KVLayout
+from contract.requests import EngineRequest, FinishReason
+from engine.connector import ConnectorPair
+from engine.core import EngineCore
+from engine.messages import (
+    AddRequest,
+    Call,
+    CallResult,
+    FromEngine,
+    Health,
+    Ready,
+    Shutdown,
+    StartFailed,
+    StepOutputs,
+    Stopped,
+)
+from engine.settings import EngineSettings
+from engine.step_loop import EnginePlan, Inbox, run_engine
+from engine.testing import (
+    CRASH_TOKEN,
+    FAKE_EOS,
+    FAKE_VOCAB_SIZE,
+    FakeExecutor,
+    fake_answer,
+    start_fake_executor,
+)
+from engine.testing_transfer import FakeConnector, fake_connector_factory
+from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request, fake_settings
+
+
+def test_start_up_order() -> None:
+    """A10: executor with weights and KV cache, then the connector on its layout, then the scheduler."""
+    happened = []
+
+    class WatchedExecutor(FakeExecutor):
+        def set_connector(self, rank: Any) -> None:
+            happened.append("rank started")
+            super().set_connector(rank)
+
+    def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+        happened.append("executor, weights, KV cache")
+        return WatchedExecutor(settings), 20
+
+    def connect(layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
+        happened.append(f"connector for {layout.block_size} tokens of {fingerprint}")
+        return fake_connector_factory(layout, fingerprint, wake)
+
+    core = EngineCore(fake_settings(), connect, start=start)
+    assert happened == ["executor, weights, KV cache", "connector for 4 tokens of fake:fake", "rank started"]
+    assert core.info.num_blocks == 20 and core.scheduler.pool.num_blocks == 20
+    assert (core.info.vocab_size, core.info.eos_token_ids) == (FAKE_VOCAB_SIZE, (FAKE_EOS,))
+    assert core.info.control_address == "127.0.0.1:9"
+
+
+def test_failed_start_ends_the_executor() -> None:
+    made: list[FakeExecutor] = []
+
+    def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+        made.append(FakeExecutor(settings))
+        return made[0], 20
+
+    def connect(layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
+        raise TransferError("port taken")
+
+    with pytest.raises(TransferError, match="port taken"):
+        EngineCore(fake_settings(), connect, start=start)
+    assert made[0].is_shut_down
+
+
+def test_length_that_was_set_must_fit_the_pool() -> None:
+    """Law 10: a set length is refused with sizes, the model's own is lowered."""
+    with pytest.raises(SettingError, match=r"200 tokens need more than the 12"):
+        EngineCore(fake_settings(kv_cache_bytes=4, max_model_len=200), start=start_fake_executor)
+    core = EngineCore(fake_settings(kv_cache_bytes=4), start=start_fake_executor)
+    assert core.info.max_model_len == 12
+
+
+def test_utilities_return_plain_data() -> None:
+    """B14, B15: stats, debug_state, counters and check_integrity by name; a wrong name gets the right ones."""
+    engine = SteppedEngine()
+    engine.add(fake_request("a", [1, 2, 3, 4, 5]), fake_request("d", [1, 2], transfer=RECEIVE))
+    engine.step()
+    stats = engine.core.call("stats", [])
+    assert (stats["num_running_reqs"], stats["num_waiting_reqs"]) == (1, 1)
+    assert stats["kv_cache_usage"] == pytest.approx(2 / 63)
+    state = engine.core.call("debug_state", [])
+    assert state["blocks"] == {"null": 1, "free": 61, "held": 2, "quarantined": 0}
+    assert state["requests"] == {"RUNNING": 1, "WAITING_FOR_REMOTE_KVS": 1}
+    assert state["connector"] == {"sends": 0, "fetches": {"d#0.0": "asked"}}
+    assert engine.core.call("check_integrity", []) is None
+    assert engine.core.call("counters", [])["transfer_leases"] == 0.0
+    with pytest.raises(NotFoundError, match="debug_state"):
+        engine.core.call("start_over", [])
+
+
+def loop_with(inbox: Inbox, settings: EngineSettings, **options: Any) -> list[FromEngine]:
+    heard: list[FromEngine] = []
+    plan = EnginePlan(settings=settings, start=start_fake_executor, **options)
+    has_ended_well = run_engine(plan, inbox, heard.append)
+    assert isinstance(heard[-1], StartFailed) or heard[-1] == Stopped() or not has_ended_well
+    return heard
+
+
+def test_loop_drains_input_steps_and_sends_outputs() -> None:
+    """A8, A9: all input that is there is taken before a step; outputs of a step are one message."""
+    inbox = Inbox()
+    for name, prompt in (("a", [1]), ("b", [2]), ("bad", [-5])):
+        inbox.put(AddRequest(fake_request(name, prompt, max_tokens=2)))
+    inbox.put(Call(7, "stats", []))
+    heard: list[FromEngine] = []
+
+    def hear(message: FromEngine) -> None:
+        heard.append(message)
+        if isinstance(message, StepOutputs) and all(o.is_leg_finished for o in message.outputs):
+            inbox.put(Shutdown())
+
+    assert run_engine(EnginePlan(settings=fake_settings(), start=start_fake_executor), inbox, hear)
+    ready, result, first, second, stopped = heard
+    assert isinstance(ready, Ready) and ready.info.num_blocks == 64
+    assert isinstance(result, CallResult) and result.result["num_waiting_reqs"] == 2
+    assert isinstance(first, StepOutputs) and isinstance(second, StepOutputs)
+    assert sorted(output.request_id for output in first.outputs) == ["a", "b", "bad"]
+    assert [output.token_ids for output in second.outputs] == [[fake_answer([n], 2)[1]] for n in (1, 2)]
+    assert stopped == Stopped()
+
+
+def test_idle_loop_reports_health_at_each_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    """A8: if idle, block on input with a timeout; on each timeout reply to the client and log stats."""
+    inbox = Inbox()
+    heard: list[FromEngine] = []
+
+    def hear(message: FromEngine) -> None:
+        heard.append(message)
+        if sum(isinstance(m, Health) for m in heard) == 2:
+            inbox.put(Shutdown())
+
+    plan = EnginePlan(settings=fake_settings(), start=start_fake_executor, idle_seconds=0.01)
+    with caplog.at_level(logging.INFO, logger="engine.step_loop"):
+        assert run_engine(plan, inbox, hear)
+    assert [type(message) for message in heard] == [Ready, Health, Health, Stopped]
+    assert sum("idle: 0 running" in record.message for record in caplog.records) == 2
+
+
+def test_deadline_wakes_an_idle_loop() -> None:
+    """A request that waits for remote KV ends in time although nothing arrives and nothing else runs."""
+    inbox = Inbox()
+    inbox.put(AddRequest(fake_request("d", [1, 2], transfer=RECEIVE)))
+    heard: list[FromEngine] = []
+
+    def hear(message: FromEngine) -> None:
+        heard.append(message)
+        if isinstance(message, StepOutputs):
+            inbox.put(Shutdown())
+
+    settings = fake_settings(remote_kv_timeout_seconds=0.02)
+    plan = EnginePlan(
+        settings=settings,
+        connector_factory=fake_connector_factory,
+        start=start_fake_executor,
+        idle_seconds=60.0,
+    )
+    assert run_engine(plan, inbox, hear)
+    (outputs,) = [message for message in heard if isinstance(message, StepOutputs)]
+    assert [output.error_kind for output in outputs.outputs] == ["deadline"]
+
+
+class WatchedConnector(FakeConnector):
+    """Says when the scheduler has asked and when it has reserved."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        super().__init__(wake)
+        self.has_asked, self.has_reserved = threading.Event(), threading.Event()
+
+    def start_fetch(self, request: EngineRequest) -> None:
+        super().start_fetch(request)
+        self.has_asked.set()
+
+    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+        super().receive_into(request_id, block_ids, num_cached_blocks)
+        self.has_reserved.set()
+
+
+def test_connector_wakes_an_idle_loop() -> None:
+    """B8: events and completions reach an idle core through its input queue."""
+    inbox, connectors, heard = Inbox(), list[WatchedConnector](), list[FromEngine]()
+
+    def connect(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+        connectors.append(WatchedConnector(wake))
+        return ConnectorPair(connectors[0], connectors[0].rank, "127.0.0.1:9")
+
+    is_up = threading.Event()
+
+    def hear(message: FromEngine) -> None:
+        heard.append(message)
+        is_up.set()
+        if isinstance(message, StepOutputs) and message.outputs[-1].is_leg_finished:
+            inbox.put(Shutdown())
+
+    plan = EnginePlan(
+        settings=fake_settings(), connector_factory=connect, start=start_fake_executor, idle_seconds=60.0
+    )
+    inbox.put(AddRequest(fake_request("d", [1, 2], 3, transfer=RECEIVE)))
+    engine = threading.Thread(target=run_engine, args=(plan, inbox, hear))
+    engine.start()
+    assert is_up.wait(30) and connectors[0].has_asked.wait(30)
+    connectors[0].publish_peer("d#0.0")
+    assert connectors[0].has_reserved.wait(30)
+    connectors[0].land("d#0.0")
+    engine.join(30)
+    assert not engine.is_alive()
+    tokens = [t for m in heard if isinstance(m, StepOutputs) for o in m.outputs for t in o.token_ids]
+    assert tokens == fake_answer([1, 2], 3)[1:]
+
+
+def test_exception_in_a_step_ends_every_request_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The broad boundary: it is logged, every request hears "internal", the loop says that it did not end well."""
+    inbox = Inbox()
+    inbox.put(AddRequest(fake_request("ok", [1, 2])))
+    inbox.put(AddRequest(fake_request("crash", [CRASH_TOKEN])))
+    heard = loop_with(inbox, fake_settings())
+    (step,) = [message for message in heard if isinstance(message, StepOutputs)]
+    assert [(o.request_id, o.finish_reason, o.error_kind) for o in step.outputs] == [
+        ("ok", FinishReason.ERROR, "internal"),
+        ("crash", FinishReason.ERROR, "internal"),
+    ]
+    assert heard[-1] == Stopped("RuntimeError('the forward pass crashed')")
+    assert "the engine failed" in caplog.text
+
+
+def test_start_errors_are_told_as_they_are() -> None:
+    """A SettingError arrives with its kind and the name of the setting."""
+    heard = loop_with(Inbox(), fake_settings(model=Path()))
+    assert heard == [StartFailed("invalid_setting", "model is '.'; give the name of a fake", "model")]

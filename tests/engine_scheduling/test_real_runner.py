@@ -1,0 +1,59 @@
+"""The deciding half on the real computing half: both clients, with and without chunks, caching and preemption."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.requests import EngineRequest, SamplingParams
+from engine.client import InProcessClient, ProcessClient
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+
+NUM_TOKENS = 12
+SHARED = [(7 * n) % 250 for n in range(40)]
+PROMPTS = [[3], SHARED[:16], SHARED, [*SHARED, 9, 9], [*SHARED[:20], 1, 2, 3], [200, 100] * 15]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+async def answers(client: Any) -> list[list[int]]:
+    async def one(index: int, prompt: list[int]) -> list[int]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+        request = EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
+        return [token async for output in client.generate(request) for token in output.token_ids]
+
+    try:
+        return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(PROMPTS)))
+    finally:
+        await client.call("check_integrity")
+
+
+async def test_both_clients_give_the_same_tokens(model: Path) -> None:
+    """A5, A32, A14: a roomy engine in a process; a cramped one in a thread, which chunks, caches and preempts."""
+    roomy = await ProcessClient.start(EngineSettings(model=model, kv_cache_bytes=2**22))
+    try:
+        expected = await answers(roomy)
+    finally:
+        await roomy.shutdown()
+    assert [len(tokens) for tokens in expected] == [NUM_TOKENS] * len(PROMPTS)
+    block_bytes = roomy.info.layout.block_bytes
+    cramped = await InProcessClient.start(
+        EngineSettings(
+            model=model,
+            kv_cache_bytes=8 * block_bytes,
+            max_num_batched_tokens=16,
+            max_model_len=80,
+            max_num_seqs=4,
+        )
+    )
+    try:
+        assert await answers(cramped) == expected
+        counted = await cramped.call("counters")
+        assert counted["num_preemptions_total"] > 0
+    finally:
+        await cramped.shutdown()

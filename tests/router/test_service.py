@@ -1,0 +1,162 @@
+"""The router process: its ports, its pages, and what it never imports."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from contract.errors import SettingError
+from contract.identity import Role
+from router.service import RouterService
+from router.settings import RouterSettings
+from router.testing import Script, ScriptedWorker
+from serving.metrics import ROUTER_METRICS
+from tests.router.cluster import SECRET, running_cluster
+from tests.text.tiny_model import END, byte_ids, model_files
+
+HELLO = Script(tokens=[*byte_ids(b"abc"), END])
+SERVE = """
+import asyncio, json, sys
+from router.service import serve
+from router.settings import RouterSettings
+
+def started(addresses):
+    sys.stdout.write(json.dumps(addresses.as_dict()) + "\\n")
+    sys.stdout.flush()
+
+asyncio.run(serve(RouterSettings(**json.loads(sys.argv[1])), started))
+forbidden = {"torch", "transformers", "kv_transfer", "engine", "numpy"} & set(sys.modules)
+sys.stdout.write(json.dumps(sorted(forbidden)) + "\\n")
+"""
+
+
+async def test_a_router_that_serves_has_not_imported_torch() -> None:
+    """A5, DESIGN §1: text in, text out, in a process of its own; SIGTERM ends it and nothing is left running."""
+    ports = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-W", "error", "-c", SERVE, json.dumps({**ports, "secret": SECRET})),
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            addresses = json.loads(await process.stdout.readline())
+            worker = ScriptedWorker(
+                Role.BOTH, addresses["internal"], SECRET, lambda _: HELLO, model_files=model_files()
+            )
+            async with worker:
+                assert await completion(addresses) == "abc"
+                process.send_signal(signal.SIGTERM)
+                assert json.loads(await process.stdout.readline()) == []
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def completion(addresses: dict[str, str]) -> str:
+    """One completion, asked when gRPC health says that the router can answer."""
+    async with (
+        grpc.aio.insecure_channel(addresses["grpc"]) as channel,
+        aiohttp.ClientSession() as session,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+            pass
+        url = f"http://{addresses['http']}/v1/completions"
+        async with session.post(url, json={"prompt": "x"}) as response:
+            return str((await response.json())["choices"][0]["text"])
+
+
+async def test_metrics_have_the_documented_names_types_and_values() -> None:
+    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+        await cluster.post("/v1/completions", {"prompt": [5] * 9})
+        await cluster.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 2})
+        await cluster.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 2000})
+        metrics = await cluster.metrics()
+        async with cluster.session.get(cluster.url("/metrics")) as response:
+            families = {f.name: f.type for f in text_string_to_metric_families(await response.text())}
+    assert set(families) == {f"kvbaton_{name.removesuffix('_total')}" for name in ROUTER_METRICS}
+    assert families["kvbaton_time_to_first_token_seconds"] == "histogram"
+    assert families["kvbaton_num_requests_waiting"] == "gauge"
+    assert metrics['kvbaton_request_success_total{finished_reason="stop"}'] == 1
+    assert metrics['kvbaton_request_success_total{finished_reason="length"}'] == 1
+    assert metrics['kvbaton_request_errors_total{kind="invalid_request"}'] == 1
+    assert metrics["kvbaton_prompt_tokens_total"] == 18
+    assert metrics["kvbaton_generation_tokens_total"] == 6
+    assert metrics["kvbaton_time_to_first_token_seconds_count"] == 2
+    assert metrics["kvbaton_inter_token_latency_seconds_count"] == 4
+    assert metrics['kvbaton_num_workers{role="both"}'] == 1
+
+
+async def test_a_request_shows_in_the_gauges_and_in_the_debug_state() -> None:
+    async with running_cluster(Script(tokens=HELLO.tokens, stall_at=1)) as cluster:
+        waiting = cluster.session.post(cluster.url("/v1/completions"), json={"prompt": "x", "stream": True})
+        async with waiting as response:
+            await response.content.readline()
+            metrics = await cluster.metrics()
+            state = await cluster.debug_state()
+    assert metrics["kvbaton_num_requests_running"] == 1
+    assert metrics["kvbaton_num_requests_waiting"] == 0
+    assert state["requests"] == {
+        "preparing": 0,
+        "waiting_for_first_token": 0,
+        "streaming": 1,
+        "finished": 0,
+    }
+    assert state["addresses"] == cluster.service.addresses.as_dict()
+    assert (state["is_ready"], state["model"]) == (True, "tiny")
+    assert {worker["role"] for worker in state["workers"]} == {"prefill", "decode"}
+    decode = next(worker for worker in state["workers"] if worker["role"] == "decode")
+    assert decode["num_outstanding_tokens"] == 17
+    assert state["process"]["num_open_fds"] > 0
+
+
+async def test_stop_leaves_no_task_behind() -> None:
+    before = asyncio.all_tasks()
+    async with running_cluster(Script(tokens=HELLO.tokens, stall_at=1)) as cluster:
+        asking = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
+        await cluster.workers["decode-0"].wait_for(lambda worker: len(worker.decodes) == 1)
+        asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("name", ["http", "grpc", "internal", "admin"])
+async def test_a_port_that_is_taken_is_named(name: str) -> None:
+    async with running_cluster(HELLO, ()) as cluster:
+        taken = cluster.service.addresses.http
+        ports: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+        second = RouterService(RouterSettings(**{**ports, "secret": SECRET, name: taken}))
+        with pytest.raises(SettingError, match="cannot listen there") as caught:
+            await second.start()
+        assert caught.value.param == name
+        await second.stop()
+
+
+def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="secret_file is not set"):
+        RouterSettings().read_secret()
+    with pytest.raises(SettingError, match="cannot be read"):
+        RouterSettings(secret_file=tmp_path / "none").read_secret()
+    (tmp_path / "secret").write_text(" \n")
+    with pytest.raises(SettingError, match="is empty"):
+        RouterSettings(secret_file=tmp_path / "secret").read_secret()
+    (tmp_path / "secret").write_text("s3\n")
+    assert RouterSettings(secret_file=tmp_path / "secret").read_secret() == "s3"
+    with pytest.raises(ValueError, match="max_queue"):
+        RouterSettings(max_queue=0)
+    assert RouterSettings(secret="s").masked()["secret"] == "***"
