@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -16,6 +17,7 @@ from kv_transfer.connector import TransferFactory
 from protos import worker_pb2_grpc
 from serving.admin import AdminServer, process_facts
 from serving.grpc_options import internal_server_options
+from serving.logs import configure_logs, log_settings
 from serving.metrics import EngineCollector
 from serving.peer_auth import PeerAuthInterceptor
 from serving.signals import until_stopped
@@ -66,7 +68,7 @@ async def running_worker(
 ) -> AsyncIterator[tuple[Worker, dict[str, Any]]]:
     """A worker with its engine, gRPC port and admin port up; everything is closed on the way out."""
     identity = WorkerIdentity(role, settings.worker_id or f"{role.value}-{new_boot_id()[:6]}", new_boot_id())
-    logger.info("worker %s starts: %s", identity.worker_id, settings.masked())
+    log_settings(logger, settings)
     engine = await _start_engine(identity, settings)
     worker = Worker(identity, settings, engine)
     server = grpc.aio.server(
@@ -95,7 +97,9 @@ async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> E
     factory = None
     if identity.role is not Role.BOTH:
         factory = TransferFactory(settings.transfer(identity.role, identity.worker_id, identity.boot_id))
-    return await ProcessClient.start(settings.engine(), factory)
+    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+    prepare = partial(configure_logs, f"{identity.worker_id}/engine", level)
+    return await ProcessClient.start(settings.engine(), factory, prepare=prepare)
 
 
 def _metrics(worker: Worker) -> Any:
