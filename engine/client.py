@@ -12,12 +12,12 @@ from contract.errors import ErrorKind, KvbatonError
 from contract.requests import EngineOutput, EngineRequest
 from engine.connector import ConnectorFactory
 from engine.core import EngineInfo
-from engine.delivery import Delivery
-from engine.messages import Abort, AddRequest, Call, FromEngine, Shutdown, ToEngine
-from engine.process import EngineProcess
+from engine.hosting.delivery import Delivery
+from engine.hosting.messages import Abort, AddRequest, Call, FromEngine, Shutdown, ToEngine
+from engine.hosting.process import EngineProcess
+from engine.hosting.step_loop import EnginePlan
+from engine.hosting.thread import EngineThread
 from engine.settings import EngineSettings
-from engine.step_loop import EnginePlan
-from engine.thread import EngineThread
 
 
 class EngineClient(Protocol):

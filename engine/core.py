@@ -12,11 +12,11 @@ import msgspec
 from contract.errors import InvalidRequestError, NotFoundError, SettingError
 from contract.layout import KVLayout
 from contract.requests import EngineOutput, EngineRequest
-from engine.block_pool import BlockPool
 from engine.connector import ConnectorFactory, ConnectorPair
-from engine.ending import RequestStatus
-from engine.inspection import check_integrity, counters, debug_state
 from engine.scheduler import Scheduler
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.ending import RequestStatus
+from engine.scheduling.inspection import check_integrity, counters, debug_state
 from engine.settings import EngineSettings
 
 if TYPE_CHECKING:

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterable
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
 from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
-from engine.batching import Batcher
-from engine.block_pool import BlockPool
 from engine.connector import Failed, FirstToken, SchedulerConnector
-from engine.deadlines import Deadline, Deadlines
-from engine.ending import HANDED_OVER, NOT_NEEDED, Ending, RequestStatus, ended_by_error, refused
-from engine.outbox import Outbox
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender
-from engine.request import Request, ending_after, why_impossible
+from engine.scheduling.batching import Batcher
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.deadlines import Deadline, Deadlines
+from engine.scheduling.ending import HANDED_OVER, NOT_NEEDED, Ending, RequestStatus, ended_by_error, refused
+from engine.scheduling.outbox import Outbox
+from engine.scheduling.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender
+from engine.scheduling.request import Request, ending_after, why_impossible
+from engine.scheduling.stats import PrefixCacheStats, SchedulerStats, Totals
+from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.token_logprobs import logprobs_in_row
 from engine.settings import EngineSettings
-from engine.stats import PrefixCacheStats, SchedulerStats, Totals
-from engine.step_plan import StepPlan
-from engine.token_logprobs import logprobs_in_row
 
 
 class Scheduler:

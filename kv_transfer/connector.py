@@ -15,7 +15,9 @@ from kv_transfer.leases import Sessions
 from kv_transfer.links import LinkLoop, LinkSettings
 from kv_transfer.sending import SendDesk, SendPorts, SendSettings
 from kv_transfer.settings import AUTO, TransferSettings
-from kv_transfer.transport import LeaseName, Transport, TransportContext, open_transport
+from kv_transfer.transport import LeaseName, Transport
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.registry import open_transport
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,7 @@
 """The receiver's side of the control half: every prompt whose KV this worker fetches."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +11,7 @@ from engine.connector import Drained, Failed, Published, Received, TransferEvent
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
 from kv_transfer.counters import Completions, Counters
+from kv_transfer.desk import Desk
 from kv_transfer.handshake import PeerTarget, Session
 from kv_transfer.link import PeerRef
 from kv_transfer.orders import CommitJob, PullJob, digest_seeds
@@ -62,7 +61,7 @@ class _Wanted:
         return self.ref, self.transfer_id, self.attempt
 
 
-class FetchDesk:
+class FetchDesk(Desk):
     """Owns the receiver's transfers and the events for the scheduler. Thread-safe."""
 
     def __init__(
@@ -70,12 +69,11 @@ class FetchDesk:
     ) -> None:
         self._settings, self._ports = settings, ports
         self._counters, self._completions = counters, completions
-        self._lock = threading.Lock()
+        super().__init__()
         self._wanted: dict[str, _Wanted] = {}
         self._by_wire: dict[_WireKey, _Wanted] = {}
         self._sources: dict[PeerRef, Source] = {}
         self._events: list[TransferEvent] = []
-        self._later: list[Callable[[], None]] = []
         counters.add("transfer_fallbacks_total", 0)
 
     def start(self, request: EngineRequest) -> None:
@@ -225,15 +223,6 @@ class FetchDesk:
                 }
                 for wanted in self._wanted.values()
             ]
-
-    @contextmanager
-    def _acting(self) -> Iterator[None]:
-        """Hold the lock; afterwards carry out what must not happen under it."""
-        with self._lock:
-            yield
-            later, self._later = self._later, []
-        for act in later:
-            act()
 
     def _apply(self, wanted: _Wanted, event: ev.FetchEvent) -> None:
         wanted.fetch, actions = advance_fetch(wanted.fetch, event)

@@ -1,11 +1,9 @@
 """The sender's side of the control half: every prompt that this worker lends, and every fetch that waits for one."""
 
 import secrets
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +13,7 @@ from engine.connector import FirstToken
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
 from kv_transfer.counters import Completions, Counters
+from kv_transfer.desk import Desk
 from kv_transfer.link import PeerRef
 from kv_transfer.orders import PublishOrder, digest_seeds
 from kv_transfer.states import Ending, Send, SendState
@@ -65,7 +64,7 @@ class _Lent:
         return LeaseName(self.transfer_id, self.attempt, self.lease)
 
 
-class SendDesk:
+class SendDesk(Desk):
     """Owns the sender's transfers. Thread-safe; effects that may call back happen outside its lock."""
 
     def __init__(
@@ -73,12 +72,11 @@ class SendDesk:
     ) -> None:
         self._settings, self._ports = settings, ports
         self._counters, self._completions = counters, completions
-        self._lock = threading.Lock()
+        super().__init__()
         self._lent: dict[_TransferKey, _Lent] = {}
         self._by_key: dict[str, _Lent] = {}
         self._newest: OrderedDict[str, int] = OrderedDict()
         self._endings: OrderedDict[_TransferKey, Ending] = OrderedDict()
-        self._later: list[Callable[[], None]] = []
         counters.add("leases_expired_total", 0)
 
     def open(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
@@ -232,15 +230,6 @@ class SendDesk:
                 }
                 for lent in self._lent.values()
             ]
-
-    @contextmanager
-    def _acting(self) -> Iterator[None]:
-        """Hold the lock; afterwards carry out what must not happen under it."""
-        with self._lock:
-            yield
-            later, self._later = self._later, []
-        for act in later:
-            act()
 
     def _find(self, key: str) -> _Lent:
         lent = self._by_key.get(key)

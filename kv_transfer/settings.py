@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from contract.errors import SettingError
 from contract.identity import Role
-from kv_transfer.local import LocalHub
-from kv_transfer.transport import ReceiverTransport, transport_names
+from kv_transfer.transport import ReceiverTransport
+from kv_transfer.transports.local import LocalHub
+from kv_transfer.transports.registry import transport_names
 
 AUTO = "auto"
 AUTO_TRANSPORT = "tcp"

@@ -8,16 +8,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from contract.errors import SettingError, TransferError
+from contract.errors import TransferError
 from engine.connector import KVMemory
-
-if TYPE_CHECKING:
-    from kv_transfer.leases import Sessions
-    from kv_transfer.local import LocalHub
 
 MAX_PIECE_BYTES = 4 * 2**20
 MAX_PIECE_BLOCKS = 64
@@ -124,56 +120,8 @@ class ReceiverTransport(Protocol):
 
 
 @dataclass(frozen=True)
-class TransportContext:
-    """What a transport is opened with. on_idle: see ``SenderTransport.release``; called from any thread."""
-
-    host: str
-    advertise_host: str | None
-    data_port: int
-    boot_id: str
-    read_timeout_seconds: float
-    sessions: "Sessions"
-    on_idle: Callable[[LeaseName], None]
-    local: "LocalHub | None" = None
-
-
-@dataclass(frozen=True)
 class Transport:
     """Both roles of one transport."""
 
     sender: SenderTransport
     receiver: ReceiverTransport
-
-
-def _open_tcp(context: TransportContext) -> Transport:
-    from kv_transfer.tcp_receiver import TcpReceiver
-    from kv_transfer.tcp_sender import TcpSender
-
-    return Transport(TcpSender(context), TcpReceiver(context.read_timeout_seconds))
-
-
-def _open_local(context: TransportContext) -> Transport:
-    from kv_transfer.local import LocalReceiver, LocalSender
-
-    if context.local is None:
-        raise SettingError("transport local needs a hub in local", param="local")
-    return Transport(LocalSender(context, context.local), LocalReceiver(context.local))
-
-
-_TRANSPORTS: dict[str, Callable[[TransportContext], Transport]] = {"tcp": _open_tcp, "local": _open_local}
-
-
-def transport_names() -> tuple[str, ...]:
-    """The names that ``open_transport`` knows."""
-    return tuple(_TRANSPORTS)
-
-
-def open_transport(name: str, context: TransportContext) -> Transport:
-    """Open a transport by name. Raises SettingError that lists the right names."""
-    opener: Any = _TRANSPORTS.get(name)
-    if opener is None:
-        raise SettingError(
-            f"transport is {name!r}; choose one of {', '.join(transport_names())}", param="transport"
-        )
-    opened: Transport = opener(context)
-    return opened

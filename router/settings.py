@@ -4,8 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from contract.errors import SettingError
-from serving.settings import Address, Settings
+from serving.settings import Address, Settings, read_secret_file
 
 
 class RouterSettings(Settings):
@@ -42,18 +41,4 @@ class RouterSettings(Settings):
 
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none."""
-        if self.secret:
-            return self.secret
-        if self.secret_file is None:
-            raise SettingError(
-                "secret_file is not set; workers and router share one secret", param="secret_file"
-            )
-        try:
-            secret = self.secret_file.read_text().strip()
-        except OSError as error:
-            raise SettingError(
-                f"secret_file {self.secret_file} cannot be read: {error}", param="secret_file"
-            ) from error
-        if not secret:
-            raise SettingError(f"secret_file {self.secret_file} is empty", param="secret_file")
-        return secret
+        return self.secret or read_secret_file(self.secret_file)

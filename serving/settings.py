@@ -4,10 +4,13 @@
 value and the allowed range. This module and its like are the only places that read the environment.
 """
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from contract.errors import SettingError
 
 
 def _check_address(value: str) -> str:
@@ -25,6 +28,19 @@ def split_address(address: str) -> tuple[str, int]:
     """Split a checked "host:port"; brackets of an IPv6 host are taken off."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def read_secret_file(path: Path | None) -> str:
+    """The cluster secret in a file; raises SettingError where there is none."""
+    if path is None:
+        raise SettingError("secret_file is not set; workers and router share one secret", param="secret_file")
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise SettingError(f"secret_file {path} cannot be read: {error}", param="secret_file") from error
+    if not secret:
+        raise SettingError(f"secret_file {path} is empty", param="secret_file")
+    return secret
 
 
 class Settings(BaseSettings):

@@ -5,11 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from contract.errors import SettingError
 from contract.identity import Role
 from engine.settings import EngineSettings
 from kv_transfer.settings import TransferSettings
-from serving.settings import Address, Settings
+from serving.settings import Address, Settings, read_secret_file
 
 
 class WorkerSettings(Settings):
@@ -66,19 +65,7 @@ class WorkerSettings(Settings):
 
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none."""
-        if self.secret_file is None:
-            raise SettingError(
-                "secret_file is not set; workers and router share one secret", param="secret_file"
-            )
-        try:
-            secret = self.secret_file.read_text().strip()
-        except OSError as error:
-            raise SettingError(
-                f"secret_file {self.secret_file} cannot be read: {error}", param="secret_file"
-            ) from error
-        if not secret:
-            raise SettingError(f"secret_file {self.secret_file} is empty", param="secret_file")
-        return secret
+        return read_secret_file(self.secret_file)
 
     def engine(self) -> EngineSettings:
         """The engine's part."""

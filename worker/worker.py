@@ -15,6 +15,7 @@ from contract.identity import Role
 from contract.requests import EngineRequest
 from engine.client import EngineClient
 from protos import worker_pb2 as pb
+from text.model_card import MODEL_FILES
 from worker.link import RouterLink
 from worker.settings import WorkerSettings
 from worker.wire import entry_from_output
@@ -26,14 +27,6 @@ LOAD_INTERVAL_SECONDS = 0.1
 MAX_EARLY_CANCELS = 1024
 GOODBYE_SECONDS = 1.0
 _CHUNK_BYTES = 2**20
-_MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ class Worker:
 
     async def model_files(self) -> AsyncIterator[pb.ModelFile]:
         """The model's small files, in pieces, for a router without the folder."""
-        for name in _MODEL_FILES:
+        for name in MODEL_FILES:
             path = self._settings.model / name
             data = await asyncio.to_thread(_read_if_there, path)
             for start in range(0, len(data), _CHUNK_BYTES):

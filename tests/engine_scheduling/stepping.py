@@ -7,7 +7,7 @@ from contract.layout import KVLayout
 from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
 from engine.connector import ConnectorPair
 from engine.core import EngineCore
-from engine.inspection import check_integrity
+from engine.scheduling.inspection import check_integrity
 from engine.settings import EngineSettings
 from engine.testing import FakeExecutor, start_fake_executor
 from engine.testing_transfer import FakeConnector

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from contract.block_hash import full_block_hashes, root_hash
-from engine.block_pool import BlockPool, blocks_needed
+from engine.scheduling.block_pool import BlockPool, blocks_needed
 
 SIZE = 4
 

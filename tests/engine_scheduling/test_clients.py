@@ -15,8 +15,8 @@ import pytest
 from contract.errors import InvalidRequestError, NotFoundError, SettingError, UnavailableError
 from contract.requests import EngineOutput, EngineRequest, FinishReason
 from engine.client import EngineClient, InProcessClient, ProcessClient
-from engine.process import EngineProcess
-from engine.step_loop import EnginePlan
+from engine.hosting.process import EngineProcess
+from engine.hosting.step_loop import EnginePlan
 from engine.testing import CRASH_TOKEN, fake_answer, start_fake_executor
 from engine.testing_transfer import fake_connector_factory
 from tests.engine_scheduling.stepping import RECEIVE, fake_request, fake_settings

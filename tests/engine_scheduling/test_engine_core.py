@@ -13,7 +13,7 @@ from contract.layout import KVLayout
 from contract.requests import EngineRequest, FinishReason
 from engine.connector import ConnectorPair
 from engine.core import EngineCore
-from engine.messages import (
+from engine.hosting.messages import (
     AddRequest,
     Call,
     CallResult,
@@ -25,8 +25,8 @@ from engine.messages import (
     StepOutputs,
     Stopped,
 )
+from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
 from engine.settings import EngineSettings
-from engine.step_loop import EnginePlan, Inbox, run_engine
 from engine.testing import (
     CRASH_TOKEN,
     FAKE_EOS,
@@ -146,7 +146,7 @@ def test_idle_loop_reports_health_at_each_timeout(caplog: pytest.LogCaptureFixtu
             inbox.put(Shutdown())
 
     plan = EnginePlan(settings=fake_settings(), start=start_fake_executor, idle_seconds=0.01)
-    with caplog.at_level(logging.INFO, logger="engine.step_loop"):
+    with caplog.at_level(logging.INFO, logger="engine.hosting.step_loop"):
         assert run_engine(plan, inbox, hear)
     assert [type(message) for message in heard] == [Ready, Health, Health, Stopped]
     assert sum("idle: 0 running" in record.message for record in caplog.records) == 2

@@ -3,7 +3,7 @@
 import pytest
 
 from contract.requests import FinishReason, SamplingParams
-from engine.ending import RequestStatus
+from engine.scheduling.ending import RequestStatus
 from engine.testing import FAKE_EOS, NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 

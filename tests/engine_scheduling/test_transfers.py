@@ -3,7 +3,7 @@
 import pytest
 
 from contract.requests import FinishReason
-from engine.ending import RequestStatus
+from engine.scheduling.ending import RequestStatus
 from engine.testing import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 

@@ -10,9 +10,9 @@ from contract.layout import KVLayout
 from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
-from kv_transfer.local import LocalHub
 from kv_transfer.settings import TransferSettings
 from kv_transfer.testing import ByteMemory, TransferDriver
+from kv_transfer.transports.local import LocalHub
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 MODEL = "model-fingerprint"

@@ -10,9 +10,6 @@ from contract.identity import Role
 from contract.layout import KVLayout
 from kv_transfer.framing import parse_address, read_frame, write_frame
 from kv_transfer.leases import LeaseBook, Sessions
-from kv_transfer.tcp_receiver import TcpReceiver
-from kv_transfer.tcp_sender import TcpSender
-from kv_transfer.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 from kv_transfer.testing import ByteMemory, GatedMemory
 from kv_transfer.transport import (
     LeaseName,
@@ -21,8 +18,11 @@ from kv_transfer.transport import (
     ReadStoppedError,
     Source,
     StaleLeaseError,
-    TransportContext,
 )
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.tcp_receiver import TcpReceiver
+from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, pair_of, prompt_of, settings_for, worker
 
 

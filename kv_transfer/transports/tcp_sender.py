@@ -10,8 +10,9 @@ from contract.errors import TransferError
 from engine.connector import KVMemory
 from kv_transfer.framing import format_address, listen_on, read_frame, send_all, write_frame
 from kv_transfer.leases import LeaseBook
-from kv_transfer.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, TransportContext
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 
 logger = logging.getLogger(__name__)
 

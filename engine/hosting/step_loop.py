@@ -14,7 +14,7 @@ from contract.errors import ErrorKind, KvbatonError
 from contract.requests import EngineOutput
 from engine.connector import ConnectorFactory
 from engine.core import EngineCore, ExecutorStart, start_executor
-from engine.messages import (
+from engine.hosting.messages import (
     Abort,
     AddRequest,
     Call,

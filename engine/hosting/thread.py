@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.messages import FromEngine, Shutdown, ToEngine
-from engine.step_loop import EnginePlan, Inbox, run_engine
+from engine.hosting.messages import FromEngine, Shutdown, ToEngine
+from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
 
 _T = TypeVar("_T")
 

@@ -7,10 +7,10 @@ prompt at once or does not start, and is never preempted, because another worker
 
 from collections import deque
 
-from engine.block_pool import BlockPool, blocks_needed
-from engine.ending import RequestStatus
-from engine.request import Request
-from engine.step_plan import StepPlan, Turn
+from engine.scheduling.block_pool import BlockPool, blocks_needed
+from engine.scheduling.ending import RequestStatus
+from engine.scheduling.request import Request
+from engine.scheduling.step_plan import StepPlan, Turn
 
 
 class Batcher:

@@ -4,9 +4,9 @@ from collections import defaultdict
 
 from contract.errors import KvbatonError
 from contract.requests import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
-from engine.ending import Ending
-from engine.request import Request
-from engine.stats import Totals
+from engine.scheduling.ending import Ending
+from engine.scheduling.request import Request
+from engine.scheduling.stats import Totals
 
 
 class Outbox:

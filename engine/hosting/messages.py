@@ -6,7 +6,7 @@ import msgspec
 
 from contract.requests import EngineOutput, EngineRequest
 from engine.core import EngineInfo
-from engine.stats import SchedulerStats
+from engine.scheduling.stats import SchedulerStats
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):

@@ -8,8 +8,8 @@ from typing import Any
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, UnavailableError, error_from_kind
 from contract.requests import EngineOutput, EngineRequest, FinishReason
 from engine.core import EngineInfo
-from engine.messages import CallResult, FromEngine, Health, Ready, StartFailed, StepOutputs, Stopped
-from engine.stats import SchedulerStats
+from engine.hosting.messages import CallResult, FromEngine, Health, Ready, StartFailed, StepOutputs, Stopped
+from engine.scheduling.stats import SchedulerStats
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import heapq
 from dataclasses import dataclass, field
 
-from engine.ending import RequestStatus
+from engine.scheduling.ending import RequestStatus
 
 
 @dataclass(frozen=True, order=True)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.block_pool import BlockPool
 from engine.outputs import NewRequestData, SchedulerOutput
-from engine.request import Request
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.request import Request
 
 
 @dataclass(frozen=True)

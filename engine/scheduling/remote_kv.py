@@ -7,10 +7,10 @@ the BlockPool in step with what may still be read or written from outside.
 from collections.abc import Collection
 
 from contract.errors import ErrorKind
-from engine.block_pool import BlockPool, blocks_needed
 from engine.connector import Drained, Failed, FirstToken, Published, SchedulerConnector
-from engine.ending import Ending, RequestStatus
-from engine.request import Request
+from engine.scheduling.block_pool import BlockPool, blocks_needed
+from engine.scheduling.ending import Ending, RequestStatus
+from engine.scheduling.request import Request
 
 NOT_NEEDED_KIND = "not_needed"
 """The kind of a transfer that ended because token 0 was the whole answer; no error."""

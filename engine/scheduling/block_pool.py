@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from contract.block_hash import BlockHash
-from engine.prefix_index import PrefixIndex
+from engine.scheduling.prefix_index import PrefixIndex
 
 NULL_BLOCK = 0
 _NOTHING: tuple[int, ...] = ()

@@ -24,8 +24,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.messages import FromEngine, Ready, Shutdown, Stopped, ToEngine
-from engine.step_loop import EnginePlan, Inbox, run_engine
+from engine.hosting.messages import FromEngine, Ready, Shutdown, Stopped, ToEngine
+from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
 
 _PR_SET_PDEATHSIG = 1
 _FLUSH_MILLISECONDS = 2000

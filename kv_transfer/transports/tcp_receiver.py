@@ -8,8 +8,8 @@ from functools import partial
 
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.framing import ShortReadError, parse_address, read_frame, receive_all, write_frame
-from kv_transfer.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 
 
 class TcpReceiver:

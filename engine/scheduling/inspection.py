@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from engine.ending import RequestStatus
-from engine.remote_kv import lease_holder
 from engine.scheduler import Scheduler
+from engine.scheduling.ending import RequestStatus
+from engine.scheduling.remote_kv import lease_holder
 
 
 def debug_state(scheduler: Scheduler) -> dict[str, Any]:

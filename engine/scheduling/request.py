@@ -15,8 +15,8 @@ from contract.requests import (
     SendTransfer,
     TokenLogprobs,
 )
-from engine.block_pool import blocks_needed
-from engine.ending import Ending, RequestStatus
+from engine.scheduling.block_pool import blocks_needed
+from engine.scheduling.ending import Ending, RequestStatus
 
 
 @dataclass

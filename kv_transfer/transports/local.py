@@ -1,12 +1,12 @@
 """The ``local`` transport: both workers in one process, bytes moved by one copy per block (tests, role ``both``)."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from contract.errors import WorkerLostError
 from engine.connector import KVMemory
 from kv_transfer.leases import LeaseBook, Sessions
-from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError, TransportContext
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 
 
 class LocalHub:
@@ -38,10 +38,12 @@ class LocalHub:
 class LocalSender:
     """Lends blocks to receivers of the same process."""
 
-    def __init__(self, context: TransportContext, hub: LocalHub) -> None:
-        self.address = f"local:{context.boot_id}"
-        self.sessions: Sessions = context.sessions
-        self.book = LeaseBook(context.on_idle)
+    def __init__(
+        self, boot_id: str, sessions: Sessions, on_idle: Callable[[LeaseName], None], hub: LocalHub
+    ) -> None:
+        self.address = f"local:{boot_id}"
+        self.sessions = sessions
+        self.book = LeaseBook(on_idle)
         self._hub = hub
         hub.join(self)
 

@@ -1,0 +1,1 @@
+"""What the scheduler decides with: requests, blocks, budgets, deadlines. Plain integers, no tensors."""

@@ -1,0 +1,1 @@
+"""The transports behind ``kv_transfer/transport.py``, and the registry that opens one by its name."""

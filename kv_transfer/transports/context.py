@@ -1,0 +1,22 @@
+"""What every transport is opened with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.leases import Sessions
+from kv_transfer.transport import LeaseName
+from kv_transfer.transports.local import LocalHub
+
+
+@dataclass(frozen=True)
+class TransportContext:
+    """What a transport is opened with. on_idle: see ``SenderTransport.release``; called from any thread."""
+
+    host: str
+    advertise_host: str | None
+    data_port: int
+    boot_id: str
+    read_timeout_seconds: float
+    sessions: Sessions
+    on_idle: Callable[[LeaseName], None]
+    local: LocalHub | None = None
