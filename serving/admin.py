@@ -11,8 +11,6 @@ from serving.http_server import HttpServer, start_http
 from serving.metrics import CONTENT_TYPE, render
 from serving.process_facts import process_facts
 
-__all__ = ["AdminServer", "process_facts"]
-
 
 class AdminServer:
     """Serves the three pages on ``address`` between ``start`` and ``stop``.

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 from typing import Any
 
 import psutil
@@ -13,14 +12,21 @@ def process_facts() -> dict[str, Any]:
 
     ``num_asyncio_tasks`` counts the unfinished tasks of the running loop, the caller's own included; 0 without a loop.
     """
-    process = psutil.Process()
-    return {
-        "pid": os.getpid(),
-        "num_open_fds": process.num_fds(),
-        "num_asyncio_tasks": _num_tasks(),
-        "num_threads": threading.active_count(),
-        "rss_bytes": process.memory_info().rss,
-    }
+    return {**facts_of(os.getpid()), "num_asyncio_tasks": _num_tasks()}
+
+
+def facts_of(pid: int) -> dict[str, Any]:
+    """What the system knows of a process: open file descriptors, threads, resident bytes. Empty when it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return {
+            "pid": pid,
+            "num_open_fds": process.num_fds(),
+            "num_threads": process.num_threads(),
+            "rss_bytes": process.memory_info().rss,
+        }
+    except psutil.NoSuchProcess:
+        return {}
 
 
 def _num_tasks() -> int:

@@ -15,7 +15,7 @@ from contract.identity import Role, new_boot_id
 from engine.client import EngineClient, ProcessClient
 from kv_transfer.connector import TransferFactory
 from protos import worker_pb2_grpc
-from serving.admin import AdminServer, process_facts
+from serving.admin import AdminServer
 from serving.grpc_options import internal_server_options
 from serving.logs import configure_logs, log_settings
 from serving.metrics import EngineCollector
@@ -112,4 +112,3 @@ def _metrics(worker: Worker) -> Any:
 async def _announce(worker: Worker, addresses: dict[str, Any], on_ready: OnReady) -> None:
     await worker.wait_ready()
     on_ready({**addresses, "pid": os.getpid(), "worker_id": worker.identity.worker_id})
-    logger.info("worker %s is ready: %s", worker.identity.worker_id, process_facts())

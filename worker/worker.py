@@ -15,6 +15,7 @@ from contract.identity import Role
 from contract.requests import EngineRequest
 from engine.client import EngineClient
 from protos import worker_pb2 as pb
+from serving.process_facts import facts_of
 from text.model_card import MODEL_FILES
 from worker.link import RouterLink
 from worker.settings import WorkerSettings
@@ -118,7 +119,7 @@ class Worker:
             await self.engine.abort(request.request_id, request.attempt)
 
     async def debug_state(self) -> dict[str, Any]:
-        """Blocks, leases, transfers and requests as plain data."""
+        """Blocks, leases, transfers and requests as plain data, and the engine process's own facts."""
         state: dict[str, Any] = await self.engine.call("debug_state")
         return {
             "worker_id": self.identity.worker_id,
@@ -126,6 +127,7 @@ class Worker:
             "role": self.identity.role.value,
             "attached": self.is_ready,
             "num_accepted": self.num_requests,
+            "engine_process": facts_of(await self.engine.call("pid")),
             **state,
         }
 

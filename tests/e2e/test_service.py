@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests.service import Service, generate_all, running_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
+REPOSITORY = Path(__file__).parents[2]
 PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")
 LONG = {
     "model": "demo",
@@ -46,6 +49,7 @@ async def is_idle(service: Service) -> bool:
     workers = [state for name, state in states.items() if not name.startswith("router")]
     return all(
         state["num_accepted"] == 0
+        and state["engine_process"]["num_open_fds"] > 0
         and state["blocks"]["held"] == state["blocks"]["quarantined"] == 0
         and state["requests"] == {}
         and state["leases"] == []
@@ -57,6 +61,7 @@ async def is_idle(service: Service) -> bool:
 async def test_a_day_of_a_service(service: Service) -> None:
     """HTTP and gRPC answer alike, the split sums up, leaving clients free everything, a dead worker is one clear error."""
     await check_answers(service)
+    await check_examples(service)
     await check_leaving_clients(service)
     await check_worker_death(service)
 
@@ -89,6 +94,24 @@ async def check_answers(service: Service) -> None:
     status, completion = await service.post("/v1/completions", body)
     assert completion["choices"][0]["text"] == answer.text
     assert completion["usage"]["total_tokens"] == 13
+
+
+async def check_examples(service: Service) -> None:
+    """The examples of the README run as they stand."""
+    chat = await run_example("openai_chat", f"http://{service.http}")
+    assert chat == "comet: ginger\n"
+    answer, timings, _ = (await run_example("grpc_generate", service.grpc)).split("\n")
+    assert answer == "fox lake moon"
+    assert all(part in timings for part in (*PARTS, "end_to_end"))
+
+
+async def run_example(name: str, address: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"examples.{name}", address, cwd=REPOSITORY, stdout=subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()
 
 
 async def check_leaving_clients(service: Service) -> None:
