@@ -58,6 +58,11 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
 
 
+def choice_key(request_id: str, choice: int, attempt: int) -> str:
+    """The name of one choice of one attempt inside an engine."""
+    return f"{request_id}#{choice}.{attempt}"
+
+
 class SendTransfer(msgspec.Struct, frozen=True, tag="send"):
     """The prefill leg: lend this prompt's KV under ``transfer_id``."""
 
@@ -107,7 +112,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """The engine's own name for this choice of this attempt: two attempts may meet on one worker."""
-        return f"{self.request_id}#{self.choice}.{self.attempt}"
+        return choice_key(self.request_id, self.choice, self.attempt)
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidRequestError (or UnsupportedFieldError) that names what cannot be served."""
@@ -173,3 +178,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     timings: RequestTimings | None = None
     error_kind: str | None = None
     error_message: str | None = None
+
+    @property
+    def key(self) -> str:
+        """``EngineRequest.key`` of the request that this belongs to."""
+        return choice_key(self.request_id, self.choice, self.attempt)

@@ -13,7 +13,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.registry import Collector
 
-from contract.errors import SettingError
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2_grpc
 from router.changes import ChangeSignal
 from router.grpc_api import InferenceServicer
@@ -29,9 +28,9 @@ from router.settings import RouterSettings
 from router.tasks import TaskSet
 from serving.admin import AdminServer
 from serving.grpc_options import internal_server_options, public_server_options
+from serving.grpc_server import start_grpc
 from serving.http_server import HttpServer, start_http
 from serving.peer_auth import PeerAuthInterceptor
-from serving.settings import split_address
 from serving.signals import until_stopped
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class RouterService:
             ),
             server,
         )
-        return server, await _listen(server, self._settings.internal, "internal")
+        return server, await start_grpc(server, self._settings.internal, param="internal")
 
     async def _start_public(self) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(options=public_server_options(self._settings.max_body_bytes))
@@ -162,7 +161,7 @@ class RouterService:
         reflection.enable_server_reflection(
             (_INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        return server, await _listen(server, self._settings.grpc, "grpc")
+        return server, await start_grpc(server, self._settings.grpc, param="grpc")
 
     async def _tell_health(self) -> None:
         status = health_pb2.HealthCheckResponse
@@ -185,16 +184,6 @@ class RouterService:
             "requests": self._ledger.num_by_state(),
             "workers": [worker.debug_state() for worker in self._registry.workers],
         }
-
-
-async def _listen(server: grpc.aio.Server, address: str, param: str) -> str:
-    """Start a server on an address; the real "host:port". Raises SettingError."""
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise SettingError(f"{param} is {address}: cannot listen there, {error}", param=param) from error
-    await server.start()
-    return f"{split_address(address)[0]}:{port}"
 
 
 async def serve(settings: RouterSettings, on_started: Callable[[BoundAddresses], None]) -> None:

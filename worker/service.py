@@ -4,22 +4,23 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
 import grpc.aio
 
-from contract.errors import SettingError
 from contract.identity import Role, new_boot_id
 from engine.client import EngineClient, ProcessClient
 from kv_transfer.connector import TransferFactory
 from protos import worker_pb2_grpc
 from serving.admin import AdminServer
 from serving.grpc_options import internal_server_options
+from serving.grpc_server import start_grpc
 from serving.logs import configure_logs, log_settings
 from serving.metrics import EngineCollector
 from serving.peer_auth import PeerAuthInterceptor
+from serving.settings import split_address
 from serving.signals import until_stopped
 from worker.aggregated import AggregatedServicer
 from worker.servicer import WorkerServicer
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 OnReady = Callable[[dict[str, Any]], None]
 ServicerFactory = Callable[[Worker], WorkerServicer]
+_STOP_GRACE_SECONDS = 0.5
 
 
 async def serve_both(settings: WorkerSettings, on_ready: OnReady) -> None:
@@ -70,27 +72,35 @@ async def running_worker(
     identity = WorkerIdentity(role, settings.worker_id or f"{role.value}-{new_boot_id()[:6]}", new_boot_id())
     log_settings(logger, settings)
     engine = await _start_engine(identity, settings)
-    worker = Worker(identity, settings, engine)
+    try:
+        worker = Worker(identity, settings, engine)
+        async with exposed(worker, settings, servicer) as addresses:
+            yield worker, addresses
+    finally:
+        await engine.shutdown()
+
+
+@asynccontextmanager
+async def exposed(
+    worker: Worker, settings: WorkerSettings, servicer: ServicerFactory
+) -> AsyncIterator[dict[str, Any]]:
+    """A worker's ports: ``grpc`` (as others dial it) and ``admin``. On the way out its requests are aborted."""
     server = grpc.aio.server(
         interceptors=[PeerAuthInterceptor(settings.read_secret())],
         options=internal_server_options(settings.peer_timeout_seconds),
     )
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)
-    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
-    if port == 0:
-        raise SettingError(f"cannot bind {settings.host}:{settings.port}: address in use", param="port")
     admin = AdminServer(
         settings.admin, is_healthy=lambda: worker.is_ready, state=worker.debug_state, metrics=_metrics(worker)
     )
-    await server.start()
-    await admin.start()
-    try:
-        yield worker, {"grpc": f"{settings.host}:{port}", "admin": admin.address}
-    finally:
-        await worker.abort_all()
-        await server.stop(grace=0.5)
-        await admin.stop()
-        await engine.shutdown()
+    async with AsyncExitStack() as stack:
+        bound = await start_grpc(server, f"{settings.host}:{settings.port}", param="port")
+        stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
+        await admin.start()
+        stack.push_async_callback(admin.stop)
+        stack.push_async_callback(worker.abort_all)
+        host, port = split_address(bound)
+        yield {"grpc": f"{settings.advertise_host or host}:{port}", "admin": admin.address}
 
 
 async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> EngineClient:

@@ -1,9 +1,9 @@
 """The settings of one worker process, and the parts of them that its engine and its connector get."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from contract.identity import Role
 from engine.settings import EngineSettings
@@ -26,6 +26,8 @@ class WorkerSettings(Settings):
     """Name under which clients ask for the model; the folder's name where unset."""
     host: str = "127.0.0.1"
     """Interface that the worker's internal ports bind to; other workers and the router must reach it."""
+    advertise_host: str | None = None
+    """Host that the router and other workers dial; needed where host is a wildcard such as 0.0.0.0."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the worker's gRPC service; 0 picks a free one."""
     control_port: int = Field(default=0, ge=0, le=65535)
@@ -63,6 +65,12 @@ class WorkerSettings(Settings):
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
     """Silence on the control link after which the other worker counts as dead."""
 
+    @model_validator(mode="after")
+    def _check_advertise_host(self) -> Self:
+        if self.host in ("0.0.0.0", "::", "") and not self.advertise_host:
+            raise ValueError(f"host is {self.host!r}: set advertise_host to the name that others dial")
+        return self
+
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none."""
         return read_secret_file(self.secret_file)
@@ -93,6 +101,7 @@ class WorkerSettings(Settings):
             role=role,
             secret=self.read_secret(),
             host=self.host,
+            advertise_host=self.advertise_host,
             control_port=self.control_port,
             transport=self.transport,
             lease_seconds=self.lease_seconds,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contract.errors import CancelledError, KvbatonError, UnavailableError
+from contract.errors import CancelledError, InvalidRequestError, KvbatonError, UnavailableError
 from contract.identity import Role
 from contract.requests import EngineRequest
 from engine.client import EngineClient
@@ -50,8 +50,7 @@ class Worker:
         self._running = asyncio.Event()
         self._accepted: dict[str, EngineRequest] = {}
         self._early_cancels: OrderedDict[str, int] = OrderedDict()
-        self._load_timer: asyncio.TimerHandle | None = None
-        self._load_tasks: set[asyncio.Task[None]] = set()
+        self._load_changed = asyncio.Event()
 
     @property
     def is_ready(self) -> bool:
@@ -84,6 +83,7 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._link.run())
                 tasks.create_task(self._pump(self._link))
+                tasks.create_task(self._report_load(self._link))
         except* KvbatonError as group:
             raise group.exceptions[0] from None
 
@@ -102,8 +102,12 @@ class Worker:
         if self._early_cancels.get(request.request_id, -1) >= request.attempt:
             raise CancelledError(f"request {request.request_id} was cancelled before it arrived")
         request.check(self.engine.info.vocab_size)
-        self._accepted[request.key] = request
+        if request.key in self._accepted:
+            raise InvalidRequestError(
+                f"request {request.key} is here already; a replay needs a higher attempt"
+            )
         await self.engine.add_request(request)
+        self._accepted[request.key] = request
 
     async def cancel(self, request_id: str, attempt: int) -> None:
         """Abort all choices of a request up to ``attempt``; for one that is still on its way remember the wish."""
@@ -144,32 +148,26 @@ class Worker:
         async for outputs in self.engine.steps():
             for output in outputs:
                 if output.is_leg_finished:
-                    self._accepted.pop(f"{output.request_id}#{output.choice}.{output.attempt}", None)
+                    self._accepted.pop(output.key, None)
             entries = [entry_from_output(output) for output in outputs]
             if entries:
                 link.send(pb.WorkerMessage(step=pb.StepOutput(entries=entries)))
-            self._schedule_load(link)
+            self._load_changed.set()
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
-    def _schedule_load(self, link: RouterLink) -> None:
-        if self._load_timer is None:
-            loop = asyncio.get_running_loop()
-            self._load_timer = loop.call_later(LOAD_INTERVAL_SECONDS, self._start_load_report, link)
-
-    def _start_load_report(self, link: RouterLink) -> None:
-        self._load_timer = None
-        task = asyncio.get_running_loop().create_task(self._report_load(link))
-        self._load_tasks.add(task)
-        task.add_done_callback(self._load_tasks.discard)
-
     async def _report_load(self, link: RouterLink) -> None:
-        stats = await self.engine.call("stats")
-        load = pb.Load(
-            num_running=stats["num_running_reqs"],
-            num_waiting=stats["num_waiting_reqs"],
-            kv_cache_usage=stats["kv_cache_usage"],
-        )
-        link.send(pb.WorkerMessage(load=load))
+        """After steps, tell the router how busy we are, at most once per LOAD_INTERVAL_SECONDS."""
+        while True:
+            await self._load_changed.wait()
+            self._load_changed.clear()
+            stats = await self.engine.call("stats")
+            load = pb.Load(
+                num_running=stats["num_running_reqs"],
+                num_waiting=stats["num_waiting_reqs"],
+                kv_cache_usage=stats["kv_cache_usage"],
+            )
+            link.send(pb.WorkerMessage(load=load))
+            await asyncio.sleep(LOAD_INTERVAL_SECONDS)
 
     def _registration(self, address: str, admin_address: str) -> pb.Registration:
         info = self.engine.info

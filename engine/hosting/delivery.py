@@ -107,8 +107,7 @@ class Delivery:
     def _deliver_step(self, outputs: list[EngineOutput]) -> None:
         without_stream = []
         for output in outputs:
-            key = f"{output.request_id}#{output.choice}.{output.attempt}"
-            live = self._live.pop(key, None) if output.is_leg_finished else self._live.get(key)
+            live = self._live.pop(output.key, None) if output.is_leg_finished else self._live.get(output.key)
             if live is None:
                 continue
             if live.stream is None:

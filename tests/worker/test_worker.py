@@ -1,0 +1,241 @@
+"""A worker between a real router and a fake engine: what it accepts, refuses, carries and gives up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from contract.errors import IncompatiblePeerError, SettingError
+from contract.identity import Role
+from decode_service.servicer import DecodeServicer
+from engine.client import InProcessClient
+from engine.testing import start_fake_executor
+from engine.testing_transfer import fake_connector_factory
+from prefill_service.servicer import PrefillServicer
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from router.service import RouterService
+from router.settings import RouterSettings
+from serving.peer_auth import peer_metadata
+from tests.engine_scheduling.stepping import fake_settings
+from tests.text.tiny_model import model_files, write_model
+from worker.aggregated import AggregatedServicer
+from worker.service import exposed
+from worker.settings import WorkerSettings
+from worker.worker import Worker, WorkerIdentity
+
+SECRET = "a secret of the tests"
+SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.BOTH: AggregatedServicer}
+FREE: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+
+
+@dataclass
+class Running:
+    """One attached worker, a stub that calls it as the router does, and the router."""
+
+    worker: Worker
+    stub: Any
+    router: RouterService
+    run: asyncio.Task[None]
+
+    async def call(self, name: str, request: Any, secret: str = SECRET) -> Any:
+        return await getattr(self.stub, name)(request, metadata=peer_metadata(secret))
+
+
+@asynccontextmanager
+async def running(role: Role, folder: Path) -> AsyncIterator[Running]:
+    async with AsyncExitStack() as stack:
+        router = RouterService(RouterSettings(**FREE, secret=SECRET))
+        await router.start()
+        stack.push_async_callback(router.stop)
+        settings = worker_settings(folder, router.addresses.internal)
+        engine = await InProcessClient.start(
+            fake_settings(), fake_connector_factory, start=start_fake_executor
+        )
+        stack.push_async_callback(engine.shutdown)
+        worker = Worker(WorkerIdentity(role, "w", "boot"), settings, engine)
+        addresses = await stack.enter_async_context(exposed(worker, settings, SERVICERS[role]))
+        run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
+        stack.push_async_callback(asyncio.wait, [run])
+        stack.callback(run.cancel)
+        await worker.wait_ready()
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(addresses["grpc"]))
+        yield Running(worker, worker_pb2_grpc.WorkerStub(channel), router, run)
+
+
+def worker_settings(folder: Path, router: str) -> WorkerSettings:
+    model, secret_file = folder / "model", folder / "secret"
+    model.mkdir(exist_ok=True)
+    write_model(model)
+    secret_file.write_text(SECRET)
+    return WorkerSettings(model=model, router=router, secret_file=secret_file)
+
+
+def task(request_id: str = "r", max_tokens: int = 4, **fields: Any) -> pb.Task:
+    sampling = pb.EngineSampling(top_p=1.0, max_tokens=max_tokens)
+    fields = {"prompt_token_ids": [1, 2, 3], "sampling": sampling, "deadline_seconds": 60.0, **fields}
+    return pb.Task(request_id=request_id, **fields)
+
+
+def waiting_leg(request_id: str = "r", attempt: int = 0) -> pb.DecodeRequest:
+    """A decode leg that waits for KV that nobody sends."""
+    source = pb.TransferSource(transfer_id="t", worker_id="p", boot_id="b", control_address="127.0.0.1:1")
+    return pb.DecodeRequest(task=task(request_id, attempt=attempt, first_index=1), source=source)
+
+
+async def until_accepted(running: Running, count: int) -> None:
+    async with asyncio.timeout(10):
+        while running.worker.num_requests != count:
+            await asyncio.sleep(0.005)
+
+
+def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
+    invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
+    source = pb.TransferSource(transfer_id="t", control_address="127.0.0.1:1")
+    bad_sampling = pb.EngineSampling(temperature=9.0, top_p=1.0, max_tokens=1)
+    return [
+        (Role.PREFILL, "Prefill", pb.PrefillRequest(task=task()), invalid, "transfer_id"),
+        (Role.PREFILL, "Prefill", pb.PrefillRequest(task=pb.Task(), transfer_id="t"), invalid, "prompt"),
+        (
+            Role.PREFILL,
+            "Decode",
+            pb.DecodeRequest(task=task()),
+            missing,
+            "prefill worker does not serve Decode",
+        ),
+        (Role.DECODE, "Decode", pb.DecodeRequest(task=task()), invalid, "source"),
+        (Role.DECODE, "Decode", pb.DecodeRequest(task=pb.Task(), source=source), invalid, "prompt"),
+        (Role.DECODE, "Prefill", pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
+        (Role.BOTH, "Decode", pb.DecodeRequest(task=task(), source=source), invalid, "fetches no KV"),
+        (
+            Role.BOTH,
+            "Decode",
+            pb.DecodeRequest(task=task(sampling=bad_sampling)),
+            invalid,
+            "temperature is 9.0",
+        ),
+        (Role.BOTH, "Decode", pb.DecodeRequest(task=task(prompt_token_ids=[10**6])), invalid, "vocabulary"),
+    ]
+
+
+@pytest.mark.parametrize(("role", "call", "request_message", "code", "text"), refusals())
+async def test_what_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, role: Role, call: str, request_message: Any, code: grpc.StatusCode, text: str
+) -> None:
+    async with running(role, tmp_path) as it:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.call(call, request_message)
+        assert caught.value.code() is code
+        assert text in (caught.value.details() or "")
+        assert it.worker.num_requests == 0
+
+
+@pytest.mark.parametrize("call", ["Decode", "Cancel", "GetModelFiles"])
+async def test_strangers_are_refused(tmp_path: Path, call: str) -> None:
+    """Law 8: every internal call needs the cluster's proof."""
+    messages = {"Decode": pb.DecodeRequest(task=task()), "Cancel": pb.CancelRequest(request_id="r")}
+    async with running(Role.BOTH, tmp_path) as it:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            result = getattr(it.stub, call)(
+                messages.get(call, pb.GetModelFilesRequest()), metadata=peer_metadata("another secret")
+            )
+            await (result.read() if call == "GetModelFiles" else result)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path) -> None:
+    """The same choice of the same attempt twice is refused; cancel ends it; a later attempt is another request."""
+    async with running(Role.DECODE, tmp_path) as it:
+        await it.call("Decode", waiting_leg())
+        with pytest.raises(grpc.aio.AioRpcError, match="here already"):
+            await it.call("Decode", waiting_leg())
+        await it.call("Decode", waiting_leg(attempt=1))
+        assert it.worker.num_requests == 2
+        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=0))
+        await until_accepted(it, 1)
+        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=1))
+        await until_accepted(it, 0)
+
+
+async def test_a_whole_request_runs_to_its_end(tmp_path: Path) -> None:
+    async with running(Role.BOTH, tmp_path) as it:
+        await it.call("Decode", pb.DecodeRequest(task=task()))
+        await until_accepted(it, 0)
+        assert (await it.worker.engine.call("counters"))["generation_tokens_total"] == 4
+
+
+async def test_a_cancel_that_overtakes_its_request_is_remembered(tmp_path: Path) -> None:
+    """Two unary calls may arrive in any order: a request that was cancelled before it came does not start."""
+    async with running(Role.BOTH, tmp_path) as it:
+        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=1))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.call("Decode", pb.DecodeRequest(task=task(attempt=1)))
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
+        await it.call("Decode", pb.DecodeRequest(task=task(attempt=2)))
+
+
+async def test_losing_the_router_aborts_its_requests(tmp_path: Path) -> None:
+    """A worker without a router holds nothing, and accepts nothing."""
+    async with running(Role.DECODE, tmp_path) as it:
+        await it.call("Decode", waiting_leg())
+        await until_accepted(it, 1)
+        await it.router.stop()
+        await until_accepted(it, 0)
+        assert not it.worker.is_ready
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.call("Decode", waiting_leg("other"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await it.worker.engine.call("check_integrity")
+
+
+async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> None:
+    """Law 9: the small files of the model folder come over the wire, byte by byte."""
+    async with running(Role.BOTH, tmp_path) as it:
+        got: dict[str, bytes] = {}
+        async for piece in it.stub.GetModelFiles(pb.GetModelFilesRequest(), metadata=peer_metadata(SECRET)):
+            got[piece.name] = got.get(piece.name, b"") + piece.data
+        assert got == {name: data for name, data in model_files().items() if data}
+        async with asyncio.timeout(10):
+            await it.router.wait_ready()
+
+
+async def test_a_router_with_another_secret_refuses_the_worker(tmp_path: Path) -> None:
+    """It does not try again for ever: the worker ends with the reason."""
+    router = RouterService(RouterSettings(**FREE, secret="another secret"))
+    await router.start()
+    engine = await InProcessClient.start(fake_settings(), fake_connector_factory, start=start_fake_executor)
+    try:
+        settings = worker_settings(tmp_path, router.addresses.internal)
+        worker = Worker(WorkerIdentity(Role.BOTH, "w", "boot"), settings, engine)
+        with pytest.raises(IncompatiblePeerError, match="refused this worker"):
+            await worker.run("127.0.0.1:1", "127.0.0.1:2")
+    finally:
+        await engine.shutdown()
+        await router.stop()
+
+
+async def test_a_dead_engine_ends_the_worker(tmp_path: Path) -> None:
+    """The supervisor starts it again; nobody waits for an engine that is gone."""
+    async with running(Role.BOTH, tmp_path) as it:
+        await it.worker.engine.shutdown()
+        await asyncio.wait([it.run], timeout=10)
+        assert "the engine of worker w has stopped" in str(it.run.exception())
+
+
+def test_secrets_are_read_or_named(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    for path, text in ((None, "not set"), (tmp_path / "missing", "cannot be read"), (empty, "is empty")):
+        with pytest.raises(SettingError, match=text):
+            WorkerSettings(model=tmp_path, secret_file=path).read_secret()
+
+
+def test_a_wildcard_host_needs_a_name_to_dial(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="advertise_host"):
+        WorkerSettings(model=tmp_path, host="0.0.0.0")
