@@ -13,7 +13,7 @@ from contract.requests import EngineOutput, EngineRequest
 from engine.connector import ConnectorFactory
 from engine.core import EngineInfo
 from engine.hosting.delivery import Delivery
-from engine.hosting.messages import Abort, AddRequest, Call, FromEngine, Shutdown, ToEngine
+from engine.hosting.messages import Abort, AbortRequest, AddRequest, Call, FromEngine, Shutdown, ToEngine
 from engine.hosting.process import EngineProcess
 from engine.hosting.step_loop import EnginePlan
 from engine.hosting.thread import EngineThread
@@ -33,7 +33,10 @@ class EngineClient(Protocol):
         """
 
     async def abort(self, request_id: str, attempt: int | None = None) -> None:
-        """End all choices of a request, of all attempts up to ``attempt``. Each still has its last output."""
+        """End all choices of a request, of all attempts up to ``attempt``, and take back the KV that they still lend.
+
+        Each that has not ended still has its last output.
+        """
 
     def steps(self) -> AsyncIterator[list[EngineOutput]]:
         """One list per step, until the engine ends. For one consumer."""
@@ -93,8 +96,7 @@ class StreamingClient:
 
     async def abort(self, request_id: str, attempt: int | None = None) -> None:
         """See EngineClient."""
-        if keys := self._delivery.keys_of(request_id, attempt):
-            self._link.send(Abort(keys))
+        self._link.send(AbortRequest(request_id, attempt))
 
     def steps(self) -> AsyncIterator[list[EngineOutput]]:
         """See EngineClient."""

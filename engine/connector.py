@@ -8,7 +8,8 @@ The life of one hand-over, sender's side (prefill):
 1. ``open_send`` when the blocks of the whole prompt are reserved, before the first chunk runs;
 2. ``publish`` for each step that will compute more of the prompt; the metadata of that step carries the order to the
    rank, which acts on it after the forward pass;
-3. ``finish_send`` with the sampled token, or ``abandon_send`` when the answer ended or the request was aborted;
+3. ``finish_send`` with the sampled token, or ``abandon_send`` when the answer ended or the request was aborted (an
+   abort may come after ``finish_send`` too, while the receiver has not released the blocks);
 4. the request's id in ``ModelRunnerOutput.finished_sending``, exactly once, after ``finish_send`` or ``abandon_send``:
    nobody reads the blocks any more, the scheduler drops the transfer's references.
 
@@ -95,7 +96,10 @@ class SchedulerConnector(Protocol):
         """The prompt is computed and published; token 0 of every choice travels with the end of the transfer."""
 
     def abandon_send(self, request_id: str, kind: str, message: str) -> None:
-        """End a transfer that nobody shall use: the answer ended at token 0 (NOT_NEEDED), or abort or error."""
+        """End a transfer that nobody shall use: the answer ended at token 0 (NOT_NEEDED), or abort or error.
+
+        Also after ``finish_send``, when the client has gone; what was released meanwhile is left alone.
+        """
 
     def start_fetch(self, request: EngineRequest) -> None:
         """Ask the sender named in ``request.transfer`` for this request's KV."""

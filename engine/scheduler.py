@@ -124,6 +124,17 @@ class Scheduler:
             if request := self.requests.get(key):
                 self._finish(request, Ending(status))
 
+    def abort_request(self, request_id: str, attempt: int | None) -> None:
+        """End all choices of a request, of all attempts up to ``attempt`` (None: of all), and what they still lend."""
+
+        def is_concerned(asked: EngineRequest) -> bool:
+            return asked.request_id == request_id and (attempt is None or asked.attempt <= attempt)
+
+        keys = [key for key, request in self.requests.items() if is_concerned(request.asked)]
+        self.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
+        if self.sender:
+            self.sender.withdraw(is_concerned)
+
     def fail_all(self, message: str) -> dict[int, list[EngineOutput]]:
         """The engine is broken: an error for every request, without touching blocks or connector any more."""
         for request in self.requests.values():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from contract.errors import ErrorKind
 from contract.layout import KVLayout
 from contract.requests import EngineRequest
 from engine.connector import (
@@ -163,8 +164,10 @@ class FakeConnector:
 
     def abandon_send(self, request_id: str, kind: str, message: str) -> None:
         """See SchedulerConnector."""
-        assert self.sends[request_id].end is None and message
-        self.sends[request_id].end = kind
+        send = self.sends.get(request_id)
+        assert message and (kind == ErrorKind.CANCELLED or (send is not None and send.end is None))
+        if send is not None and send.end in (None, "finished"):
+            send.end = kind
 
     def start_fetch(self, request: EngineRequest) -> None:
         """See SchedulerConnector."""

@@ -53,14 +53,6 @@ class Delivery:
         """True until the request's last output."""
         return key in self._live
 
-    def keys_of(self, request_id: str, attempt: int | None) -> list[str]:
-        """Live choices of a request, of all attempts up to ``attempt`` (None: all)."""
-        return [
-            key
-            for key, live in self._live.items()
-            if live.request.request_id == request_id and (attempt is None or live.request.attempt <= attempt)
-        ]
-
     def expect_result(self, call_id: int) -> asyncio.Future[Any]:
         """The result of a call. Raises UnavailableError after ``close``."""
         self.check_open()

@@ -21,6 +21,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     keys: list[str]
 
 
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort_request"):
+    """End all choices of a request, of all attempts up to ``attempt`` (None: of all), and what they still lend."""
+
+    request_id: str
+    attempt: int | None = None
+
+
 class Call(msgspec.Struct, frozen=True, tag="call"):
     """Call a utility of the core (``EngineCore.call``); a CallResult with the same id follows."""
 
@@ -33,7 +40,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End everything; nothing after this is read."""
 
 
-ToEngine = AddRequest | Abort | Call | Shutdown
+ToEngine = AddRequest | Abort | AbortRequest | Call | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -16,6 +16,7 @@ from engine.connector import ConnectorFactory
 from engine.core import EngineCore, ExecutorStart, start_executor
 from engine.hosting.messages import (
     Abort,
+    AbortRequest,
     AddRequest,
     Call,
     CallResult,
@@ -122,6 +123,8 @@ class StepLoop:
                 self._core.add_request(request)
             case Abort(keys):
                 self._core.abort(keys)
+            case AbortRequest(request_id, attempt):
+                self._core.abort_request(request_id, attempt)
             case Call():
                 self._emit(self._call(item))
             case Shutdown():

@@ -4,9 +4,10 @@ Both talk to the ``SchedulerConnector`` (see ``engine/connector.py`` for the ord
 the BlockPool in step with what may still be read or written from outside.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from contract.errors import ErrorKind
+from contract.requests import EngineRequest
 from engine.connector import Drained, Failed, FirstToken, Published, SchedulerConnector
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import Ending, RequestStatus
@@ -31,12 +32,12 @@ class KVSender:
         self._connector = connector
         self._pool = pool
         self._open: set[str] = set()
-        self._leases: set[str] = set()
+        self._leases: dict[str, EngineRequest] = {}
 
     @property
     def leases(self) -> Collection[str]:
         """Keys of ended requests whose blocks are still lent."""
-        return self._leases
+        return self._leases.keys()
 
     def has_opened(self, request: Request) -> bool:
         """True when the blocks of the running request are lent."""
@@ -73,13 +74,19 @@ class KVSender:
 
     def take_back(self, keys: Collection[str]) -> None:
         """Nobody reads these any more (``finished_sending``): their leases end."""
-        for key in self._leases.intersection(keys):
-            self._leases.remove(key)
+        for key in self._leases.keys() & set(keys):
+            del self._leases[key]
             self._pool.free(lease_holder(key))
+
+    def withdraw(self, is_concerned: Callable[[EngineRequest], bool]) -> None:
+        """The client is gone: nobody needs what these ended requests still lend. Their leases end like all others."""
+        for key, asked in self._leases.items():
+            if is_concerned(asked):
+                self._connector.abandon_send(key, ErrorKind.CANCELLED, "the request was cancelled")
 
     def _lease(self, request: Request) -> None:
         self._open.remove(request.key)
-        self._leases.add(request.key)
+        self._leases[request.key] = request.asked
         self._pool.hand_over(request.key, lease_holder(request.key))
 
 

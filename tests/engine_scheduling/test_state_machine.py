@@ -105,6 +105,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         keys = sorted(self.engine.scheduler.requests)
         self.engine.core.abort(data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)))
 
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort_request(self, data: st.DataObject) -> None:
+        asked = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
+        self.engine.core.abort_request(asked.request_id, asked.attempt)
+
     @rule()
     def reset_prefix_cache(self) -> None:
         self.engine.core.call("reset_prefix_cache", [])

@@ -356,6 +356,21 @@ def test_abort_of_a_prefill_leg(num_steps: int) -> None:
     assert engine.pool.holders() == {} and not engine.connector.sends
 
 
+def test_abort_after_token_0_takes_the_loan_back() -> None:
+    """B12: the prefill leg has ended, its blocks are still lent; an abort of a later attempt's request spares them."""
+    engine = SteppedEngine()
+    engine.add(fake_request("p", PROMPT, transfer=SEND, attempt=1))
+    engine.run()
+    engine.core.abort_request("p", 0)
+    engine.core.abort_request("other", None)
+    assert engine.connector.sends["p#0.1"].end == "finished"
+    engine.core.abort_request("p", 1)
+    assert engine.connector.sends["p#0.1"].end == "cancelled"
+    engine.connector.end_lease("p#0.1")
+    engine.run()
+    assert engine.pool.holders() == {}
+
+
 @pytest.mark.parametrize("state", ["asked", "published", "reading", "landed", "waiting", "running"])
 def test_abort_of_a_decode_leg(state: str) -> None:
     """B12: in every state of the remote wait and after it; blocks of a read that goes on are quarantined."""

@@ -77,6 +77,16 @@ async def test_an_answer_that_ends_at_token_0_moves_nothing(model: Path) -> None
     assert tokens_of(rest) == []
 
 
+async def test_abort_before_anybody_fetched_frees_the_loan(model: Path) -> None:
+    """The prefill leg has ended with token 0 and no decode leg ever came: its blocks do not wait for the lease's end."""
+    async with running_pair(model) as pair:
+        send, _ = pair.legs("alone", PROMPT, SAMPLED)
+        assert len(tokens_of(await outputs_of(pair.prefill, send))) == 1
+        assert (await pair.prefill.call("debug_state"))["leases"] == ["alone#0.0"]
+        await pair.prefill.abort("alone", 0)
+        await pair.until_free()
+
+
 @pytest.mark.parametrize("delay_steps", range(0, 12, 2))
 async def test_abort_at_any_moment_frees_both_sides(model: Path, delay_steps: int) -> None:
     """B12 over the hand-over: both legs are aborted after some outputs or none; no block and no lease stays."""
