@@ -1,7 +1,7 @@
 """Asks a running service, as its users do: OpenAI HTTP and gRPC."""
 
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,14 @@ class Answer:
 
 
 async def served_model(url: str) -> str:
-    """The id of the first model that ``url`` serves. Raises UnavailableError when nobody answers there."""
+    """The id of the first model that ``url`` serves. Raises UnavailableError when nobody answers there, or none is."""
     async with _session() as session:
         reply = await _json(url, session.get(f"{url.rstrip('/')}/v1/models"))
-    return str(reply["data"][0]["id"])
+    with _openai_shape(url):
+        models = reply["data"]
+        if not models:
+            raise UnavailableError(f"{url} serves no model yet; try again when its workers are ready")
+        return str(models[0]["id"])
 
 
 async def ask_http(url: str, path: str, body: Mapping[str, Any]) -> Answer:
@@ -42,15 +46,16 @@ async def ask_http(url: str, path: str, body: Mapping[str, Any]) -> Answer:
     """
     async with _session() as session:
         reply = await _json(url, session.post(f"{url.rstrip('/')}/v1/{path}", json=dict(body)))
-    choice, usage = reply["choices"][0], reply.get("usage") or {}
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    return Answer(
-        text=text or "",
-        finish_reason=choice["finish_reason"] or "",
-        num_prompt_tokens=usage.get("prompt_tokens", 0),
-        num_completion_tokens=usage.get("completion_tokens", 0),
-        timings=reply.get("kvbaton", {}).get("timings", {}),
-    )
+    with _openai_shape(url):
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        return Answer(
+            text=text or "",
+            finish_reason=choice["finish_reason"] or "",
+            num_prompt_tokens=usage.get("prompt_tokens", 0),
+            num_completion_tokens=usage.get("completion_tokens", 0),
+            timings=reply.get("kvbaton", {}).get("timings", {}),
+        )
 
 
 def _session() -> aiohttp.ClientSession:
@@ -63,9 +68,19 @@ async def _json(url: str, request: AbstractAsyncContextManager[aiohttp.ClientRes
             reply: dict[str, Any] = await response.json(content_type=None)
     except (aiohttp.ClientError, ValueError) as error:
         raise UnavailableError(f"{url} does not answer as an OpenAI service: {error}") from error
-    if "error" in reply:
-        raise KvbatonError(f"{url} answered {response.status}: {reply['error']['message']}")
+    with _openai_shape(url):
+        if "error" in reply:
+            raise KvbatonError(f"{url} answered {response.status}: {reply['error']['message']}")
     return reply
+
+
+@contextmanager
+def _openai_shape(url: str) -> Iterator[None]:
+    """Turns what goes wrong in reading a reply of another shape into UnavailableError."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise UnavailableError(f"{url} does not answer as an OpenAI service: {error!r}") from error
 
 
 async def ask_grpc(address: str, request: pb.GenerateRequest) -> Answer:

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, CliSuppress
 
 from contract.errors import SettingError
@@ -18,6 +18,15 @@ DEMO = "demo"
 LogLevel = Literal["debug", "info", "warning", "error"]
 PREFIX = "KVBATON_"
 _SERVICE_SETTINGS = (("router.settings", "RouterSettings"), ("worker.settings", "WorkerSettings"))
+
+
+def _check_ready_file(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError("it must be a file in a folder that exists and can be written to")
+    return path
 
 
 class ServiceSettings(Settings):
@@ -64,7 +73,7 @@ class LocalSettings(Settings):
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:9000"
     """HOST:PORT of the gRPC API; port 0 picks a free one."""
-    ready_file: Path | None = None
+    ready_file: Annotated[Path | None, AfterValidator(_check_ready_file)] = None
     """File that says, once the service can answer, where everything listens (JSON)."""
     secret_file: Path | None = None
     """File with the cluster's secret; unset: a fresh one, private to these processes."""

@@ -40,7 +40,10 @@ class Published:
 
 @dataclass(frozen=True)
 class Failed:
-    """The transfer of this request failed and no read is outstanding; ``kind`` is an ErrorKind value."""
+    """The transfer of this request failed and no read is outstanding.
+
+    kind: an ErrorKind value, or "not_needed" when token 0 ended the answer at the sender: no error.
+    """
 
     request_id: str
     kind: str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from contract.errors import InvalidRequestError, NotFoundError, SettingError
+from contract.errors import KvbatonError, NotFoundError, SettingError
 from contract.layout import KVLayout
 from contract.requests import EngineOutput, EngineRequest
 from engine.connector import ConnectorFactory, ConnectorPair
@@ -97,7 +97,7 @@ class EngineCore:
         try:
             request.check(self.info.vocab_size)
             self.scheduler.add_request(request)
-        except InvalidRequestError as error:
+        except KvbatonError as error:
             self.scheduler.reject(request, error)
 
     def abort(self, keys: list[str]) -> None:

@@ -88,7 +88,8 @@ class Scheduler:
     def add_request(self, asked: EngineRequest) -> None:
         """Enqueue a request; nothing runs before the next step (A18). One that can never run is answered at once (A28).
 
-        Raises InvalidRequestError for a key that is still in use, or a transfer in an engine without a connector.
+        Raises InvalidRequestError for a key that is still in use, or a transfer in an engine without a connector; and
+        what the connector raises when it refuses to fetch. Then nothing has changed.
         """
         is_lent = self.sender is not None and asked.key in self.sender.leases
         if asked.key in self.requests or is_lent or self.pool.is_quarantined(asked.key):
@@ -104,14 +105,14 @@ class Scheduler:
         if reason := why_impossible(request, self._max_length, self.pool.num_usable_blocks):
             self._outbox.tokens(request, [], refused(reason))
             return
-        self.requests[request.key] = request
-        self._deadlines.add(Deadline(now + asked.deadline_seconds, request.key, asked.deadline_seconds))
         if self.receiver and request.is_receiving:
             self.receiver.start(request)
             seconds = self._settings.remote_kv_timeout_seconds
             self._deadlines.add(Deadline(now + seconds, request.key, seconds, request.status))
         else:
-            self.batcher.waiting.append(request)
+            self.batcher.enqueue(request)
+        self.requests[request.key] = request
+        self._deadlines.add(Deadline(now + asked.deadline_seconds, request.key, asked.deadline_seconds))
 
     def reject(self, asked: EngineRequest, error: KvbatonError) -> None:
         """Answer a request that was not accepted with its error, among the next step's outputs."""
@@ -215,7 +216,8 @@ class Scheduler:
         if self.receiver:
             for failure in self.receiver.take_events():
                 self._finish(self.requests[failure.request_id], _ending_of(failure))
-            self.receiver.reserve()
+            if not self.batcher.has_preempted:
+                self.receiver.reserve()
 
     def _give_orders(self, plan: StepPlan) -> SchedulerOutput:
         now = self._clock()
@@ -224,6 +226,7 @@ class Scheduler:
             if not request.is_known_to_runner:
                 request.milestones.scheduled = now
                 self.prefix_stats.record(request.num_prompt_tokens, request.num_cached_tokens)
+                self.totals.num_cached_tokens += request.num_cached_tokens
             if self.sender and request.is_sending:
                 self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
         output = plan.to_output(self.pool)

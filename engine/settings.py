@@ -29,7 +29,7 @@ class EngineSettings:
     workers_on_host: int = 1
     enable_prefix_caching: bool = True
     num_threads: int = 1
-    remote_kv_timeout_seconds: float = 60.0
+    remote_kv_timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         """Check every range."""

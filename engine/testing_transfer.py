@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import ErrorKind
+from contract.errors import ErrorKind, KvbatonError
 from contract.layout import KVLayout
 from contract.requests import EngineRequest
 from engine.connector import (
@@ -90,6 +90,7 @@ class FakeConnector:
         self.sends: dict[str, FakeSend] = {}
         self.fetches: dict[str, FakeFetch] = {}
         self.is_closed = False
+        self.refusal: KvbatonError | None = None
         self._wake = wake
         self._orders: list[tuple[str, int]] = []
         self._events: list[TransferEvent] = []
@@ -170,7 +171,9 @@ class FakeConnector:
             send.end = kind
 
     def start_fetch(self, request: EngineRequest) -> None:
-        """See SchedulerConnector."""
+        """See SchedulerConnector. Raises ``refusal`` where the test has set one."""
+        if self.refusal:
+            raise self.refusal
         assert request.key not in self.fetches
         self.fetches[request.key] = FakeFetch(list(request.prompt_token_ids))
 

@@ -270,7 +270,8 @@ class FetchDesk(Desk):
             case ev.TellPublished():
                 self._events.append(Published(wanted.key))
             case ev.TellFailed():
-                self._counters.add("transfer_failures_total", kind=action.kind)
+                if action.kind != NOT_NEEDED:
+                    self._counters.add("transfer_failures_total", kind=action.kind)
                 self._events.append(Failed(wanted.key, action.kind, action.message))
             case ev.TellDrained():
                 self._events.append(Drained(wanted.key))
@@ -285,7 +286,5 @@ def _changed_lease(message: msg.BlocksPublished) -> ev.SenderFailed:
 
 
 def _known_kind(kind: str) -> str:
-    """The scheduler gets ErrorKind values: an abandoned transfer is a cancelled one, an unknown kind is a bug."""
-    if kind == NOT_NEEDED:
-        return ErrorKind.CANCELLED
-    return kind if kind in set(ErrorKind) else ErrorKind.INTERNAL
+    """The scheduler gets NOT_NEEDED, which is no error, or an ErrorKind value: an unknown kind is a bug."""
+    return kind if kind == NOT_NEEDED or kind in set(ErrorKind) else ErrorKind.INTERNAL

@@ -99,7 +99,8 @@ class Link:
             return
         if not data:
             raise LinkClosedError("closed by the peer")
-        self.heard_at = now
+        if self.is_up:  # the handshake as a whole has to be over in time, not its next byte
+            self.heard_at = now
         for frame in self._frames.feed(data):
             message = decode_message(frame)
             if self.is_up:
@@ -107,6 +108,7 @@ class Link:
                 continue
             self._write_all(self._handshake.receive(message))
             if self.session is not None:
+                self.heard_at = now
                 self._frames.max_bytes = self._max_frame_bytes
                 self._write_all(self._waiting)
                 self._waiting.clear()

@@ -27,6 +27,8 @@ from kv_transfer.messages import Message, Ping, Refused
 
 logger = logging.getLogger(__name__)
 _PINGS_PER_TIMEOUT = 3
+_MAX_WAIT_SECONDS = 3600.0
+"""A selector refuses to wait for more than some weeks."""
 
 
 class LinkEvents(Protocol):
@@ -119,8 +121,7 @@ class LinkLoop:
         deadline: float | None = None
         try:
             while not self._is_stopping:
-                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-                for key, _ in self._selector.select(timeout):
+                for key, _ in self._selector.select(_seconds_until(deadline)):
                     key.data()
                 while self._commands:
                     self._commands.popleft()()
@@ -152,7 +153,7 @@ class LinkLoop:
         if ref not in self._by_ref:
             try:
                 self._dial(ref, target)
-            except (OSError, KvbatonError) as error:
+            except (OSError, UnicodeError, KvbatonError) as error:  # UnicodeError: no host can be called so
                 self._events.link_down(ref, None, _lost(target.worker_id, f"cannot be dialed: {error}"))
                 return
         self._send(ref, message)
@@ -261,10 +262,16 @@ class LinkLoop:
 
     def _ping_at(self, link: Link) -> float:
         """When an idle link needs a ping, for the less patient of the two sides."""
-        if link.session is None:
+        if link.session is None or link.wants_write:  # bytes that still wait are as good as a ping
             return math.inf
         timeout = min(self._settings.peer_timeout_seconds, link.session.timeout_seconds)
         return link.sent_at + timeout / _PINGS_PER_TIMEOUT
+
+
+def _seconds_until(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    return min(max(0.0, deadline - time.monotonic()), _MAX_WAIT_SECONDS)
 
 
 def _name(link: Link) -> str:

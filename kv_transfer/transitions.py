@@ -231,12 +231,12 @@ def _announced(fetch: Fetch, event: ev.Announced) -> FetchStep:
 def _sender_completed(fetch: Fetch, event: ev.Completed) -> FetchStep:
     if fetch.has_ended or fetch.first_tokens is not None:
         return fetch, []
-    if not event.num_blocks == fetch.num_blocks == len(fetch.digests):
+    if not event.num_blocks == fetch.num_blocks == len(fetch.digests) or not event.first_tokens:
         return _fail_fetch(
             fetch,
             ErrorKind.TRANSFER_FAILED,
-            f"the sender ended with {event.num_blocks} blocks, {len(fetch.digests)} announced;"
-            f" the prompt has {fetch.num_blocks}",
+            f"the sender ended with {event.num_blocks} blocks, {len(fetch.digests)} announced, and"
+            f" {len(event.first_tokens)} tokens; the prompt has {fetch.num_blocks} blocks",
         )
     return _settle(replace(fetch, first_tokens=event.first_tokens, announced_at=event.now))
 

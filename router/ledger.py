@@ -106,7 +106,8 @@ class Ledger:
     @property
     def num_waiting(self) -> int:
         """Requests without a first token yet."""
-        return len(self._records) - self.num_running
+        early = (RequestState.PREPARING, RequestState.WAITING_FOR_FIRST_TOKEN)
+        return sum(r.state in early for r in self._records.values())
 
 
 def _kind_of(error: BaseException) -> ErrorKind:

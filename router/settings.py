@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from contract.errors import SettingError
 from serving.settings import Address, Settings, read_secret_file
 
 
@@ -40,5 +41,10 @@ class RouterSettings(Settings):
     """Silence of a worker's connection after which it counts as dead."""
 
     def read_secret(self) -> str:
-        """The cluster secret; raises SettingError where there is none."""
+        """The cluster secret; raises SettingError where there is none, or where two are given."""
+        if self.secret and self.secret_file:
+            raise SettingError(
+                "secret (KVBATON_SECRET) and secret_file are both set; workers know the file's only: unset secret",
+                param="secret",
+            )
         return self.secret or read_secret_file(self.secret_file)

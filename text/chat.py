@@ -1,7 +1,7 @@
 """Chat messages → the prompt text of a model's chat template (jinja2, sandboxed).
 
 The template sees what ``transformers`` gives it: ``messages``, ``add_generation_prompt``, ``bos_token``,
-``eos_token``, ``tools``, and the functions ``raise_exception``, ``strftime_now`` and the filter ``tojson``.
+``eos_token``, ``tools``, ``documents``, and the functions ``raise_exception``, ``strftime_now`` and the filter ``tojson``.
 """
 
 import json
@@ -94,7 +94,11 @@ class ChatTemplate:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, **self._variables
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise InvalidRequestError(

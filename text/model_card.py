@@ -40,7 +40,16 @@ class ModelCard:
 
     @classmethod
     def from_folder(cls, folder: Path, name: str | None = None) -> "ModelCard":
-        """Read a Hugging Face model folder. Raises SettingError that names what is missing."""
+        """Read a Hugging Face model folder. Raises SettingError that names what is missing or of another shape."""
+        try:
+            return cls._read(folder, name)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SettingError(
+                f"the model files in {folder} cannot be read: {error!r}", param="model"
+            ) from error
+
+    @classmethod
+    def _read(cls, folder: Path, name: str | None) -> "ModelCard":
         config = read_json(folder / "config.json")
         if not config:
             raise SettingError(f"{folder} holds no config.json", param="model")

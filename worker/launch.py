@@ -54,6 +54,7 @@ class Child:
         self._process = process
         self._ready = ready
         self._ready_pipe = ready_pipe
+        self._is_over = False
 
     @property
     def pid(self) -> int:
@@ -74,8 +75,10 @@ class Child:
     async def wait(self) -> int:
         """Block until it has ended and nothing of its process group runs any more; the exit code (−N for signal N)."""
         code = await self._process.wait()
-        self._kill_group()
-        self._ready_pipe.close()
+        if not self._is_over:  # later the number may belong to somebody else's group
+            self._is_over = True
+            self._kill_group()
+            self._ready_pipe.close()
         return code
 
     async def stop(self, grace_seconds: float) -> int:

@@ -58,8 +58,8 @@ class WorkerSettings(Settings):
     """Keep the KV of finished prompts for prompts that begin alike."""
     num_threads: int = Field(default=1, ge=1)
     """Threads of torch."""
-    remote_kv_timeout_seconds: float = Field(default=60.0, gt=0)
-    """How long a request may wait for its KV before it ends with an error."""
+    remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)
+    """How long a request may wait for its KV before it ends with an error. A dead peer is noticed far sooner."""
     lease_seconds: float = Field(default=30.0, gt=0)
     """How long computed KV is lent to a decode worker that gives no sign of life."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
@@ -69,6 +69,15 @@ class WorkerSettings(Settings):
     def _check_advertise_host(self) -> Self:
         if self.host in ("0.0.0.0", "::", "") and not self.advertise_host:
             raise ValueError(f"host is {self.host!r}: set advertise_host to the name that others dial")
+        return self
+
+    @model_validator(mode="after")
+    def _check_lease(self) -> Self:
+        if self.lease_seconds < self.peer_timeout_seconds:
+            raise ValueError(
+                f"lease_seconds is {self.lease_seconds}: it must be peer_timeout_seconds"
+                f" ({self.peer_timeout_seconds}) or more, else leases end between two signs of life"
+            )
         return self
 
     def read_secret(self) -> str:
@@ -105,5 +114,6 @@ class WorkerSettings(Settings):
             control_port=self.control_port,
             transport=self.transport,
             lease_seconds=self.lease_seconds,
+            parked_seconds=self.remote_kv_timeout_seconds,
             peer_timeout_seconds=self.peer_timeout_seconds,
         )

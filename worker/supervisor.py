@@ -104,22 +104,27 @@ class Supervisor:
         num_failures = 0
         while True:
             began = time.monotonic()
-            code = await self._live(spec)
+            how = await self._live(spec)
             num_failures = 1 if time.monotonic() - began >= self._policy.calm_seconds else num_failures + 1
             delay = self._policy.delay(num_failures)
             self.num_restarts[spec.name] += 1
             logger.warning(
                 "%s ended (%s); restart %d in %.1f s",
                 spec.name,
-                describe_exit(code),
+                how,
                 self.num_restarts[spec.name],
                 delay,
             )
             await asyncio.sleep(delay)
 
-    async def _live(self, spec: ProcessSpec) -> int:
-        """One life of a process, from its start to its end; the exit code."""
-        child = await launch(spec, self._known)
+    async def _live(self, spec: ProcessSpec) -> str:
+        """One life of a process, from its start to its end; how it ended."""
+        try:
+            child = await launch(spec, self._known)
+        except OSError as error:
+            if not self._was_ready[spec.name].is_set():
+                raise UnavailableError(f"{spec.name} could not start: {error}") from error
+            return f"it could not be started: {error}"
         self._children[spec.name] = child
         self._tell(spec, ProcessState.STARTED, {"pid": child.pid})
         try:
@@ -128,7 +133,7 @@ class Supervisor:
             self._tell(spec, ProcessState.ENDED, {"pid": child.pid})
             if not self._was_ready[spec.name].is_set():
                 raise UnavailableError(f"{spec.name} could not start: {error.message}") from error
-            return await child.wait()
+            return describe_exit(await child.wait())
         self._running[spec.name] = self._known[spec.name] = facts
         self._was_ready[spec.name].set()
         self._publish()
@@ -137,7 +142,7 @@ class Supervisor:
         del self._running[spec.name]
         self._publish()
         self._tell(spec, ProcessState.ENDED, facts)
-        return code
+        return describe_exit(code)
 
     def _publish(self) -> None:
         if self._stopping or not all(event.is_set() for event in self._was_ready.values()):

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from contract.errors import SettingError
 from engine.hosting.messages import FromEngine, Ready, Shutdown, Stopped, ToEngine
 from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
 
@@ -49,7 +50,8 @@ class EngineProcess:
     """An ``EngineLink`` to a core in a process of its own.
 
     Start it from a thread that lives as long as the engine shall (the main thread): on Linux the engine is killed
-    when the thread that started it ends. The sockets' folder is made ``within`` the system's temporary one, or another.
+    when the thread that started it ends. The sockets' folder is made ``within`` the system's temporary one, or another;
+    raises SettingError where its path is too long for a socket.
     """
 
     def __init__(self, plan: EnginePlan, within: Path | None = None) -> None:
@@ -58,10 +60,9 @@ class EngineProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._input = self._context.socket(zmq.PUSH)
         self._input.setsockopt(zmq.SNDHWM, 0)
-        self._input.bind(sockets.to_engine)
         self._output = zmq.asyncio.Context(self._context).socket(zmq.PULL)
         self._output.setsockopt(zmq.RCVHWM, 0)
-        self._output.bind(sockets.from_engine)
+        self._bind(sockets)
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_main, args=(plan, sockets), name="engine-core", daemon=True
         )
@@ -81,6 +82,8 @@ class EngineProcess:
 
     def send(self, message: ToEngine) -> None:
         """See EngineLink."""
+        if self._input.closed:
+            return
         with contextlib.suppress(zmq.Again):
             self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
 
@@ -103,6 +106,18 @@ class EngineProcess:
             self._free()
         self.process.join()
         return self._ended_as_asked and self.process.exitcode == 0
+
+    def _bind(self, sockets: Sockets) -> None:
+        try:
+            self._input.bind(sockets.to_engine)
+            self._output.bind(sockets.from_engine)
+        except zmq.ZMQError as error:
+            self._free()
+            raise SettingError(
+                f"the engine's sockets cannot be made in {self._folder}: {error.strerror}; "
+                "set TMPDIR to another (shorter) folder",
+                param="TMPDIR",
+            ) from error
 
     async def _read(self, hear: Callable[[FromEngine], None]) -> None:
         """Until the engine's last message. The first one completes the handshake."""

@@ -1,8 +1,8 @@
 """Which requests compute how many tokens in a step: token budget, chunked prefill, preemption by recompute.
 
 Running requests come first, and of those the decodes; then requests whose KV has arrived from another worker; then new
-ones in order of arrival. Blocks are handed out on demand (A14), except for a prefill leg: it gets those of its whole
-prompt at once or does not start, and is never preempted, because another worker reads them (law 4).
+ones, by priority and in order of arrival. Blocks are handed out on demand (A14), except for a prefill leg: it gets those
+of its whole prompt at once or does not start, and is never preempted, because another worker reads them (law 4).
 """
 
 from collections import deque
@@ -36,11 +36,26 @@ class Batcher:
             self._admit_waiting(plan)
         return plan
 
+    def enqueue(self, request: Request) -> None:
+        """A new request waits behind preempted ones, and behind those of its own or of a higher priority (B10)."""
+        place = len(self.waiting)
+        while place and self._gives_way(self.waiting[place - 1], request):
+            place -= 1
+        self.waiting.insert(place, request)
+
+    @property
+    def has_preempted(self) -> bool:
+        """A preempted request waits for blocks (at the head of the line): those that become free are for it."""
+        return bool(self.waiting) and self.waiting[0].status is RequestStatus.PREEMPTED
+
     def remove(self, request: Request) -> None:
         """The request ended; it may stand anywhere, or nowhere."""
         for queue in (self.running, self.waiting, self.arrived):
             if request in queue:
                 queue.remove(request)
+
+    def _gives_way(self, other: Request, request: Request) -> bool:
+        return other.status is RequestStatus.WAITING and other.priority < request.priority
 
     def _continue_running(self, plan: StepPlan) -> None:
         """Decodes before chunks of prompts, so that a long prompt does not hold up running answers (A32)."""

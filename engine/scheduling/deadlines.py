@@ -1,6 +1,7 @@
 """One queue of deadlines: who must be looked at when."""
 
 import heapq
+import itertools
 from dataclasses import dataclass, field
 
 from engine.scheduling.ending import RequestStatus
@@ -23,32 +24,36 @@ class Deadlines:
     """A heap of the deadlines of live requests; what belongs to a forgotten one is dropped as it surfaces."""
 
     def __init__(self) -> None:
-        self._heap: list[Deadline] = []
-        self._live: set[str] = set()
+        self._heap: list[tuple[Deadline, int]] = []
+        self._lives: dict[str, int] = {}
+        self._life_numbers = itertools.count()
 
     def add(self, deadline: Deadline) -> None:
-        """Remember a deadline; its request is live until ``forget``."""
-        self._live.add(deadline.key)
-        heapq.heappush(self._heap, deadline)
+        """Remember a deadline; its request is live until ``forget``. A key may live again: with new deadlines only."""
+        life = self._lives.setdefault(deadline.key, next(self._life_numbers))
+        heapq.heappush(self._heap, (deadline, life))
 
     def forget(self, key: str) -> None:
         """The request ended."""
-        self._live.discard(key)
-        if len(self._heap) > 4 * len(self._live) + 64:
-            self._heap = [deadline for deadline in self._heap if deadline.key in self._live]
+        self._lives.pop(key, None)
+        if len(self._heap) > 4 * len(self._lives) + 64:
+            self._heap = [entry for entry in self._heap if self._is_live(*entry)]
             heapq.heapify(self._heap)
 
     def take_expired(self, now: float) -> list[Deadline]:
         """Deadlines of live requests at or before ``now``, earliest first; each is returned once."""
         expired = []
-        while self._heap and self._heap[0].when <= now:
-            deadline = heapq.heappop(self._heap)
-            if deadline.key in self._live:
+        while self._heap and self._heap[0][0].when <= now:
+            deadline, life = heapq.heappop(self._heap)
+            if self._is_live(deadline, life):
                 expired.append(deadline)
         return expired
 
     def next(self) -> float | None:
         """When the earliest one of a live request is due."""
-        while self._heap and self._heap[0].key not in self._live:
+        while self._heap and not self._is_live(*self._heap[0]):
             heapq.heappop(self._heap)
-        return self._heap[0].when if self._heap else None
+        return self._heap[0][0].when if self._heap else None
+
+    def _is_live(self, deadline: Deadline, life: int) -> bool:
+        return self._lives.get(deadline.key) == life

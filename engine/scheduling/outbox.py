@@ -30,7 +30,7 @@ class Outbox:
         self._outputs[request.client_index].append(request.emit(token_ids, ending, logprobs))
         self._totals.num_generated_tokens += len(token_ids)
         if ending is not None:
-            self._totals.num_finished += 1
+            self._totals.num_finished += ending.error_kind is None
             self._totals.num_failed += ending.error_kind is not None
 
     def refusal(self, asked: EngineRequest, error: KvbatonError) -> None:

@@ -95,7 +95,8 @@ class KVReceiver:
 
     One of them holds nothing until its sender has published; then it reserves ceil((prompt + 1) / block_size) blocks,
     cached ones included, in one step or not at all (law 4). One that does not fit keeps its place and tries again,
-    and does not hold up those behind it; its deadline bounds the wait. num_needed_blocks: blocks that all reservations
+    and does not hold up those behind it; its deadline bounds the wait. None reserves while a preempted request waits for
+    blocks, or that one would never get any while new ones keep coming. num_needed_blocks: blocks that all reservations
     so far asked the senders for, beyond what the cache held.
     """
 
@@ -114,10 +115,10 @@ class KVReceiver:
         return len(self._waiting)
 
     def start(self, request: Request) -> None:
-        """The request arrived: ask for its KV."""
+        """The request arrived: ask for its KV. Raises what the connector raises, and then nothing has changed."""
+        self._connector.start_fetch(request.asked)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._waiting[request.key] = request
-        self._connector.start_fetch(request.asked)
 
     def take_events(self) -> list[Failed]:
         """Note what the connector has to say; returns the failures of requests that still wait."""

@@ -29,6 +29,7 @@ class TcpReceiver:
                     self._connect(sock, source)
                 for start, piece in request.pieces(views[0].nbytes):
                     self._fetch_piece(sock, piece, views[start : start + len(piece.indices)])
+            read.check()  # a stop behind the last byte has shut the connection down as well
         except (OSError, TransferError) as error:
             self._drop(source)
             if read.is_stopped:
@@ -78,8 +79,11 @@ class TcpReceiver:
 
     def _prune(self) -> None:
         """Close what peers have closed: an idle connection becomes readable by its end only."""
-        readable = select.select(list(self._connections.values()), [], [], 0)[0]
-        for source in [source for source, sock in self._connections.items() if sock in readable]:
+        poll = select.poll()  # not select.select: it takes no descriptor above 1023
+        for sock in self._connections.values():
+            poll.register(sock, select.POLLIN)
+        ended = {descriptor for descriptor, _ in poll.poll(0)}
+        for source in [source for source, sock in self._connections.items() if sock.fileno() in ended]:
             self._drop(source)
 
     def _drop(self, source: Source) -> None:

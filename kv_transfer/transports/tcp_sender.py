@@ -5,6 +5,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from contract.errors import TransferError
 from engine.connector import KVMemory
@@ -78,7 +79,8 @@ class TcpSender:
                 ready = [key.fileobj for key, _ in selector.select()]
                 if self._wake_in in ready:
                     return
-                self._start_connection(self._listener.accept()[0])
+                with suppress(OSError):  # the dialer gave up already, or no descriptor is free: others go on
+                    self._start_connection(self._listener.accept()[0])
 
     def _start_connection(self, sock: socket.socket) -> None:
         connection = _Connection(sock)

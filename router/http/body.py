@@ -8,6 +8,9 @@ from aiohttp import web
 
 from contract.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
 
+_MAX_DEPTH = 100
+"""What is nested deeper cannot be written out (in a message, by a chat template) within Python's recursion limit."""
+
 
 async def read_body(request: web.Request, max_body_bytes: int) -> "Body":
     """The JSON object of a POST. Raises UnsupportedMediaTypeError, PayloadTooLargeError, InvalidRequestError."""
@@ -21,13 +24,33 @@ async def read_body(request: web.Request, max_body_bytes: int) -> "Body":
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise _too_large(max_body_bytes) from error
+    except web.RequestPayloadError as error:
+        raise InvalidRequestError(
+            "the body cannot be read; is it encoded as Content-Encoding says?"
+        ) from error
     try:
         data = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {_reason(raw, error)}") from error
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
+    if _is_too_deep(data):
+        raise InvalidRequestError(f"the body is nested deeper than {_MAX_DEPTH} objects and lists")
     return Body(data)
+
+
+def _is_too_deep(data: Any) -> bool:
+    level = [data]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _too_large(limit: int) -> PayloadTooLargeError:
@@ -74,7 +97,10 @@ class Body:
         value = self.get(name)
         if value is not None and type(value) not in (int, float):
             raise _wrong(name, value, "a number")
-        return value if value is None else float(value)
+        try:
+            return value if value is None else float(value)
+        except OverflowError as error:
+            raise _wrong(name, value, "a number of at most 64 bits") from error
 
     def flag(self, name: str) -> bool:
         """True or false; false by default."""

@@ -1,14 +1,16 @@
 """The handlers of the OpenAI API: body → request → pipeline → OpenAI's objects."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from prometheus_client.registry import Collector
 
-from contract.errors import InvalidRequestError, NotFoundError, UnsupportedFieldError
+from contract.errors import DeadlineError, InvalidRequestError, NotFoundError, UnsupportedFieldError
 from contract.requests import MAX_LOGPROBS
 from router.http.body import Body, read_body
 from router.http.boundary import REQUEST_ID, STREAM, request_id_header
@@ -43,6 +45,7 @@ class Endpoints:
         self._collector = collector
         self._max_body_bytes = settings.max_body_bytes
         self._stall_seconds = settings.client_stall_seconds
+        self._timeout_seconds = settings.request_timeout_seconds
 
     def routes(self) -> list[web.RouteDef]:
         """Every path that is served."""
@@ -114,7 +117,11 @@ class Endpoints:
 
     async def _body(self, request: web.Request, prefix: str) -> Body:
         request[REQUEST_ID] = new_request_id(prefix)
-        body = await read_body(request, self._max_body_bytes)
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                body = await read_body(request, self._max_body_bytes)
+        except TimeoutError:
+            raise DeadlineError(f"the body was not whole after {self._timeout_seconds} s") from None
         refuse_unserved(body)
         return body
 
@@ -138,7 +145,10 @@ class Endpoints:
     ) -> web.StreamResponse:
         async with aclosing(self._pipeline.generate(asked)) as deltas:
             if not options.stream:
-                return web.json_response(shape.whole([delta async for delta in deltas]))
+                whole = shape.whole([delta async for delta in deltas])
+                return web.json_response(
+                    text=msgspec.json.encode(whole).decode()
+                )  # -inf is null, as in streams
             stream = EventStream(request, request_id_header(request), self._stall_seconds)
             request[STREAM] = stream
             async for delta in deltas:

@@ -34,23 +34,26 @@ class EventStream:
         await self._write(b"".join(_event(msgspec.json.encode(chunk)) for chunk in chunks))
 
     async def done(self) -> None:
-        """Write ``[DONE]`` and end the response."""
-        await self._write(_event(b"[DONE]"))
-        await self.response.write_eof()
+        """Write ``[DONE]`` and end the response. Raises CancelledError as ``send`` does."""
+        await self._write(_event(b"[DONE]"), is_last=True)
 
     async def fail(self, error: dict[str, Any]) -> None:
         """Write an error object as the last event and end the response; a client that has gone misses it."""
         with contextlib.suppress(CancelledError, ConnectionResetError):
-            await self._write(_event(msgspec.json.encode(error)))
-            await self.response.write_eof()
+            await self._write(_event(msgspec.json.encode(error)), is_last=True)
 
-    async def _write(self, payload: bytes) -> None:
+    async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
+        """Write, and end the response behind the last payload. A client that stalls loses its connection."""
         try:
             async with asyncio.timeout(self._stall_seconds):
                 if not self.response.prepared:
                     await self.response.prepare(self._request)
                 await self.response.write(payload)
+                if is_last:
+                    await self.response.write_eof()
         except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()  # else ending the response waits for the client as well
             raise CancelledError(
                 f"the client has read nothing for {self._stall_seconds} s; the request is cancelled"
             ) from None

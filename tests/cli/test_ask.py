@@ -90,6 +90,24 @@ async def test_nobody_there_is_unavailable(server: HttpServer) -> None:
         await served_model(f"http://{server.address}")
 
 
+@pytest.mark.parametrize("reply", [[], None, {}, {"data": {}}, {"data": [1]}, {"error": "no"}, {"data": []}])
+async def test_a_reply_of_another_shape_is_unavailable(reply: Any) -> None:
+    async def other(_: web.Request) -> web.Response:
+        return web.json_response(reply)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", other)
+    app.router.add_post("/v1/completions", other)
+    server = await start_http(app, "127.0.0.1:0")
+    try:
+        with pytest.raises(UnavailableError, match=r"as an OpenAI service|serves no model yet"):
+            await served_model(f"http://{server.address}")
+        with pytest.raises(UnavailableError, match="as an OpenAI service"):
+            await ask_http(f"http://{server.address}", "completions", {})
+    finally:
+        await server.close()
+
+
 async def test_a_grpc_answer_is_put_together(grpc_address: str) -> None:
     answer = await ask_grpc(grpc_address, pb.GenerateRequest(text="count"))
     assert (answer.text, answer.finish_reason, answer.num_completion_tokens) == ("one two", "length", 2)

@@ -69,6 +69,8 @@ def test_an_unknown_command_gets_the_list_of_right_ones() -> None:
         (("up", "--prefill", "1"), "prefill is 1 but decode is 0; the two need each other"),
         (("up", "--decode", "2"), "decode is 2 but prefill is 0; the two need each other"),
         (("up", "--both", "0"), "prefill, decode and both are all 0; there must be at least one worker"),
+        (("up", "--ready-file", "/no/such/folder/f"), "ready_file is '/no/such/folder/f': it must be a file"),
+        (("up", "--ready-file", "/"), "ready_file is '/': it must be a file in a folder that exists"),
         (("up", "--model", "/no/such/folder"), "model is '/no/such/folder': no such folder"),
         (("prefill", "--max-num-seqs", "0", "--model", "."), "max_num_seqs is '0': .*allowed: at least 1"),
         (("decode", "--model", "."), "model is '.': .* holds no config.json"),

@@ -13,6 +13,8 @@ from engine.testing import FakeExecutor, start_fake_executor
 from engine.testing_transfer import FakeConnector
 
 MAX_STEPS = 2000
+PROMPT = list(range(1, 11))
+"""10 tokens: 3 blocks of 4."""
 SEND = SendTransfer("t")
 RECEIVE = ReceiveTransfer("t", peer_worker_id="p", peer_boot_id="boot", peer_control="127.0.0.1:9")
 
@@ -111,3 +113,16 @@ class SteppedEngine:
 
     def _connect(self, layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
         return ConnectorPair(self.connector, self.connector.rank, "127.0.0.1:9")
+
+
+def receiving(engine: SteppedEngine, name: str = "d", prompt: list[int] = PROMPT, max_tokens: int = 4) -> str:
+    engine.add(fake_request(name, prompt, max_tokens, transfer=RECEIVE))
+    return f"{name}#0.0"
+
+
+def arrive(engine: SteppedEngine, key: str) -> None:
+    """Published, reserved, landed, taken in."""
+    engine.connector.publish_peer(key)
+    engine.step()
+    engine.connector.land(key)
+    engine.step()

@@ -137,6 +137,7 @@ async def test_shutdown_ends_what_runs(kind: Any) -> None:
             await client.add_request(fake_request("late", [1]))
         with pytest.raises(UnavailableError):
             await client.call("stats")
+        await client.abort("r")
         assert not client.died.is_set()
 
 
@@ -170,6 +171,7 @@ async def test_killed_process_ends_every_request_and_call(tmp_path: Path) -> Non
     assert client.died.is_set()
     with pytest.raises(UnavailableError, match="died"):
         await client.call("stats")
+    await client.abort("d")
     await client.shutdown()
 
 
@@ -178,6 +180,14 @@ async def test_process_that_cannot_start_says_why() -> None:
         await ProcessClient.start(
             fake_settings(kv_cache_bytes=4, max_model_len=99), start=start_fake_executor
         )
+
+
+async def test_folder_too_deep_for_sockets_is_refused_and_left_clean(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    with pytest.raises(SettingError, match="TMPDIR"):
+        EngineProcess(EnginePlan(settings=fake_settings(), start=start_fake_executor), within=deep)
+    assert list(deep.iterdir()) == []
 
 
 def test_engine_dies_with_its_parent() -> None:

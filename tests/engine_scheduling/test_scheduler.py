@@ -5,7 +5,7 @@ import pytest
 from contract.requests import FinishReason, SamplingParams
 from engine.scheduling.ending import RequestStatus
 from engine.testing import FAKE_EOS, NAN_TOKEN, fake_answer
-from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request
 
 
 def test_add_request_only_enqueues_and_each_step_advances_by_one_token() -> None:
@@ -98,6 +98,17 @@ def test_no_more_than_max_num_seqs_run() -> None:
     assert engine.scheduler.has_finished_requests() and engine.scheduler.has_requests()
     engine.run()
     assert not engine.scheduler.has_requests()
+
+
+def test_higher_priority_starts_earlier() -> None:
+    """B10: among equals the order of arrival; one that runs is not interrupted."""
+    engine = SteppedEngine(max_num_seqs=1)
+    engine.add(fake_request("first", [1], 2))
+    engine.step()
+    for name, priority in (("low", -1), ("a", 0), ("high", 5), ("b", 0)):
+        engine.add(fake_request(name, [1], 2, priority=priority))
+    engine.run()
+    assert list(engine.heard) == [f"{name}#0.0" for name in ("first", "high", "a", "b", "low")]
 
 
 def test_blocks_are_handed_out_on_demand() -> None:
@@ -195,6 +206,7 @@ def test_second_request_finds_the_first_ones_blocks() -> None:
     assert engine.tokens("b#0.0") == engine.tokens("a#0.0") == fake_answer(prompt, 2)
     stats = engine.scheduler.make_stats().prefix_cache_stats
     assert (stats.requests, stats.queries, stats.hits, stats.reset) == (3, 36, 8, False)
+    assert engine.scheduler.totals.num_cached_tokens == 8
 
 
 def test_reset_prefix_cache() -> None:
@@ -273,6 +285,42 @@ def test_deadline_ends_a_running_request() -> None:
     assert len(engine.tokens("a#0.0")) == 3
     engine.run()
     assert len(engine.tokens("b#0.0")) == 50
+    totals = engine.scheduler.totals
+    assert (totals.num_requests, totals.num_finished, totals.num_failed) == (2, 1, 1)
+
+
+def test_deadline_of_an_ended_request_does_not_end_its_namesake() -> None:
+    engine = SteppedEngine()
+    engine.add(fake_request("a", [1, 2], max_tokens=2, deadline_seconds=10.0))
+    engine.run()
+    del engine.heard["a#0.0"]
+    engine.now = 8.0
+    engine.add(fake_request("a", [1, 2], max_tokens=8, deadline_seconds=100.0))
+    engine.step()
+    engine.now = 11.0
+    engine.run()
+    assert engine.tokens("a#0.0") == fake_answer([1, 2], 8)
+
+
+def test_preempted_request_comes_back_although_kv_for_others_keeps_arriving() -> None:
+    """Blocks that become free go to it before a new decode leg may reserve any; else it would wait for ever."""
+    engine = SteppedEngine(kv_cache_bytes=9, enable_prefix_caching=False)
+    fetches, num_added = engine.connector.fetches, 0
+    engine.add(fake_request("victim", [1] * 8, max_tokens=20, transfer=RECEIVE))
+    for _ in range(300):
+        while len(engine.scheduler.requests) < 5:
+            engine.add(fake_request(f"other-{num_added}", [2] * 8, max_tokens=12, transfer=RECEIVE))
+            num_added += 1
+        for key, fetch in list(fetches.items()):
+            if fetch.state == "asked":
+                engine.connector.publish_peer(key)
+            elif fetch.state == "reading":
+                engine.connector.land(key)
+        engine.step()
+    assert num_added > 20 and engine.scheduler.totals.num_preemptions > 0
+    for index in range(num_added - 5):
+        assert engine.tokens(f"other-{index}#0.0") == fake_answer([2] * 8, 12)[1:]
+    assert engine.tokens("victim#0.0") == fake_answer([1] * 8, 20)[1:]
 
 
 def test_timings_and_logprobs_come_with_the_first_tokens() -> None:

@@ -5,23 +5,15 @@ import pytest
 from contract.requests import FinishReason
 from engine.scheduling.ending import RequestStatus
 from engine.testing import NAN_TOKEN, fake_answer
-from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
-
-PROMPT = list(range(1, 11))  # 10 tokens: 3 blocks of 4
-
-
-def receiving(engine: SteppedEngine, name: str = "d", prompt: list[int] = PROMPT, max_tokens: int = 4) -> str:
-    engine.add(fake_request(name, prompt, max_tokens, transfer=RECEIVE))
-    return f"{name}#0.0"
-
-
-def arrive(engine: SteppedEngine, key: str) -> None:
-    """Published, reserved, landed, taken in."""
-    engine.connector.publish_peer(key)
-    engine.step()
-    engine.connector.land(key)
-    engine.step()
-
+from tests.engine_scheduling.stepping import (
+    PROMPT,
+    RECEIVE,
+    SEND,
+    SteppedEngine,
+    arrive,
+    fake_request,
+    receiving,
+)
 
 # The prefill leg.
 
@@ -337,65 +329,3 @@ def test_abort_of_an_aggregated_request(state: str) -> None:
     engine.run()
     assert engine.end("a#0.0").finish_reason is FinishReason.ABORT
     assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_abort_of_a_prefill_leg(num_steps: int) -> None:
-    """B12: before it is lent nothing is lent; afterwards it is abandoned and leased until nobody reads."""
-    engine = SteppedEngine(max_num_batched_tokens=4)
-    engine.add(fake_request("p", PROMPT, transfer=SEND))
-    engine.step(num_steps)
-    engine.core.abort(["p#0.0"])
-    engine.run()
-    assert engine.end("p#0.0").finish_reason is FinishReason.ABORT
-    if num_steps:
-        assert engine.connector.sends["p#0.0"].end == "cancelled"
-        assert engine.pool.holders() == {"lease:p#0.0": 3}
-        engine.connector.end_lease("p#0.0")
-        engine.run()
-    assert engine.pool.holders() == {} and not engine.connector.sends
-
-
-def test_abort_after_token_0_takes_the_loan_back() -> None:
-    """B12: the prefill leg has ended, its blocks are still lent; an abort of a later attempt's request spares them."""
-    engine = SteppedEngine()
-    engine.add(fake_request("p", PROMPT, transfer=SEND, attempt=1))
-    engine.run()
-    engine.core.abort_request("p", 0)
-    engine.core.abort_request("other", None)
-    assert engine.connector.sends["p#0.1"].end == "finished"
-    engine.core.abort_request("p", 1)
-    assert engine.connector.sends["p#0.1"].end == "cancelled"
-    engine.connector.end_lease("p#0.1")
-    engine.run()
-    assert engine.pool.holders() == {}
-
-
-@pytest.mark.parametrize("state", ["asked", "published", "reading", "landed", "waiting", "running"])
-def test_abort_of_a_decode_leg(state: str) -> None:
-    """B12: in every state of the remote wait and after it; blocks of a read that goes on are quarantined."""
-    engine = SteppedEngine(max_num_seqs=1)
-    if state == "waiting":
-        engine.add(fake_request("other", [1], 30))
-        engine.step()
-    key = receiving(engine)
-    if state != "asked":
-        engine.connector.publish_peer(key)
-    if state not in ("asked", "published"):
-        engine.step()
-    if state in ("landed", "waiting", "running"):
-        engine.connector.land(key)
-    engine.step({"waiting": 1, "running": 2}.get(state, 0))
-    if state in ("waiting", "running"):
-        assert engine.scheduler.requests[key].status.name == state.upper()
-    else:
-        assert engine.connector.fetches[key].state == state
-    engine.core.abort([key, "other#0.0"])
-    engine.run()
-    assert engine.end(key).finish_reason is FinishReason.ABORT
-    assert engine.pool.count_by_state()["quarantined"] == (3 if state == "reading" else 0)
-    if state == "reading":
-        engine.connector.drain(key)
-        engine.run()
-    assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
-    assert engine.connector.fetches == {}

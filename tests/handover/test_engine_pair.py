@@ -77,6 +77,16 @@ async def test_an_answer_that_ends_at_token_0_moves_nothing(model: Path) -> None
     assert tokens_of(rest) == []
 
 
+async def test_an_answer_that_ends_at_token_0_is_no_error_at_the_decode_leg(model: Path) -> None:
+    """Its end may reach the router before token 0 does: an error would take the place of the answer."""
+    async with running_pair(model) as pair:
+        first, rest = await pair.ask("short", PROMPT, SamplingParams(temperature=0.0, max_tokens=1))
+        counters = await pair.decode.call("counters")
+    assert first[-1].finish_reason is FinishReason.LENGTH
+    assert [(o.finish_reason, o.error_kind, o.token_ids) for o in rest] == [(None, None, [])]
+    assert not any(name.startswith("transfer_failures_total") for name in counters)
+
+
 async def test_abort_before_anybody_fetched_frees_the_loan(model: Path) -> None:
     """The prefill leg has ended with token 0 and no decode leg ever came: its blocks do not wait for the lease's end."""
     async with running_pair(model) as pair:

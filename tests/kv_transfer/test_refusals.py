@@ -1,6 +1,7 @@
 """Peers, transfers and attempts that are refused: by name, with the reason, and for good."""
 
 import socket
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -85,6 +86,15 @@ def test_an_address_that_is_none() -> None:
         assert "host:port" in message
 
 
+def test_a_host_that_cannot_be_encoded_is_refused_and_others_are_served() -> None:
+    """Resolving it raises UnicodeError, which is no OSError: the I/O thread lives on."""
+    with pair_of() as pair:
+        kind, message = failure_of(pair, peer_control="a..b:9000")
+        assert kind == "worker_lost"
+        assert "cannot be dialed" in message
+        hand_over(pair, "after")
+
+
 def test_another_protocol_version_is_refused_by_number() -> None:
     """A raw dialer from the future is told both ranges."""
     with worker(settings_for("p", Role.PREFILL)) as prefill:
@@ -115,6 +125,19 @@ def test_strangers_on_the_control_port_are_cut_off(noise: bytes) -> None:
             with sock.makefile("rb") as stream:
                 stream.read()
         hand_over(pair, "after")
+
+
+def test_a_stranger_that_dribbles_its_first_frame_is_cut_off() -> None:
+    """The handshake has to be over in time; a byte now and then does not prolong it."""
+    with worker(settings_for("p", Role.PREFILL, peer_timeout_seconds=0.3)) as prefill:
+        host, port = prefill.driver.address.split(":")
+        with socket.create_connection((host, int(port))) as sock:
+            sock.settimeout(0.02)
+            sock.sendall(HEADER.pack(MAX_HANDSHAKE_BYTES))
+            while prefill.count("link_handshakes_total{result=failed}") == 0:
+                with suppress(TimeoutError, ConnectionError):  # the latter: it is being cut off
+                    sock.sendall(b"x")
+                    sock.recv(1)
 
 
 def test_a_fetch_waits_for_a_transfer_that_is_not_known_yet_and_gives_up() -> None:
@@ -161,8 +184,8 @@ def test_a_second_worker_cannot_fetch_what_another_fetches() -> None:
 
 
 @pytest.mark.parametrize("when", ["before the fetch", "parked", "published", "complete"])
-@pytest.mark.parametrize(("kind", "expected"), [(NOT_NEEDED, "cancelled"), ("internal", "internal")])
-def test_an_abandoned_transfer_is_told_to_whoever_fetches(when: str, kind: str, expected: str) -> None:
+@pytest.mark.parametrize(("kind", "num_failures"), [(NOT_NEEDED, 0), ("internal", 1)])
+def test_an_abandoned_transfer_is_told_to_whoever_fetches(when: str, kind: str, num_failures: int) -> None:
     """The answer ended at token 0, or an abort or error, in each state: one Failed there, one finished_sending here."""
     with pair_of() as pair:
         prompt, prefill, decode = prompt_of(2), pair.prefill.driver, pair.decode.driver
@@ -183,7 +206,8 @@ def test_an_abandoned_transfer_is_told_to_whoever_fetches(when: str, kind: str, 
         if when == "before the fetch":
             decode.scheduler.start_fetch(fetch)
         decode.wait_for(lambda: decode.failed, "failed")
-        assert (decode.failed[fetch.key].kind, decode.failed[fetch.key].message) == (expected, "no use")
+        assert (decode.failed[fetch.key].kind, decode.failed[fetch.key].message) == (kind, "no use")
+        assert pair.decode.count(f"transfer_failures_total{{kind={kind}}}") == num_failures
         prefill.scheduler.abandon_send(send.key, kind, "again")
         prefill.step()
         assert prefill.sent == [send.key]

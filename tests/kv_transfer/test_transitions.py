@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.connector import FirstToken
 from kv_transfer import events as ev
 from kv_transfer.states import (
     FETCH_EDGES,
@@ -184,7 +185,7 @@ class FetchMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
-        self.apply(ev.Completed(num_blocks, (), 2.0))
+        self.apply(ev.Completed(num_blocks, (FirstToken(1),), 2.0))
 
     @rule()
     def sender_fails(self) -> None:
@@ -300,6 +301,13 @@ def test_a_parked_fetch_expires_and_says_so() -> None:
     assert send.state is SendState.EXPIRED
     assert send.is_done
     assert [action.kind for action in actions if isinstance(action, ev.Refuse)] == ["deadline"]
+
+
+def test_an_end_without_a_first_token_is_a_failure() -> None:
+    """The scheduler could not go on with it; a peer's word must not end the engine."""
+    fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, (), 2.0))
+    assert fetch.state is FetchState.FREE
+    assert [action.kind for action in actions if isinstance(action, ev.TellFailed)] == ["transfer_failed"]
 
 
 def test_times_are_split_at_the_last_announcement() -> None:

@@ -24,6 +24,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_p": -(10**400)}, "top_p"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -2}, "top_k"),
@@ -141,6 +143,7 @@ async def test_fields_that_come_later_are_refused_by_name() -> None:
         (b'{"prompt": "\xff"}', "not valid JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
+        (b'{"temperature": ' + b"[" * 200 + b"]" * 200 + b"}", "nested deeper than 100"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "a", "stop": "\\udfffx"}', "surrogate"),
         (b'{"prompt": "a", "stop": "\\ud83d-\\ude00"}', "surrogate"),
@@ -155,6 +158,16 @@ async def test_malformed_json_is_400(body: bytes, words: str) -> None:
     ):
         assert response.status == 400
         assert words in check_error(await response.json(), 400, None)["message"]
+
+
+async def test_a_body_that_is_not_encoded_as_it_says_is_400() -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with (
+        running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster,
+        cluster.session.post(cluster.url(TEXT), data=b'{"prompt": "a"}', headers=headers) as response,
+    ):
+        assert response.status == 400
+        assert "Content-Encoding" in check_error(await response.json(), 400, None)["message"]
 
 
 async def test_a_whole_surrogate_pair_is_fine() -> None:

@@ -230,3 +230,18 @@ async def test_default_of_max_tokens(path: str, body: dict[str, Any], expected: 
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         assert (await cluster.post(path, body))[0] == 200
         assert cluster.workers["both-0"].decodes[0].task.sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_infinite_log_probability_is_null_and_not_broken_json(stream: bool) -> None:
+    script = Script(
+        tokens=byte_ids(b"a"), logprobs={byte_ids(b"a")[0]: 0.0, byte_ids(b"b")[0]: float("-inf")}
+    )
+    body = {"prompt": "x", "logprobs": 2, "stream": stream}
+    async with (
+        running_cluster(script) as cluster,
+        cluster.session.post(cluster.url("/v1/completions"), json=body) as response,
+    ):
+        text = await response.text()
+    assert "Infinity" not in text
+    assert '"top_logprobs":[{"a":0.0,"b":null}]' in text

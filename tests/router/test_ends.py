@@ -179,6 +179,18 @@ async def test_the_deadline_ends_a_request_that_waits() -> None:
         await cancelled_on(*cluster.workers.values())
 
 
+async def test_the_deadline_ends_a_request_whose_body_never_comes() -> None:
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    async with running_cluster(Script(tokens=TOKENS), request_timeout_seconds=0.3) as cluster:
+        reader, writer = await asyncio.open_connection(*cluster.service.addresses.http.split(":"))
+        writer.write(head % TEXT.encode())
+        async with asyncio.timeout(20):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 504 ")
+        writer.close()
+        await writer.wait_closed()
+        await nothing_is_left(cluster)
+
+
 async def test_entries_of_other_attempts_unknown_requests_and_repeats_are_dropped() -> None:
     async with running_cluster(Script(tokens=TOKENS, stall_at=2)) as cluster:
         decode = cluster.workers["decode-0"]

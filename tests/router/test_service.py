@@ -160,3 +160,5 @@ def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_queue"):
         RouterSettings(max_queue=0)
     assert RouterSettings(secret="s").masked()["secret"] == "***"
+    with pytest.raises(SettingError, match="both set"):
+        RouterSettings(secret="s", secret_file=tmp_path / "secret").read_secret()

@@ -53,6 +53,11 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
 
 
+def test_tools_and_documents_are_none_as_in_transformers() -> None:
+    found = template("{{ tools is none }} {{ documents is none }}").render([{"role": "user", "content": "x"}])
+    assert found == "True True"
+
+
 def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
     """A6: conversation → templated text → the 31 ids of the worked example."""
     special = {"<|im_start|>", "<|im_end|>"}

@@ -72,3 +72,18 @@ def test_named_templates_and_none(tmp_path: Path, found: Any, has_template: bool
     config = {"chat_template": found, "eos_token": {"content": "<|end|>"}}
     card = card_with(tmp_path, tokenizer_config=config)
     assert (card.chat_template is not None) == has_template
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"generation_config": {"eos_token_id": "end"}},
+        {"generation_config": {"temperature": "hot"}},
+        {"tokenizer_config": {"added_tokens_decoder": None}},
+        {"tokenizer_config": {"chat_template": ["plain"]}},
+        {"config": {"text_config": 7}},
+    ],
+)
+def test_a_file_of_another_shape_is_a_setting_error(tmp_path: Path, files: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="cannot be read"):
+        card_with(tmp_path, **files)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from contract.errors import UnavailableError
+from contract.identity import Role
 from tests.worker.children import spec, wait_gone
 from worker.launch import Facts, ProcessSpec
 from worker.supervisor import ProcessState, RestartPolicy, Supervisor
@@ -122,6 +123,36 @@ async def test_a_worker_that_fails_again_and_again_is_tried_again() -> None:
         os.kill(supervisor.facts["both-0"]["pid"], signal.SIGKILL)
         await watcher.wait_for("both-0", ProcessState.READY)
         assert supervisor.num_restarts == {"both-0": 3}
+
+
+async def test_a_restart_that_cannot_be_started_is_tried_again() -> None:
+    """No memory for a fork, no descriptor for a pipe: the other processes go on meanwhile."""
+    command = spec("both-0").command
+    lives = iter([command, lambda _: ["/no/such/program"], command])
+    specs = [ProcessSpec("both-0", Role.BOTH, lambda known: next(lives)(known))]
+    async with running(specs) as (supervisor, watcher):
+        await watcher.wait_for("both-0", ProcessState.READY)
+        os.kill(supervisor.facts["both-0"]["pid"], signal.SIGKILL)
+        await watcher.wait_for("both-0", ProcessState.READY)
+        assert supervisor.num_restarts == {"both-0": 2}
+
+
+async def test_a_program_that_is_not_there_ends_the_supervisor_by_name() -> None:
+    specs = [ProcessSpec("both-0", Role.BOTH, lambda _: ["/no/such/program"])]
+    with pytest.raises(UnavailableError, match=r"both-0 could not start.*/no/such/program"):
+        await Supervisor(specs, policy=QUICK).run(asyncio.Event())
+
+
+async def test_the_group_of_a_dead_process_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be somebody else's by the time at which the supervisor stops."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _signal: killed.append(group))
+    policy = RestartPolicy(first_delay_seconds=1000.0, last_delay_seconds=1000.0)
+    async with running([spec("both-0")], policy=policy) as (supervisor, watcher):
+        pid = supervisor.facts["both-0"]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        await watcher.wait_for("both-0", ProcessState.ENDED)
+    assert killed == [pid]
 
 
 async def test_a_process_that_never_was_ready_ends_the_supervisor(tmp_path: Path) -> None:

@@ -239,3 +239,11 @@ def test_secrets_are_read_or_named(tmp_path: Path) -> None:
 def test_a_wildcard_host_needs_a_name_to_dial(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="advertise_host"):
         WorkerSettings(model=tmp_path, host="0.0.0.0")
+
+
+def test_a_lease_must_outlast_a_peers_silence(tmp_path: Path) -> None:
+    """Signs of life come a few times per peer_timeout_seconds: a shorter lease would end while its reader lives."""
+    with pytest.raises(
+        ValueError, match=r"lease_seconds is 0.5: it must be peer_timeout_seconds \(3.0\) or more"
+    ):
+        WorkerSettings(model=tmp_path, lease_seconds=0.5)

@@ -1,0 +1,126 @@
+"""The I/O and data threads go on: stops at the worst moment, failing accepts, high descriptors, long waits, full sockets."""
+
+import errno
+import fcntl
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from contract.identity import Role
+from kv_transfer.counters import Counters
+from kv_transfer.handshake import Accepting, LocalIdentity, Session
+from kv_transfer.leases import Sessions
+from kv_transfer.link import Link
+from kv_transfer.links import LinkLoop, LinkSettings
+from kv_transfer.messages import TransferFailed
+from kv_transfer.testing import ByteMemory
+from kv_transfer.transport import LeaseName, Read, ReadRequest, ReadStoppedError, Source
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.tcp_receiver import TcpReceiver
+from kv_transfer.transports.tcp_sender import TcpSender
+from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Sides, hand_over, pair_of
+
+NAME = LeaseName("t", 0, "lease")
+
+
+@contextmanager
+def lending(boot_id: str) -> Iterator[Source]:
+    """A sender that lends one block."""
+    sessions, memory = Sessions(), ByteMemory(LAYOUT, 1)
+    sessions.begin("token")
+    sender = TcpSender(TransportContext("127.0.0.1", None, 0, boot_id, 10.0, sessions, lambda _name: None))
+    memory.fill(0, boot_id.encode())
+    sender.publish(NAME, memory, [0])
+    try:
+        yield Source("p", boot_id, sender.address, "token")
+    finally:
+        sender.close()
+
+
+def fetch(receiver: TcpReceiver, source: Source, read: Read | None = None) -> bytes:
+    """The beginning of the lent block."""
+    view = memoryview(bytearray(LAYOUT.block_bytes))
+    receiver.fetch(source, ReadRequest(NAME, [0]), [view], read or Read())
+    return bytes(view[: len(source.boot_id)])
+
+
+class StoppedBehindTheLastByte(Read):
+    """A read that is stopped when everything has arrived and its connection can still be interrupted."""
+
+    @contextmanager
+    def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
+        with super().interruptible(interrupt):
+            yield
+            self.stop()
+
+
+def test_a_late_stop_does_not_leave_its_dead_connection_to_the_next_read() -> None:
+    receiver = TcpReceiver(10.0)
+    with lending("boot") as source:
+        with pytest.raises(ReadStoppedError):
+            fetch(receiver, source, StoppedBehindTheLastByte())
+        assert fetch(receiver, source) == b"boot"
+        receiver.close()
+
+
+def test_descriptors_above_1023_are_read_from() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (min(hard, 4096) if hard != resource.RLIM_INFINITY else 4096, hard)
+    )
+    receiver = TcpReceiver(10.0)
+    try:
+        with ExitStack() as stack, lending("one") as one, lending("two") as two:
+            last = 0
+            while last < 1024:
+                last = fcntl.fcntl(0, fcntl.F_DUPFD, 3)
+                stack.callback(os.close, last)
+            assert [fetch(receiver, one), fetch(receiver, two)] == [b"one", b"two"]
+            receiver.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_accept_that_fails_does_not_end_the_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each listener (control and data) fails once, as it does while no descriptor is free."""
+    accept, has_failed = socket.socket.accept, set()
+
+    def failing_once(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if (name := listener.getsockname()) in has_failed:
+            return accept(listener)
+        has_failed.add(name)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "accept", failing_once)
+    with pair_of() as pair:
+        hand_over(pair, "r")
+    assert len(has_failed) == 2
+
+
+def test_timeouts_of_years_can_be_waited_for() -> None:
+    patient = {"peer_timeout_seconds": 1e9, "lease_seconds": 1e9}
+    with pair_of(Sides(patient, patient)) as pair:
+        hand_over(pair, "r")
+
+
+def test_no_ping_queues_behind_bytes_that_wait() -> None:
+    """A peer that reads nothing: pinging it again and again would spin and grow the queue."""
+    loop = LinkLoop(LinkSettings("127.0.0.1", 0, None, 30.0, 2**20), Counters())
+    identity = LocalIdentity("p", "boot", "prefill", SECRET, MODEL, LAYOUT, "tcp", 30.0, "127.0.0.1:1")
+    accepting = Accepting(identity)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        link = Link(ours, accepting, 2**20, now=0.0)
+        accepting.session = Session("d", "other", Role.DECODE, 30.0, "", "token")
+        assert loop._ping_at(link) == 10.0
+        while not link.wants_write:
+            link.queue(TransferFailed("t", 0, "internal", "x" * 65536))
+            link.flush(now=1.0)
+        assert loop._ping_at(link) == float("inf")
+    loop.close()

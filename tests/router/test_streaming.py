@@ -1,0 +1,64 @@
+"""A client that stops reading is cut off wherever the stream is, its end included."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from contract.errors import CancelledError
+from router.http.streaming import EventStream
+from serving.http_server import start_http
+
+End = Callable[[EventStream], Awaitable[None]]
+
+
+async def done(stream: EventStream) -> None:
+    with pytest.raises(CancelledError, match="has read nothing"):
+        await stream.done()
+
+
+async def fail(stream: EventStream) -> None:
+    await stream.fail({"error": {}})
+
+
+@pytest.mark.parametrize("end", [done, fail])
+async def test_the_end_of_a_stream_does_not_wait_for_a_client_that_reads_nothing(end: End) -> None:
+    """The last bytes are too few for aiohttp to wait for the client when they are written: the end itself waits."""
+    ended = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        stream = EventStream(request, {}, 0.2)
+        await stream.send({"text": "x" * 66_000})
+        await stream.send({"text": "x" * 60_000})
+        await end(stream)
+        ended.set()
+        return stream.response
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    server = await start_http(app, "127.0.0.1:0", shutdown_timeout_seconds=0.1)
+    host, port = server.address.split(":")
+    try:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            async with asyncio.timeout(20):
+                await ended.wait()
+            await asyncio.to_thread(_read_to_the_end, client)
+    finally:
+        await server.close()
+
+
+def _read_to_the_end(client: socket.socket) -> None:
+    """Returns when the server has closed the connection, whether in order or not."""
+    client.settimeout(20)
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionResetError:
+        return
