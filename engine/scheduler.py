@@ -88,16 +88,14 @@ class Scheduler:
     def add_request(self, asked: EngineRequest) -> None:
         """Enqueue a request; nothing runs before the next step (A18). One that can never run is answered at once (A28).
 
-        Raises InvalidRequestError for a key that is still in use, or a transfer in an engine without a connector; and
-        what the connector raises when it refuses to fetch. Then nothing has changed.
+        Raises InvalidRequestError for a key or a transfer that is still in use, or a transfer in an engine without a
+        connector; and what the connector raises when it refuses to fetch. Then nothing has changed.
         """
         is_lent = self.sender is not None and asked.key in self.sender.leases
         if asked.key in self.requests or is_lent or self.pool.is_quarantined(asked.key):
             raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
-        if asked.transfer and self._connector is None:
-            raise InvalidRequestError(
-                f"request {asked.key} names a transfer, and this engine has no connector"
-            )
+        if asked.transfer:
+            self._check_transfer(asked, asked.transfer.transfer_id)
         now = self._clock()
         request = Request.from_engine_request(asked, self._model_fingerprint, self.pool.block_size, now)
         self.totals.num_requests += 1
@@ -113,6 +111,18 @@ class Scheduler:
             self.batcher.enqueue(request)
         self.requests[request.key] = request
         self._deadlines.add(Deadline(now + asked.deadline_seconds, request.key, asked.deadline_seconds))
+
+    def _check_transfer(self, asked: EngineRequest, transfer_id: str) -> None:
+        if self._connector is None:
+            raise InvalidRequestError(
+                f"request {asked.key} names a transfer, and this engine has no connector"
+            )
+        live = (request.asked for request in self.requests.values())
+        is_live = any(o.transfer == asked.transfer and o.attempt == asked.attempt for o in live)
+        if is_live or (self.sender is not None and self.sender.lends_under(asked)):
+            raise InvalidRequestError(
+                f"transfer {transfer_id} (attempt {asked.attempt}) is here already; each request needs its own"
+            )
 
     def reject(self, asked: EngineRequest, error: KvbatonError) -> None:
         """Answer a request that was not accepted with its error, among the next step's outputs."""

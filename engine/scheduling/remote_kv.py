@@ -39,6 +39,13 @@ class KVSender:
         """Keys of ended requests whose blocks are still lent."""
         return self._leases.keys()
 
+    def lends_under(self, asked: EngineRequest) -> bool:
+        """True when an ended request still lends its blocks under the same transfer and attempt."""
+        return any(
+            lent.transfer == asked.transfer and lent.attempt == asked.attempt
+            for lent in self._leases.values()
+        )
+
     def has_opened(self, request: Request) -> bool:
         """True when the blocks of the running request are lent."""
         return request.key in self._open

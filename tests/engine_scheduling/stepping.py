@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from contract.layout import KVLayout
 from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
 from engine.connector import ConnectorPair
@@ -34,8 +36,10 @@ def fake_request(
     sampling: dict[str, Any] | None = None,
     **fields: Any,
 ) -> EngineRequest:
-    """A request; the decode leg of a hand-over starts with token 1."""
+    """A request; the decode leg of a hand-over starts with token 1. SEND and RECEIVE get a transfer of their own."""
     first_index = 1 if isinstance(transfer, ReceiveTransfer) else 0
+    if transfer in (SEND, RECEIVE):
+        transfer = msgspec.structs.replace(transfer, transfer_id=f"t-{request_id}.{fields.get('choice', 0)}")
     return EngineRequest(
         **{
             "request_id": request_id,

@@ -153,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             case FinishReason.ERROR:
                 assert end.error_kind in ("deadline", "internal", "invalid_request", "transfer_failed")
             case None:
-                assert num_tokens == (1 if request.transfer is SEND else 0)
+                assert num_tokens == (1 if isinstance(request.transfer, SendTransfer) else 0)
             case other:
                 assert other is FinishReason.ABORT
 

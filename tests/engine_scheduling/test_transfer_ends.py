@@ -3,7 +3,7 @@
 import pytest
 
 from contract.errors import InternalError
-from contract.requests import FinishReason
+from contract.requests import FinishReason, SendTransfer
 from engine.scheduling.ending import RequestStatus
 from tests.engine_scheduling.stepping import (
     PROMPT,
@@ -30,6 +30,20 @@ def test_abort_of_a_prefill_leg(num_steps: int) -> None:
         engine.connector.end_lease("p#0.0")
         engine.run()
     assert engine.pool.holders() == {} and not engine.connector.sends
+
+
+@pytest.mark.parametrize("num_steps", [0, 20])
+def test_a_transfer_serves_one_request_at_a_time(num_steps: int) -> None:
+    """Whether the first still waits or has ended and lends, the second is refused; a later attempt is not."""
+    engine = SteppedEngine()
+    same = SendTransfer("same")
+    engine.add(fake_request("a", PROMPT, transfer=same))
+    engine.step(num_steps)
+    engine.add(fake_request("b", PROMPT, transfer=same))
+    engine.add(fake_request("c", PROMPT, transfer=same, attempt=1))
+    engine.run()
+    assert "transfer same (attempt 0) is here already" in (engine.end("b#0.0").error_message or "")
+    assert sorted(engine.connector.sends) == ["a#0.0", "c#0.1"]
 
 
 def test_a_fetch_that_the_connector_refuses_is_one_error() -> None:
