@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from contract.block_hash import BlockHash, root_hash
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 
 MAX_LOGPROBS = 20
@@ -114,6 +115,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The engine's own name for this choice of this attempt: two attempts may meet on one worker."""
         return choice_key(self.request_id, self.choice, self.attempt)
 
+    def hash_root(self, model_fingerprint: str) -> BlockHash:
+        """The parent of the prompt's first block: everything but tokens that makes this request's KV differ (law 7)."""
+        return root_hash(model_fingerprint, self.cache_salt, self.lora_request or "")
+
     def check(self, vocab_size: int) -> None:
         """Raise InvalidRequestError (or UnsupportedFieldError) that names what cannot be served."""
         self.sampling.check()
@@ -178,6 +183,20 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     timings: RequestTimings | None = None
     error_kind: str | None = None
     error_message: str | None = None
+
+    @classmethod
+    def of_error(cls, request: EngineRequest, kind: str, message: str) -> "EngineOutput":
+        """The one output of a request that emits nothing and ends with this error."""
+        return cls(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            choice=request.choice,
+            first_index=request.first_index,
+            is_leg_finished=True,
+            finish_reason=FinishReason.ERROR,
+            error_kind=kind,
+            error_message=message,
+        )
 
     @property
     def key(self) -> str:

@@ -4,11 +4,9 @@ from typing import Any
 
 import grpc
 
-from contract.errors import InvalidRequestError
 from contract.requests import ReceiveTransfer
 from protos import worker_pb2 as pb
 from worker.servicer import WorkerServicer
-from worker.wire import request_from_task
 
 
 class DecodeServicer(WorkerServicer):
@@ -28,8 +26,4 @@ class DecodeServicer(WorkerServicer):
             peer_boot_id=source.boot_id,
             peer_control=source.control_address,
         )
-        try:
-            engine_request = request_from_task(request.task, transfer)
-        except InvalidRequestError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        return await self._accept(engine_request, context)
+        return await self._accept(request.task, transfer, context)

@@ -27,7 +27,6 @@ from engine.profiling import profile_inputs
 from engine.sampling import Samples, SamplingRow, sample
 from engine.settings import EngineSettings
 
-__all__ = ["ModelInfo", "ModelRunner"]
 _T = TypeVar("_T")
 _WARM_UP_ID = "warm-up"
 

@@ -216,7 +216,7 @@ class LinkLoop:
             self._end(link, _lost(_name(link), reason))
         except KvbatonError as error:
             self._end(link, error)
-        except Exception as error:
+        except Exception as error:  # this link's boundary, see above: the other links go on
             logger.exception("a control link failed")
             self._end(link, InternalError(f"the control link of worker {_name(link)} failed: {error}"))
 

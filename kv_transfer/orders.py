@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from contract.block_hash import all_block_hashes, root_hash
+from contract.block_hash import all_block_hashes
 from contract.requests import EngineRequest
 from kv_transfer.transport import LeaseName, Read, Source
 
@@ -53,6 +53,5 @@ class CommitJob:
 
 def digest_seeds(request: EngineRequest, model_fingerprint: str, block_size: int) -> list[int]:
     """One seed per block of the prompt, from the block's canonical hash: right bytes of a wrong prompt fail too."""
-    root = root_hash(model_fingerprint, request.cache_salt, request.lora_request or "")
-    hashes = all_block_hashes(root, request.prompt_token_ids, block_size)
+    hashes = all_block_hashes(request.hash_root(model_fingerprint), request.prompt_token_ids, block_size)
     return [int.from_bytes(block_hash[:8], "little") for block_hash in hashes]

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 
 from contract.errors import KvbatonError
+from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from protos import worker_pb2_grpc
-from router.registry import PROTOCOL_MAX, AttachedWorker, Registry
+from router.registry import AttachedWorker, Registry
 from router.worker_calls import open_worker_calls
 
 logger = logging.getLogger(__name__)

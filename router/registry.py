@@ -7,6 +7,7 @@ from typing import Any
 
 from contract.errors import IncompatiblePeerError, InvalidRequestError, KvbatonError, WorkerLostError
 from contract.identity import Role
+from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
 from router.policy import WorkerView, can_serve
@@ -14,8 +15,6 @@ from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
 Event = pb.TokenEntry | KvbatonError
 LegKey = tuple[str, int]
 

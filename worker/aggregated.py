@@ -4,10 +4,8 @@ from typing import Any
 
 import grpc
 
-from contract.errors import InvalidRequestError
 from protos import worker_pb2 as pb
 from worker.servicer import WorkerServicer
-from worker.wire import request_from_task
 
 
 class AggregatedServicer(WorkerServicer):
@@ -19,8 +17,4 @@ class AggregatedServicer(WorkerServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "a worker of role both fetches no KV in this version"
             )
-        try:
-            engine_request = request_from_task(request.task, None)
-        except InvalidRequestError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        return await self._accept(engine_request, context)
+        return await self._accept(request.task, None, context)

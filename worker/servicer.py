@@ -8,10 +8,11 @@ import grpc
 import grpc.aio
 
 from contract.errors import KvbatonError
-from contract.requests import EngineRequest
+from contract.requests import ReceiveTransfer, SendTransfer
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.errors import grpc_code
+from worker.wire import request_from_task
 from worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         async for piece in self._worker.model_files():
             yield piece
 
-    async def _accept(self, request: EngineRequest, context: Any) -> pb.Accepted:
-        return await self._answer(self._worker.accept(request), context)
+    async def _accept(
+        self, task: pb.Task, transfer: SendTransfer | ReceiveTransfer | None, context: Any
+    ) -> pb.Accepted:
+        async def accept() -> None:
+            await self._worker.accept(request_from_task(task, transfer))
+
+        return await self._answer(accept(), context)
 
     async def _answer(self, work: Awaitable[None], context: Any) -> pb.Accepted:
         try:

@@ -14,6 +14,7 @@ from contract.errors import CancelledError, InvalidRequestError, KvbatonError, U
 from contract.identity import Role
 from contract.requests import EngineRequest
 from engine.client import EngineClient
+from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from serving.process_facts import facts_of
 from text.model_card import MODEL_FILES
@@ -23,7 +24,6 @@ from worker.wire import entry_from_output
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
 LOAD_INTERVAL_SECONDS = 0.1
 MAX_EARLY_CANCELS = 1024
 GOODBYE_SECONDS = 1.0
@@ -172,8 +172,8 @@ class Worker:
     def _registration(self, address: str, admin_address: str) -> pb.Registration:
         info = self.engine.info
         return pb.Registration(
-            protocol_min=PROTOCOL_VERSION,
-            protocol_max=PROTOCOL_VERSION,
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
             worker_id=self.identity.worker_id,
             boot_id=self.identity.boot_id,
             role=self.identity.role.value,

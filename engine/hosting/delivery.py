@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, UnavailableError, error_from_kind
-from contract.requests import EngineOutput, EngineRequest, FinishReason
+from contract.requests import EngineOutput, EngineRequest
 from engine.core import EngineInfo
 from engine.hosting.messages import CallResult, FromEngine, Health, Ready, StartFailed, StepOutputs, Stopped
 from engine.scheduling.stats import SchedulerStats
@@ -89,7 +89,9 @@ class Delivery:
         self._end = reason = f"{reason}: {self._cause}" if self._cause else reason
         if not self.started.done():
             self.started.set_exception(InternalError(f"{reason} before it was ready"))
-        self._deliver_step([_error_output(live.request, kind, reason) for live in self._live.values()])
+        self._deliver_step(
+            [EngineOutput.of_error(live.request, kind.value, reason) for live in self._live.values()]
+        )
         self._steps.put_nowait(None)
         for future in self._calls.values():
             if not future.done():
@@ -117,16 +119,3 @@ class Delivery:
             future.set_result(message.result)
         else:
             future.set_exception(error_from_kind(message.error_kind, message.error_message or ""))
-
-
-def _error_output(request: EngineRequest, kind: ErrorKind, message: str) -> EngineOutput:
-    return EngineOutput(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        choice=request.choice,
-        first_index=request.first_index,
-        is_leg_finished=True,
-        finish_reason=FinishReason.ERROR,
-        error_kind=kind.value,
-        error_message=message,
-    )

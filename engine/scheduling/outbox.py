@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from contract.errors import KvbatonError
-from contract.requests import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
+from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
 from engine.scheduling.ending import Ending
 from engine.scheduling.request import Request
 from engine.scheduling.stats import Totals
@@ -36,16 +36,7 @@ class Outbox:
     def refusal(self, asked: EngineRequest, error: KvbatonError) -> None:
         """The request was not accepted."""
         self._totals.num_failed += 1
-        output = EngineOutput(
-            request_id=asked.request_id,
-            attempt=asked.attempt,
-            choice=asked.choice,
-            first_index=asked.first_index,
-            is_leg_finished=True,
-            finish_reason=FinishReason.ERROR,
-            error_kind=error.kind.value,
-            error_message=error.message,
-        )
+        output = EngineOutput.of_error(asked, error.kind.value, error.message)
         self._outputs[asked.client_index].append(output)
 
     def take(self) -> dict[int, list[EngineOutput]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from contract.block_hash import BlockHash, block_hash, full_block_hashes, root_hash
+from contract.block_hash import BlockHash, block_hash, full_block_hashes
 from contract.requests import (
     EngineOutput,
     EngineRequest,
@@ -68,7 +68,7 @@ class Request:
         cls, asked: EngineRequest, model_fingerprint: str, block_size: int, now: float
     ) -> "Request":
         """A request that has just arrived."""
-        root = root_hash(model_fingerprint, asked.cache_salt, asked.lora_request or "")
+        root = asked.hash_root(model_fingerprint)
         return cls(
             asked=asked,
             token_ids=list(asked.prompt_token_ids),
