@@ -86,9 +86,11 @@ class ReceiveTransfer(msgspec.Struct, frozen=True, tag="receive"):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is asked to do, for one choice.
 
-    request_id: made by the router, the same everywhere. attempt: grows when the router replays the request. choice:
-    index of the answer. first_index: index of the first token that this engine emits (0, or 1 on the decode side of
-    a hand-over, or the number of delivered tokens in a replay). eos_token_ids: the model's own end tokens.
+    request_id: made by the router, the same everywhere. attempt: grows when the router replays the request: then the
+    prompt ends with the tokens of the answer that were delivered, while limits and positions go on counting the whole
+    answer. choice: index of the answer. first_index: index of the first token that this engine emits: the number of
+    delivered tokens, and one more on the decode side of a hand-over, where the prefill leg emits that one.
+    priority: higher is served earlier and preempted later. eos_token_ids: the model's own end tokens.
     transfer: None for an aggregated request. lora_request, pooling_params and multimodal fields are places for later
     versions: ``check`` refuses anything but their defaults.
     """
@@ -128,9 +130,19 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError(
                 f"token id {bad} is not in the vocabulary; ids are 0..{vocab_size - 1}", param="prompt"
             )
+        self._check_place_in_answer()
         for name in ("lora_request", "pooling_params", "multi_modal_inputs"):
             if getattr(self, name):
                 raise UnsupportedFieldError(f"{name} is not served by this version", param=name)
+
+    def _check_place_in_answer(self) -> None:
+        num_delivered = self.first_index - isinstance(self.transfer, ReceiveTransfer)
+        if not 0 <= num_delivered < min(self.sampling.max_tokens, len(self.prompt_token_ids)):
+            raise InvalidRequestError(
+                f"first_index is {self.first_index}: {num_delivered} tokens of the answer cannot stand at the end of a "
+                f"prompt of {len(self.prompt_token_ids)} when max_tokens is {self.sampling.max_tokens}",
+                param="first_index",
+            )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -13,12 +13,17 @@ class DecodeServicer(WorkerServicer):
     """Serves Decode."""
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Accept a request whose KV is fetched from ``source``."""
+        """Accept a request whose KV is fetched from ``source``; without one the prompt is computed here as well.
+
+        The router asks for the latter only where no prefill worker is left, or handing over keeps failing.
+        """
+        if not request.HasField("source"):
+            return await self._accept(request.task, None, context)
         source = request.source
-        if not request.HasField("source") or not source.transfer_id or not source.control_address:
+        if not source.transfer_id or not source.control_address:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                "a decode leg needs a source with transfer_id and control_address",
+                "the source of a decode leg needs a transfer_id and a control_address",
             )
         transfer = ReceiveTransfer(
             transfer_id=source.transfer_id,

@@ -144,6 +144,13 @@ class KVMemory(Protocol):
     layout: KVLayout
     num_blocks: int
 
+    @property
+    def memfd(self) -> int | None:
+        """Descriptor of the anonymous file that is the pool, block i at i · block_bytes; sealing it is allowed.
+
+        None where no other process can map the pool.
+        """
+
     def read_view(self, block_id: int) -> memoryview:
         """The bytes of one block, valid at once; on CUDA a host copy made behind the computed event."""
 

@@ -159,6 +159,7 @@ class EngineCore:
             settings,
             pool,
             max_model_len=info.max_model_len,
+            vocab_size=model.vocab_size,
             model_fingerprint=model.fingerprint,
             connector=connector.scheduler if connector is not None else None,
             clock=self._clock,

@@ -10,17 +10,18 @@ its deadline; whatever the way, it ends in ``_finish``, once.
 import time
 from collections.abc import Callable, Iterable
 
-from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
+from contract.errors import ErrorKind, InvalidRequestError, KvbatonError, TransferError
 from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
-from engine.connector import Failed, FirstToken, SchedulerConnector
+from engine.connector import Failed, FirstToken, Received, SchedulerConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines
 from engine.scheduling.ending import HANDED_OVER, NOT_NEEDED, Ending, RequestStatus, ended_by_error, refused
 from engine.scheduling.outbox import Outbox
-from engine.scheduling.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender
+from engine.scheduling.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender, first_token_of
 from engine.scheduling.request import Request, ending_after, why_impossible
+from engine.scheduling.roll import Roll
 from engine.scheduling.stats import PrefixCacheStats, SchedulerStats, Totals
 from engine.scheduling.step_plan import StepPlan
 from engine.scheduling.token_logprobs import logprobs_in_row
@@ -30,7 +31,8 @@ from engine.settings import EngineSettings
 class Scheduler:
     """Owns every unfinished request, and decides about their blocks. Called from one thread.
 
-    max_model_len: tokens that prompt and answer may have together. clock: seconds, monotonic.
+    max_model_len: tokens that prompt and answer may have together. vocab_size: bounds the token ids that another
+    worker may send. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class Scheduler:
         pool: BlockPool,
         *,
         max_model_len: int,
+        vocab_size: int,
         model_fingerprint: str,
         connector: SchedulerConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self.requests: dict[str, Request] = {}
+        self.roll = Roll()
         self.batcher = Batcher(pool, settings.max_num_seqs, settings.max_num_batched_tokens)
         self.sender = KVSender(connector, pool) if connector is not None else None
         self.receiver = KVReceiver(connector, pool) if connector is not None else None
@@ -52,6 +56,7 @@ class Scheduler:
         self.prefix_stats = PrefixCacheStats()
         self._settings = settings
         self._max_length = min(max_model_len, pool.num_usable_blocks * pool.block_size)
+        self._vocab_size = vocab_size
         self._model_fingerprint = model_fingerprint
         self._connector = connector
         self._clock = clock
@@ -66,7 +71,7 @@ class Scheduler:
         """Decide one forward pass (B1). Its result goes to ``update_from_output`` before anything else is called."""
         self._end_overdue()
         self._hear_connector()
-        return self._give_orders(self.batcher.plan())
+        return self._give_orders(self.batcher.plan(self.receiver.unserved if self.receiver else None))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
@@ -76,8 +81,8 @@ class Scheduler:
             self.sender.take_back(runner_output.finished_sending)
             self._has_news = True
         if self.receiver and runner_output.finished_recving:
-            for request in self.receiver.take_arrived(runner_output.finished_recving, self._clock()):
-                self._welcome(request)
+            for request, received in self.receiver.take_arrived(runner_output.finished_recving):
+                self._welcome(request, received)
         for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
             if running := self.requests.get(key):
                 self._advance(running, num_tokens, runner_output)
@@ -97,7 +102,13 @@ class Scheduler:
         if asked.transfer:
             self._check_transfer(asked, asked.transfer.transfer_id)
         now = self._clock()
-        request = Request.from_engine_request(asked, self._model_fingerprint, self.pool.block_size, now)
+        request = Request.from_engine_request(
+            asked,
+            self._model_fingerprint,
+            self.pool.block_size,
+            now=now,
+            arrival_number=self.totals.num_requests,
+        )
         self.totals.num_requests += 1
         self._has_news = True
         if reason := why_impossible(request, self._max_length, self.pool.num_usable_blocks):
@@ -108,8 +119,9 @@ class Scheduler:
             seconds = self._settings.remote_kv_timeout_seconds
             self._deadlines.add(Deadline(now + seconds, request.key, seconds, request.status))
         else:
-            self.batcher.enqueue(request)
+            self.batcher.waiting.add(request)
         self.requests[request.key] = request
+        self.roll.add(asked)
         self._deadlines.add(Deadline(now + asked.deadline_seconds, request.key, asked.deadline_seconds))
 
     def _check_transfer(self, asked: EngineRequest, transfer_id: str) -> None:
@@ -117,9 +129,8 @@ class Scheduler:
             raise InvalidRequestError(
                 f"request {asked.key} names a transfer, and this engine has no connector"
             )
-        live = (request.asked for request in self.requests.values())
-        is_live = any(o.transfer == asked.transfer and o.attempt == asked.attempt for o in live)
-        if is_live or (self.sender is not None and self.sender.lends_under(asked)):
+        is_lent = self.sender is not None and self.sender.lends_under(asked)
+        if is_lent or self.roll.uses_transfer(asked):
             raise InvalidRequestError(
                 f"transfer {transfer_id} (attempt {asked.attempt}) is here already; each request needs its own"
             )
@@ -137,20 +148,17 @@ class Scheduler:
 
     def abort_request(self, request_id: str, attempt: int | None) -> None:
         """End all choices of a request, of all attempts up to ``attempt`` (None: of all), and what they still lend."""
-
-        def is_concerned(asked: EngineRequest) -> bool:
-            return asked.request_id == request_id and (attempt is None or asked.attempt <= attempt)
-
-        keys = [key for key, request in self.requests.items() if is_concerned(request.asked)]
+        keys = self.roll.keys_of(request_id, attempt)
         self.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
         if self.sender:
-            self.sender.withdraw(is_concerned)
+            self.sender.withdraw(request_id, attempt)
 
     def fail_all(self, message: str) -> dict[int, list[EngineOutput]]:
         """The engine is broken: an error for every request, without touching blocks or connector any more."""
         for request in self.requests.values():
             self._outbox.tokens(request, [], ended_by_error(ErrorKind.INTERNAL, message))
         self.requests.clear()
+        self.roll = Roll()
         return self._outbox.take()
 
     def shutdown(self) -> dict[int, list[EngineOutput]]:
@@ -226,8 +234,7 @@ class Scheduler:
         if self.receiver:
             for failure in self.receiver.take_events():
                 self._finish(self.requests[failure.request_id], _ending_of(failure))
-            if not self.batcher.has_preempted:
-                self.receiver.reserve()
+            self.receiver.reserve(self.batcher.num_promised_blocks, self.batcher.waiting.first)
 
     def _give_orders(self, plan: StepPlan) -> SchedulerOutput:
         now = self._clock()
@@ -249,15 +256,21 @@ class Scheduler:
 
     # What a step has changed.
 
-    def _welcome(self, request: Request) -> None:
+    def _welcome(self, request: Request, received: Received) -> None:
         """Its KV has arrived and was verified: its full blocks may be found, and it waits for its first step."""
+        try:
+            first_token = first_token_of(received, self._vocab_size)
+        except TransferError as error:
+            self._finish(request, ended_by_error(error.kind, error.message))
+            return
+        request.receive(received, first_token, self._clock())
         self.totals.num_received_tokens += request.num_prompt_tokens - request.num_cached_tokens
         self._index_computed(request)
         self._has_news = True
         if ending := ending_after(request, request.answer_length - 1, self._max_length):
             self._finish(request, ending)
         else:
-            self.batcher.arrived.append(request)
+            self.batcher.arrived.add(request)
 
     def _advance(self, request: Request, num_tokens: int, output: ModelRunnerOutput) -> None:
         row = output.req_id_to_index[request.key]
@@ -310,6 +323,7 @@ class Scheduler:
             self.pool.free(request.key)
         self.batcher.remove(request)
         del self.requests[request.key]
+        self.roll.discard(request.key)
         self._deadlines.forget(request.key)
         if request.is_known_to_runner:
             self._finished_req_ids.add(request.key)

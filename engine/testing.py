@@ -80,6 +80,11 @@ class FakeMemory:
         for block in block_ids:
             self.slots[block] = [None] * self.layout.block_size
 
+    @property
+    def memfd(self) -> int | None:
+        """There is no file either."""
+        return None
+
     def read_view(self, block_id: int) -> memoryview:
         """There are no bytes."""
         return memoryview(bytes(self.layout.block_bytes))

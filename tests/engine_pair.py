@@ -33,9 +33,15 @@ class EnginePair:
         return await asyncio.gather(outputs_of(self.prefill, send), outputs_of(self.decode, receive))
 
     def legs(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, **fields: Any
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        first_index: int = 0,
+        **fields: Any,
     ) -> tuple[EngineRequest, EngineRequest]:
-        """The two engine requests of one hand-over."""
+        """The two engine requests of one hand-over; ``first_index`` tokens of the answer end the prompt already."""
         source = ReceiveTransfer(
             transfer_id=f"transfer-{request_id}",
             peer_worker_id="prefill",
@@ -43,8 +49,8 @@ class EnginePair:
             peer_control=self.prefill.info.control_address,
         )
         both = {"request_id": request_id, "prompt_token_ids": prompt, "sampling": sampling, **fields}
-        send = EngineRequest(**both, transfer=SendTransfer(source.transfer_id))
-        return send, EngineRequest(**both, first_index=1, transfer=source)
+        send = EngineRequest(**both, first_index=first_index, transfer=SendTransfer(source.transfer_id))
+        return send, EngineRequest(**both, first_index=first_index + 1, transfer=source)
 
     async def idle_states(self) -> list[dict[str, Any]]:
         """/debug/state of both engines, after their books were checked."""

@@ -21,6 +21,8 @@ _POOL_NAME = "kvbaton-kv"
 class PagedKVMemory(ABC):
     """A pool on one device. Implements ``engine.connector.KVMemory``; the views die with ``close``."""
 
+    memfd: int | None = None
+
     def __init__(self, layout: KVLayout, num_blocks: int, pool: Tensor) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -154,7 +156,7 @@ def _pool_shape(layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
 def _create_memfd(num_bytes: int) -> int | None:
     if not hasattr(os, "memfd_create"):
         return None
-    descriptor = os.memfd_create(_POOL_NAME)
+    descriptor = os.memfd_create(_POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     return descriptor
 

@@ -1,61 +1,59 @@
 """Which requests compute how many tokens in a step: token budget, chunked prefill, preemption by recompute.
 
-Running requests come first, and of those the decodes; then requests whose KV has arrived from another worker; then new
-ones, by priority and in order of arrival. Blocks are handed out on demand (A14), except for a prefill leg: it gets those
-of its whole prompt at once or does not start, and is never preempted, because another worker reads them (law 4).
+Running requests come first, and of those the decodes; then others start, in the order of the ``Line`` (priority, then
+arrival): requests whose KV has arrived from another worker, preempted ones, new ones. Blocks are handed out on demand
+(A14), except for a prefill leg: it gets those of its whole prompt at once or does not start, and is never preempted,
+because another worker reads them (law 4). Who runs short of blocks takes them from the last in the same order, itself
+included: so the first of all always advances, and two requests cannot preempt each other in turns.
 """
 
-from collections import deque
+from collections.abc import Iterator
+from itertools import chain
 
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import RequestStatus
+from engine.scheduling.line import Line, comes_first
 from engine.scheduling.request import Request
 from engine.scheduling.step_plan import StepPlan, Turn
 
 
 class Batcher:
-    """Owns the order of the requests that could run, and takes their blocks from the pool.
+    """Owns the lines of the requests that could run, and takes their blocks from the pool.
 
-    waiting: need blocks. arrived: their prompt's KV is in their blocks already. running: in order of admission.
+    waiting: need blocks (new ones and preempted ones). arrived: their prompt's KV is in their blocks already.
     """
 
     def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.waiting: deque[Request] = deque()
-        self.arrived: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting = Line()
+        self.arrived = Line()
+        self.running = Line()
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
 
-    def plan(self) -> StepPlan:
-        """Decide a step. Requests start and are preempted by this; blocks for every turn are allocated."""
+    def plan(self, unserved: Request | None = None) -> StepPlan:
+        """Decide a step. Requests start and are preempted by this; blocks for every turn are allocated.
+
+        unserved: a request outside that waits for blocks; nobody behind it in line takes any to start.
+        """
         plan = StepPlan(self._max_num_batched_tokens)
         self._continue_running(plan)
         if plan.num_preempted == 0:
-            self._promote_arrived(plan)
-            self._admit_waiting(plan)
+            self._start_others(plan, unserved)
         return plan
 
-    def enqueue(self, request: Request) -> None:
-        """A new request waits behind preempted ones, and behind those of its own or of a higher priority (B10)."""
-        place = len(self.waiting)
-        while place and self._gives_way(self.waiting[place - 1], request):
-            place -= 1
-        self.waiting.insert(place, request)
-
     @property
-    def has_preempted(self) -> bool:
-        """A preempted request waits for blocks (at the head of the line): those that become free are for it."""
-        return bool(self.waiting) and self.waiting[0].status is RequestStatus.PREEMPTED
+    def num_promised_blocks(self) -> int:
+        """Blocks that running requests still lack for what they know: they started because these were free."""
+        return sum(map(self._num_lacking_blocks, self.running))
 
     def remove(self, request: Request) -> None:
-        """The request ended; it may stand anywhere, or nowhere."""
-        for queue in (self.running, self.waiting, self.arrived):
-            if request in queue:
-                queue.remove(request)
+        """The request ended; it may stand in any line, or in none."""
+        _ = self.running.remove(request) or self.waiting.remove(request) or self.arrived.remove(request)
 
-    def _gives_way(self, other: Request, request: Request) -> bool:
-        return other.status is RequestStatus.WAITING and other.priority < request.priority
+    def _num_lacking_blocks(self, request: Request) -> int:
+        num_needed = blocks_needed(request.num_tokens, self._pool.block_size)
+        return num_needed - self._pool.num_blocks_of(request.key)
 
     def _continue_running(self, plan: StepPlan) -> None:
         """Decodes before chunks of prompts, so that a long prompt does not hold up running answers (A32)."""
@@ -70,46 +68,54 @@ class Batcher:
                 plan.add(Turn(request, num_tokens, new_blocks))
 
     def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> list[int] | None:
-        """New blocks for these tokens, if need be at the cost of younger requests; None when it is the youngest."""
+        """New blocks for these tokens, if need be at the cost of those behind it; None when it is the last itself."""
         num_needed = blocks_needed(request.num_computed_tokens + num_tokens, self._pool.block_size)
         num_new = max(0, num_needed - self._pool.num_blocks_of(request.key))
         while not self._pool.can_allocate(num_new):
-            youngest = next(r for r in reversed(self.running) if not r.is_sending)
-            self._preempt(youngest, plan)
-            if youngest is request:
+            victim = max(self._victims(), key=lambda each: each.precedence)
+            self._preempt(victim, plan)
+            if victim is request:
                 return None
         return self._pool.allocate(request.key, num_new)
 
+    def _victims(self) -> Iterator[Request]:
+        """Who holds blocks and may lose them: not those that lend theirs."""
+        return (request for request in chain(self.running, self.arrived) if not request.is_sending)
+
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         plan.drop(request)
-        self.running.remove(request)
+        self.remove(request)
         self._pool.free(request.key)
         request.lose_blocks()
-        self.waiting.appendleft(request)
+        self.waiting.add(request)
 
-    def _has_place(self, plan: StepPlan) -> bool:
-        return plan.budget > 0 and len(self.running) < self._max_num_seqs
+    def _start_others(self, plan: StepPlan, unserved: Request | None) -> None:
+        """As far as budget, ``max_num_seqs`` and blocks reach (A27).
 
-    def _promote_arrived(self, plan: StepPlan) -> None:
-        while self.arrived and self._has_place(plan):
-            request = self.arrived.popleft()
-            self._start(request)
-            plan.add(Turn(request, 1, self._pool.table_of(request.key)))
-
-    def _admit_waiting(self, plan: StepPlan) -> None:
-        """As far as budget, ``max_num_seqs`` and blocks reach (A27); the first that does not fit holds the line."""
-        while self.waiting and self._has_place(plan):
-            turn = self._try_first_turn(self.waiting[0], plan.budget)
-            if turn is None:
+        The first that lacks blocks holds up all that need some, or a big one would be passed by small ones for ever.
+        Requests that have arrived go on without it: they hold their blocks already, and must run to give them back.
+        """
+        has_blocks = True
+        while plan.budget > 0 and len(self.running) < self._max_num_seqs:
+            arrived, waiting = self.arrived.first, self.waiting.first if has_blocks else None
+            if arrived and comes_first(arrived, waiting):
+                self._start(arrived, self.arrived)
+                plan.add(Turn(arrived, 1, self._pool.table_of(arrived.key)))
+                continue
+            if waiting is None:
                 return
-            plan.add(turn)
-            self._start(self.waiting.popleft())
+            turn = self._try_first_turn(waiting, plan.budget) if comes_first(waiting, unserved) else None
+            has_blocks = turn is not None
+            if turn is not None:
+                plan.add(turn)
+                self._start(waiting, self.waiting)
 
     def _try_first_turn(self, request: Request, budget: int) -> Turn | None:
         """A turn with the blocks for it, cached ones included; None unless all known tokens fit now.
 
         Taken are only this chunk's blocks (a prefill leg: all). Without asking for the rest, a request could start, run
-        short and be preempted again for ever, while leases hold the blocks that it needs.
+        short and be preempted again for ever, while leases hold the blocks that it needs. Nobody starts before its last
+        chunk (it takes the whole budget), and what it still lacks is promised to it: nobody reserves that either.
         """
         size = self._pool.block_size
         cached = self._pool.find_cached(request.reusable_hashes())
@@ -124,6 +130,7 @@ class Batcher:
         request.find_computed(len(cached), is_first=not is_resumed)
         return Turn(request, num_tokens, self._pool.allocate(request.key, num_new, cached), is_resumed)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request, line: Line) -> None:
         request.status = RequestStatus.RUNNING
-        self.running.append(request)
+        line.remove(request)
+        self.running.add(request)

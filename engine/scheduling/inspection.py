@@ -44,6 +44,8 @@ def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError unless blocks belong to live requests and leases only, and each request is in one place."""
     pool, batcher = scheduler.pool, scheduler.batcher
     pool.check_integrity()
+    scheduler.roll.check_integrity()
+    assert sorted(scheduler.roll.keys) == sorted(scheduler.requests)
     leases = scheduler.sender.leases if scheduler.sender else ()
     assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, leases)}
     places = [
@@ -55,6 +57,8 @@ def check_integrity(scheduler: Scheduler) -> None:
     assert sorted(places + remote) == sorted(scheduler.requests)
     assert len(remote) == (scheduler.receiver.num_waiting if scheduler.receiver else 0)
     assert all(request.status is RequestStatus.RUNNING for request in batcher.running)
+    for line in (batcher.running, batcher.waiting, batcher.arrived):
+        assert list(line) == sorted(line, key=lambda request: request.precedence)
     for request in batcher.waiting:
         assert pool.num_blocks_of(request.key) == request.num_computed_tokens == 0
     for request in [*batcher.running, *batcher.arrived]:

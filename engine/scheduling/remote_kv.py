@@ -4,14 +4,16 @@ Both talk to the ``SchedulerConnector`` (see ``engine/connector.py`` for the ord
 the BlockPool in step with what may still be read or written from outside.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from contract.errors import ErrorKind
+from contract.errors import ErrorKind, TransferError
 from contract.requests import EngineRequest
-from engine.connector import Drained, Failed, FirstToken, Published, SchedulerConnector
+from engine.connector import Drained, Failed, FirstToken, Published, Received, SchedulerConnector
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import Ending, RequestStatus
+from engine.scheduling.line import Line, comes_first
 from engine.scheduling.request import Request
+from engine.scheduling.roll import Roll
 
 NOT_NEEDED_KIND = "not_needed"
 """The kind of a transfer that ended because token 0 was the whole answer; no error."""
@@ -32,19 +34,16 @@ class KVSender:
         self._connector = connector
         self._pool = pool
         self._open: set[str] = set()
-        self._leases: dict[str, EngineRequest] = {}
+        self._leases = Roll()
 
     @property
     def leases(self) -> Collection[str]:
         """Keys of ended requests whose blocks are still lent."""
-        return self._leases.keys()
+        return self._leases.keys
 
     def lends_under(self, asked: EngineRequest) -> bool:
         """True when an ended request still lends its blocks under the same transfer and attempt."""
-        return any(
-            lent.transfer == asked.transfer and lent.attempt == asked.attempt
-            for lent in self._leases.values()
-        )
+        return self._leases.uses_transfer(asked)
 
     def has_opened(self, request: Request) -> bool:
         """True when the blocks of the running request are lent."""
@@ -81,37 +80,37 @@ class KVSender:
 
     def take_back(self, keys: Collection[str]) -> None:
         """Nobody reads these any more (``finished_sending``): their leases end."""
-        for key in self._leases.keys() & set(keys):
-            del self._leases[key]
-            self._pool.free(lease_holder(key))
+        for key in keys:
+            if self._leases.discard(key):
+                self._pool.free(lease_holder(key))
 
-    def withdraw(self, is_concerned: Callable[[EngineRequest], bool]) -> None:
-        """The client is gone: nobody needs what these ended requests still lend. Their leases end like all others."""
-        for key, asked in self._leases.items():
-            if is_concerned(asked):
-                self._connector.abandon_send(key, ErrorKind.CANCELLED, "the request was cancelled")
+    def withdraw(self, request_id: str, up_to_attempt: int | None) -> None:
+        """The client is gone: nobody needs what its ended legs still lend. Their leases end like all others."""
+        for key in self._leases.keys_of(request_id, up_to_attempt):
+            self._connector.abandon_send(key, ErrorKind.CANCELLED, "the request was cancelled")
 
     def _lease(self, request: Request) -> None:
         self._open.remove(request.key)
-        self._leases[request.key] = request.asked
+        self._leases.add(request.asked)
         self._pool.hand_over(request.key, lease_holder(request.key))
 
 
 class KVReceiver:
-    """Owns the requests in WAITING_FOR_REMOTE_KVS, in order of arrival.
+    """Owns the requests in WAITING_FOR_REMOTE_KVS.
 
-    One of them holds nothing until its sender has published; then it reserves ceil((prompt + 1) / block_size) blocks,
-    cached ones included, in one step or not at all (law 4). One that does not fit keeps its place and tries again,
-    and does not hold up those behind it; its deadline bounds the wait. None reserves while a preempted request waits for
-    blocks, or that one would never get any while new ones keep coming. num_needed_blocks: blocks that all reservations
-    so far asked the senders for, beyond what the cache held.
+    One of them holds nothing until its sender has published; then it stands in line, and reserves
+    ceil((prompt + 1) / block_size) blocks, cached ones included, in one step or not at all (law 4). One that does not
+    fit holds up those behind it, however small: they would pass a big one for ever. The blocks that it waits for are
+    held by requests that run, whose reads are bounded in time, or that are behind it in the same line; so they come.
+
+    num_needed_blocks: blocks that all reservations so far asked the senders for, beyond what the cache held.
     """
 
     def __init__(self, connector: SchedulerConnector, pool: BlockPool) -> None:
         self._connector = connector
         self._pool = pool
         self._waiting: dict[str, Request] = {}
-        self._published: set[str] = set()
+        self._published = Line()
         self._failed: set[str] = set()
         self._num_cached_blocks: dict[str, int] = {}
         self.num_needed_blocks = 0
@@ -120,6 +119,11 @@ class KVReceiver:
     def num_waiting(self) -> int:
         """Requests that wait for their KV. Not ``__len__``: a receiver that waits for nothing must not be falsy."""
         return len(self._waiting)
+
+    @property
+    def unserved(self) -> Request | None:
+        """The first in line for blocks: published by its sender, and not reserved yet."""
+        return self._published.first
 
     def start(self, request: Request) -> None:
         """The request arrived: ask for its KV. Raises what the connector raises, and then nothing has changed."""
@@ -133,7 +137,7 @@ class KVReceiver:
         for event in self._connector.take_events():
             match event:
                 case Published(key) if key in self._waiting:
-                    self._published.add(key)
+                    self._published.add(self._waiting[key])
                 case Drained(key) if self._pool.is_quarantined(key):
                     self._pool.release_quarantine(key)
                 case Failed(key) if key in self._waiting:
@@ -141,35 +145,32 @@ class KVReceiver:
                     failures.append(event)
         return failures
 
-    def reserve(self) -> None:
-        """Give blocks to every request whose sender has published and for which they suffice; the reads begin."""
-        for request in [r for key, r in self._waiting.items() if key in self._published]:
+    def reserve(self, num_promised: int, other: Request | None) -> None:
+        """Give blocks to those in line, as far as the blocks reach that are not promised; their reads begin.
+
+        other: the first one elsewhere that waits for blocks; who comes after it waits with it.
+        """
+        while (request := self._published.first) and comes_first(request, other):
             size = self._pool.block_size
             cached = self._pool.find_cached(request.block_hashes)
             num_new = blocks_needed(request.num_prompt_tokens + 1, size) - len(cached)
-            if not self._pool.can_allocate(num_new, cached):
-                continue
+            if not self._pool.can_allocate(num_new + num_promised, cached):
+                return
             blocks = self._pool.allocate(request.key, num_new, cached)
             request.num_cached_tokens = len(cached) * size
-            self._published.remove(request.key)
+            self._published.remove(request)
             self._num_cached_blocks[request.key] = len(cached)
             num_prompt_blocks = blocks_needed(request.num_prompt_tokens, size)
             self.num_needed_blocks += num_prompt_blocks - len(cached)
             self._connector.receive_into(request.key, blocks[:num_prompt_blocks], len(cached))
 
-    def take_arrived(self, keys: Collection[str], now: float) -> list[Request]:
-        """These have landed and were verified (``finished_recving``): the prompt counts as computed, token 0 is known."""
-        arrived = [request for key, request in self._waiting.items() if key in keys]
+    def take_arrived(self, keys: Collection[str]) -> list[tuple[Request, Received]]:
+        """These have landed and were verified (``finished_recving``); they do not wait for KV any more."""
+        arrived = [request for key in keys if (request := self._waiting.get(key))]
         for request in arrived:
             self._forget(request)
-            received = self._connector.take_received(request.key)
-            request.num_computed_tokens = request.num_prompt_tokens
-            request.append_token(received.first_tokens[0].token_id)
             request.status = RequestStatus.WAITING
-            request.milestones.queued = now
-            request.milestones.transfer_exposed_seconds = received.exposed_seconds
-            request.milestones.transfer_hidden_seconds = received.hidden_seconds
-        return arrived
+        return [(request, self._connector.take_received(request.key)) for request in arrived]
 
     def give_up(self, request: Request) -> None:
         """Stop waiting. What has been reserved is freed, or quarantined where a read into it cannot be stopped."""
@@ -184,6 +185,18 @@ class KVReceiver:
 
     def _forget(self, request: Request) -> None:
         del self._waiting[request.key]
-        self._published.discard(request.key)
+        self._published.remove(request)
         self._failed.discard(request.key)
         self._num_cached_blocks.pop(request.key, None)
+
+
+def first_token_of(received: Received, vocab_size: int) -> int:
+    """The token with which the answer goes on here. Raises TransferError for what no honest sender sends."""
+    if not received.first_tokens:
+        raise TransferError("the transfer came without the token that the answer goes on with")
+    token = received.first_tokens[0].token_id
+    if not 0 <= token < vocab_size:
+        raise TransferError(
+            f"the transfer came with token id {token}; the vocabulary has 0..{vocab_size - 1}"
+        )
+    return token

@@ -15,6 +15,7 @@ from contract.requests import (
     SendTransfer,
     TokenLogprobs,
 )
+from engine.connector import Received
 from engine.scheduling.block_pool import blocks_needed
 from engine.scheduling.ending import Ending, RequestStatus
 
@@ -44,6 +45,8 @@ class Milestones:
 class Request:
     """One EngineRequest in the scheduler's hands (B10); the scheduler alone changes it.
 
+    arrival_number: counts the scheduler's requests; no two have the same.
+
     token_ids: all known tokens: the prompt, then the answer's. num_computed_tokens: how many of them have their KV in
     this request's blocks. num_emitted_tokens: tokens that left this engine as output. structured_output_request: the
     place of grammars.
@@ -52,6 +55,7 @@ class Request:
     asked: EngineRequest
     token_ids: list[int]
     milestones: Milestones
+    arrival_number: int
     block_size: int
     hash_root: BlockHash
     block_hashes: list[BlockHash]
@@ -65,7 +69,13 @@ class Request:
 
     @classmethod
     def from_engine_request(
-        cls, asked: EngineRequest, model_fingerprint: str, block_size: int, now: float
+        cls,
+        asked: EngineRequest,
+        model_fingerprint: str,
+        block_size: int,
+        *,
+        now: float = 0.0,
+        arrival_number: int = 0,
     ) -> "Request":
         """A request that has just arrived."""
         root = asked.hash_root(model_fingerprint)
@@ -73,6 +83,7 @@ class Request:
             asked=asked,
             token_ids=list(asked.prompt_token_ids),
             milestones=Milestones(queued=now),
+            arrival_number=arrival_number,
             block_size=block_size,
             hash_root=root,
             block_hashes=full_block_hashes(root, asked.prompt_token_ids, block_size),
@@ -97,6 +108,11 @@ class Request:
     def priority(self) -> int:
         """Higher runs earlier (B10)."""
         return self.asked.priority
+
+    @property
+    def precedence(self) -> tuple[int, int]:
+        """The lower, the earlier it is served and the later it is preempted: by priority, then arrival (B11)."""
+        return -self.priority, self.arrival_number
 
     @property
     def cache_salt(self) -> str:
@@ -160,6 +176,14 @@ class Request:
         self.num_indexed_blocks = num_blocks
         if is_first:
             self.num_cached_tokens = self.num_computed_tokens
+
+    def receive(self, received: Received, first_token: int, now: float) -> None:
+        """The prompt's KV has arrived from another worker, and was verified; ``first_token`` was sampled there."""
+        self.num_computed_tokens = self.num_prompt_tokens
+        self.append_token(first_token)
+        self.milestones.queued = now
+        self.milestones.transfer_exposed_seconds = received.exposed_seconds
+        self.milestones.transfer_hidden_seconds = received.hidden_seconds
 
     def lose_blocks(self) -> None:
         """Its blocks were taken away: everything must be computed again."""

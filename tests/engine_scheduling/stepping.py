@@ -55,9 +55,11 @@ def fake_request(
 class SteppedEngine:
     """Collects what each request was told, and checks the books after every step."""
 
-    def __init__(self, *, with_connector: bool = True, **changes: Any) -> None:
+    def __init__(
+        self, *, with_connector: bool = True, connector: FakeConnector | None = None, **changes: Any
+    ) -> None:
         self.now = 0.0
-        self.connector = FakeConnector()
+        self.connector = connector or FakeConnector()
         executor: list[FakeExecutor] = []
 
         def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:

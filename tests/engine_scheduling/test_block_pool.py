@@ -1,8 +1,6 @@
 """The block pool and its prefix index (law 1)."""
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from contract.block_hash import full_block_hashes, root_hash
 from engine.scheduling.block_pool import BlockPool, blocks_needed
@@ -137,73 +135,3 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     pool = BlockPool(5, SIZE, enable_prefix_caching=False)
     fill(pool, "a", list(range(4)))
     assert pool.find_cached(hashes(list(range(4)))) == []
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Holders come, share, grow, end, lend and are quarantined, in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = BlockPool(12, SIZE)
-        self.tokens: dict[str, list[int]] = {}
-        self.quarantined: list[str] = []
-        self.count = 0
-
-    @rule(words=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4))
-    def hold(self, words: list[int]) -> None:
-        """Each word is a block's content."""
-        tokens = [word for word in words for _ in range(SIZE)]
-        chain = hashes(tokens)
-        cached = self.pool.find_cached(chain)
-        if self.pool.can_allocate(len(chain) - len(cached), cached):
-            self.count += 1
-            holder = f"h{self.count}"
-            assert len(self.pool.allocate(holder, len(chain) - len(cached), cached)) == len(chain)
-            for position, block_hash in enumerate(chain):
-                self.pool.enter(holder, position, block_hash)
-            self.tokens[holder] = tokens
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.pool.free(holder)
-        del self.tokens[holder]
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def lend(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.pool.hand_over(holder, f"lease:{holder}")
-        self.tokens[f"lease:{holder}"] = self.tokens.pop(holder)
-
-    @rule(num=st.integers(1, 4))
-    def read_and_cancel(self, num: int) -> None:
-        if self.pool.can_allocate(num):
-            self.count += 1
-            self.pool.allocate(f"q{self.count}", num)
-            self.pool.quarantine(f"q{self.count}")
-            self.quarantined.append(f"q{self.count}")
-
-    @precondition(lambda self: self.quarantined)
-    @rule()
-    def drain(self) -> None:
-        self.pool.release_quarantine(self.quarantined.pop(0))
-
-    @invariant()
-    def books_are_right(self) -> None:
-        self.pool.check_integrity()
-        for holder, tokens in self.tokens.items():
-            found = self.pool.find_cached(hashes(tokens))
-            assert len(found) == len(tokens) // SIZE, f"the content that {holder} holds was lost"
-
-    def teardown(self) -> None:
-        for holder in self.tokens:
-            self.pool.free(holder)
-        for holder in self.quarantined:
-            self.pool.release_quarantine(holder)
-        assert self.pool.num_free_blocks == self.pool.num_usable_blocks
-        self.pool.check_integrity()
-
-
-TestPool = PoolMachine.TestCase

@@ -4,17 +4,19 @@ The FakeRunner notices KV that is read too early, overwritten or shared by mista
 that changed, and lets cancelled reads write late.
 """
 
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from contract.requests import EngineRequest, FinishReason, ReceiveTransfer, SendTransfer
+from engine.scheduling.block_pool import blocks_needed
 from engine.testing import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
+from tests.soak_settings import machine_settings, soaked
 
-PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 KINDS: list[SendTransfer | ReceiveTransfer | None] = [None, SEND, RECEIVE]
+"""An engine of each role and one that does everything: None beside RECEIVE is a decode worker that recomputes locally."""
 HEADS = [[], [1] * 4, [1] * 8, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]]
+ENDED_BY = ("deadline", "internal", "invalid_request", "transfer_failed")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -26,18 +28,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_cache_bytes=14, max_num_batched_tokens=6, max_num_seqs=3, remote_kv_timeout_seconds=5.0
         )
         self.asked: dict[str, EngineRequest] = {}
+        self.cancelled: set[str] = set()
 
-    def fetches(self, state: str) -> list[str]:
-        return [key for key, fetch in self.engine.connector.fetches.items() if fetch.state == state]
+    def fetches(self, *states: str) -> list[str]:
+        return [key for key, fetch in self.engine.connector.fetches.items() if fetch.state in states]
 
     def lent(self) -> list[str]:
         return [key for key, send in self.engine.connector.sends.items() if send.end]
+
+    def ask(self, request: EngineRequest) -> None:
+        self.asked[request.key] = request
+        self.engine.add(request)
 
     @rule(
         kind=st.sampled_from(KINDS),
         head=st.sampled_from(HEADS),
         tail=st.lists(st.integers(1, 3), min_size=1, max_size=8),
         max_tokens=st.integers(1, 12),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
         is_bad=st.sampled_from([False] * 9 + [True]),
     )
     def add(
@@ -46,20 +54,52 @@ class SchedulerMachine(RuleBasedStateMachine):
         head: list[int],
         tail: list[int],
         max_tokens: int,
+        priority: int,
         is_bad: bool,
     ) -> None:
         prompt = [*head, *tail, *([NAN_TOKEN] if is_bad and kind is not RECEIVE else [])]
-        request = fake_request(
-            f"r{len(self.asked)}", prompt, max_tokens, transfer=kind, deadline_seconds=20.0
+        self.ask(
+            fake_request(
+                f"r{len(self.asked)}",
+                prompt,
+                max_tokens,
+                transfer=kind,
+                priority=priority,
+                deadline_seconds=20.0,
+            )
         )
-        self.asked[request.key] = request
-        self.engine.add(request)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), kind=st.sampled_from(KINDS), num_delivered=st.integers(0, 11))
+    def replay(
+        self, data: st.DataObject, kind: SendTransfer | ReceiveTransfer | None, num_delivered: int
+    ) -> None:
+        """The next attempt of a request, whether the one before has ended or still runs (a zombie's)."""
+        old = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
+        attempt = 1 + max(r.attempt for r in self.asked.values() if r.request_id == old.request_id)
+        prompt, max_tokens = self.original_prompt(old), old.sampling.max_tokens
+        num_delivered = min(num_delivered, max_tokens - 1)
+        self.ask(
+            fake_request(
+                old.request_id,
+                [*prompt, *fake_answer(prompt, num_delivered)],
+                max_tokens,
+                transfer=kind,
+                priority=old.priority,
+                attempt=attempt,
+                first_index=num_delivered + (kind is RECEIVE),
+                deadline_seconds=20.0,
+            )
+        )
+
+    def original_prompt(self, request: EngineRequest) -> list[int]:
+        num_delivered = request.first_index - isinstance(request.transfer, ReceiveTransfer)
+        tokens = request.prompt_token_ids
+        return tokens[: len(tokens) - num_delivered]
 
     @rule()
     def add_one_that_never_fits(self) -> None:
-        request = fake_request(f"r{len(self.asked)}", [1] * 60, 1)
-        self.asked[request.key] = request
-        self.engine.add(request)
+        self.ask(fake_request(f"r{len(self.asked)}", [1] * 60, 1))
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -68,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def run(self) -> None:
         self.engine.run()
+        self.assert_idle_for_a_reason()
 
     @rule(seconds=st.floats(0.1, 3.0))
     def wait(self, seconds: float) -> None:
@@ -83,11 +124,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def land(self, data: st.DataObject) -> None:
         self.engine.connector.land(data.draw(st.sampled_from(self.fetches("reading"))))
 
-    @precondition(lambda self: self.fetches("reading"))
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        kind = data.draw(st.sampled_from(["transfer_failed", "not_needed"]))
-        self.engine.connector.fail(data.draw(st.sampled_from(self.fetches("reading"))), kind)
+    @precondition(lambda self: self.fetches("asked", "published", "reading"))
+    @rule(data=st.data(), kind=st.sampled_from(["transfer_failed", "not_needed"]))
+    def fail(self, data: st.DataObject, kind: str) -> None:
+        """Before the sender published, before the reservation, or in the middle of the read."""
+        keys = self.fetches("asked", "published", "reading")
+        self.engine.connector.fail(data.draw(st.sampled_from(keys)), kind)
 
     @precondition(lambda self: self.fetches("draining"))
     @rule(data=st.data())
@@ -106,22 +148,49 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.core.abort(data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)))
 
     @precondition(lambda self: self.asked)
-    @rule(data=st.data())
-    def abort_request(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_whole=st.booleans())
+    def abort_request(self, data: st.DataObject, is_whole: bool) -> None:
+        """Up to an attempt, or all of them: what is concerned is gone at once, and nothing else."""
         asked = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
-        self.engine.core.abort_request(asked.request_id, asked.attempt)
+        live = set(self.engine.scheduler.requests)
+        self.engine.core.abort_request(asked.request_id, None if is_whole else asked.attempt)
+        concerned = {
+            key
+            for key in live
+            if self.asked[key].request_id == asked.request_id
+            and (is_whole or self.asked[key].attempt <= asked.attempt)
+        }
+        assert set(self.engine.scheduler.requests) == live - concerned
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.engine.core.call("reset_prefix_cache", [])
+        is_idle = self.engine.pool.num_free_blocks == self.engine.pool.num_usable_blocks
+        assert self.engine.core.call("reset_prefix_cache", []) is is_idle
 
     @invariant()
     def answers_are_right_so_far(self) -> None:
         self.engine.core.call("check_integrity", [])
         for key, request in self.asked.items():
             tokens = self.engine.tokens(key)
-            answer = fake_answer(request.prompt_token_ids, request.sampling.max_tokens)
+            answer = fake_answer(self.original_prompt(request), request.sampling.max_tokens)
             assert tokens == answer[request.first_index :][: len(tokens)]
+
+    def assert_idle_for_a_reason(self) -> None:
+        """Nobody waits although he could go on: the first in line lacks blocks, and no KV lies there unused."""
+        batcher, receiver, pool = (
+            self.engine.scheduler.batcher,
+            self.engine.scheduler.receiver,
+            self.engine.pool,
+        )
+        assert receiver is not None
+        assert not batcher.running and not batcher.arrived
+        in_line = [request for request in (batcher.waiting.first, receiver.unserved) if request]
+        if in_line:
+            first = min(in_line, key=lambda request: request.precedence)
+            is_fetched = first is receiver.unserved
+            cached = pool.find_cached(first.block_hashes if is_fetched else first.reusable_hashes())
+            num_blocks = blocks_needed(first.num_tokens + is_fetched, pool.block_size)
+            assert not pool.can_allocate(num_blocks - len(cached), cached)
 
     def teardown(self) -> None:
         """Peers do what they owe, and no time passes: every request ends, and every block is free."""
@@ -138,12 +207,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             for key in self.lent():
                 engine.connector.end_lease(key)
             engine.run()
+            self.assert_idle_for_a_reason()
             rounds += 1
             assert rounds <= 2 * len(self.asked) + 2, "some request never ends"
         for key, request in self.asked.items():
             self._check_end(key, request)
         states = engine.pool.count_by_state()
         assert (states["held"], states["quarantined"]) == (0, 0)
+        assert not engine.scheduler.has_requests() and engine.core.seconds_to_deadline() is None
 
     def _check_end(self, key: str, request: EngineRequest) -> None:
         end, num_tokens = self.engine.end(key), len(self.engine.tokens(key))
@@ -151,7 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             case FinishReason.LENGTH:
                 assert request.first_index + num_tokens == request.sampling.max_tokens
             case FinishReason.ERROR:
-                assert end.error_kind in ("deadline", "internal", "invalid_request", "transfer_failed")
+                assert end.error_kind in ENDED_BY
             case None:
                 assert num_tokens == (1 if isinstance(request.transfer, SendTransfer) else 0)
             case other:
@@ -159,4 +230,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, phases=PHASES)
+TestScheduler.settings = machine_settings(120, 50)
+TestScheduler.runTest = soaked(TestScheduler.runTest)  # type: ignore[method-assign]

@@ -186,8 +186,8 @@ def test_blocks_in_flight_are_not_cached() -> None:
     assert engine.connector.fetches[second].num_cached_blocks == 0
 
 
-def test_one_that_does_not_fit_waits_and_holds_up_nobody() -> None:
-    """All or nothing; retried in order of arrival; the small one behind it is promoted meanwhile."""
+def test_one_that_does_not_fit_waits_and_is_not_passed() -> None:
+    """Law 4: all or nothing, strictly in order of arrival; a small one that would fit waits behind the big one."""
     engine = SteppedEngine(kv_cache_bytes=9, enable_prefix_caching=False)
     running = receiving(engine, "r", [1] * 11, max_tokens=6)
     arrive(engine, running)
@@ -195,20 +195,22 @@ def test_one_that_does_not_fit_waits_and_holds_up_nobody() -> None:
     for key in (big, small):
         engine.connector.publish_peer(key)
     engine.step()
-    assert engine.connector.fetches[big].state == "published" and engine.pool.num_blocks_of(big) == 0
-    engine.connector.land(small)
+    for key in (big, small):
+        assert engine.connector.fetches[key].state == "published" and engine.pool.num_blocks_of(key) == 0
     engine.run()
-    assert engine.tokens(small) == fake_answer([3] * 7, 4)[1:]
     assert engine.connector.fetches[big].state == "reading"
-    engine.connector.land(big)
+    for key in (big, small):
+        engine.connector.land(key)
     engine.run()
     assert engine.tokens(big) == fake_answer([2] * 23, 4)[1:]
+    assert engine.tokens(small) == fake_answer([3] * 7, 4)[1:]
 
 
 def test_arrived_requests_wait_for_a_place_in_the_batch() -> None:
     """A27: max_num_seqs bounds them too."""
     engine = SteppedEngine(max_num_seqs=1)
     engine.add(fake_request("a", [1, 2], max_tokens=5))
+    engine.step()
     key = receiving(engine)
     arrive(engine, key)
     assert engine.scheduler.requests[key].status is RequestStatus.WAITING

@@ -11,11 +11,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from contract.errors import IncompatiblePeerError, SettingError
+from contract.errors import IncompatiblePeerError, SettingError, WorkerLostError
 from contract.identity import Role
 from decode_service.servicer import DecodeServicer
 from engine.client import InProcessClient
-from engine.testing import start_fake_executor
+from engine.testing import CRASH_TOKEN, start_fake_executor
 from engine.testing_transfer import fake_connector_factory
 from prefill_service.servicer import PrefillServicer
 from protos import worker_pb2 as pb
@@ -109,7 +109,13 @@ def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
             missing,
             "prefill worker does not serve Decode",
         ),
-        (Role.DECODE, "Decode", pb.DecodeRequest(task=task()), invalid, "source"),
+        (
+            Role.DECODE,
+            "Decode",
+            pb.DecodeRequest(task=task(first_index=1), source=pb.TransferSource()),
+            invalid,
+            "source",
+        ),
         (Role.DECODE, "Decode", pb.DecodeRequest(task=pb.Task(), source=source), invalid, "prompt"),
         (Role.DECODE, "Prefill", pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
         (Role.BOTH, "Decode", pb.DecodeRequest(task=task(), source=source), invalid, "fetches no KV"),
@@ -163,8 +169,10 @@ async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path) -
         await until_accepted(it, 0)
 
 
-async def test_a_whole_request_runs_to_its_end(tmp_path: Path) -> None:
-    async with running(Role.BOTH, tmp_path) as it:
+@pytest.mark.parametrize("role", [Role.BOTH, Role.DECODE])
+async def test_a_whole_request_runs_to_its_end(tmp_path: Path, role: Role) -> None:
+    """Decode without a source: the prompt is computed here, on a decode worker too (no prefill worker is left)."""
+    async with running(role, tmp_path) as it:
         await it.call("Decode", pb.DecodeRequest(task=task()))
         await until_accepted(it, 0)
         assert (await it.worker.engine.call("counters"))["generation_tokens_total"] == 4
@@ -226,6 +234,21 @@ async def test_a_dead_engine_ends_the_worker(tmp_path: Path) -> None:
         await it.worker.engine.shutdown()
         await asyncio.wait([it.run], timeout=10)
         assert "the engine of worker w has stopped" in str(it.run.exception())
+
+
+async def test_a_dead_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) -> None:
+    """One request's crash is the death of all: none of them hears of a bug of its own, others may go on with them."""
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+    async with running(Role.DECODE, tmp_path) as it, asyncio.timeout(20):
+        await it.router.wait_for_workers(1)
+        (attached,) = it.router._registry.workers
+        attached.bind(("r", 0), heard.put_nowait, 1)
+        await it.call("Decode", waiting_leg())
+        await until_accepted(it, 1)
+        await it.call("Decode", pb.DecodeRequest(task=task("crash", prompt_token_ids=[CRASH_TOKEN])))
+        end = await heard.get()
+    assert isinstance(end, WorkerLostError)
+    assert heard.empty()
 
 
 def test_secrets_are_read_or_named(tmp_path: Path) -> None:
