@@ -1,11 +1,12 @@
 """How a connector is put together, and the factory that a worker hands into its engine."""
 
-import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from contract.layout import KVLayout
 from engine.connector import ConnectorPair
+from kv_transfer.choosing import Chooser
 from kv_transfer.control import ControlHalf, ControlParts
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data import DataHalf
@@ -13,13 +14,13 @@ from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
 from kv_transfer.handshake import LocalIdentity
 from kv_transfer.leases import Sessions
 from kv_transfer.links import LinkLoop, LinkSettings
+from kv_transfer.messages import Offer
 from kv_transfer.sending import SendDesk, SendPorts, SendSettings
-from kv_transfer.settings import AUTO, TransferSettings
-from kv_transfer.transport import LeaseName, Transport
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transport import LeaseName
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.registry import open_transport
-
-logger = logging.getLogger(__name__)
+from kv_transfer.transports.lending import Lending
+from kv_transfer.transports.registry import open_transports
 
 
 @dataclass(frozen=True)
@@ -41,46 +42,59 @@ def create_connector(
     Raises SettingError, and OSError when a port cannot be bound.
     """
     counters, completions, sessions = Counters(), Completions(), Sessions()
-    name = settings.transport_in_use
-    if settings.transport == AUTO:
-        logger.info("transport auto: %s is the one that this version picks", name)
-        counters.add("transfer_transport_auto_total", transport=name)
-    links = LinkLoop(_link_settings(settings), counters)
     desks: list[SendDesk] = []
+    with ExitStack() as undo:
+        links = LinkLoop(_link_settings(settings), counters)
+        undo.callback(links.close)
+        senders, receivers = open_transports(
+            settings.transport,
+            _context(settings, sessions, lambda lease: desks[0].lease_idle(lease)),
+        )
+        lending, chooser = Lending(senders), Chooser(receivers, counters)
+        undo.callback(lending.close)
+        receiver = chooser if settings.decorate is None else settings.decorate(chooser)
+        data = DataHalf(receiver, counters, completions, tuple(receivers))
+        chooser.attach(data.post_pull)
+        sends = SendDesk(
+            SendSettings(
+                model_fingerprint, layout.block_size, settings.lease_seconds, settings.parked_seconds
+            ),
+            SendPorts(links.send, lending.release, wake, links.wake),
+            counters,
+            completions,
+        )
+        desks.append(sends)
+        fetches = FetchDesk(
+            FetchSettings(model_fingerprint, layout.block_size, layout.block_bytes),
+            FetchPorts(links.dial_and_send, links.send, chooser.pull, data.post_commit, wake, chooser.choose),
+            counters,
+            completions,
+        )
+        control = ControlHalf(ControlParts(sends, fetches, links, data, sessions, counters, completions))
+        data.attach(lending, control)
+        links.start(_identity(settings, layout, model_fingerprint, tuple(receivers), lending.offers), control)
+        undo.pop_all()
+    return ConnectorPair(control, data, links.address)
 
-    def on_idle(lease: LeaseName) -> None:
-        desks[0].lease_idle(lease)
 
-    transport = _open(settings, name, sessions, on_idle)
-    data = DataHalf(name, transport.receiver, counters, completions)
-    sends = SendDesk(
-        SendSettings(model_fingerprint, layout.block_size, settings.lease_seconds, settings.parked_seconds),
-        SendPorts(links.send, transport.sender.release, wake, links.wake),
-        counters,
-        completions,
-    )
-    desks.append(sends)
-    fetches = FetchDesk(
-        FetchSettings(model_fingerprint, layout.block_size, layout.block_bytes),
-        FetchPorts(links.dial_and_send, links.send, data.post_pull, data.post_commit, wake),
-        counters,
-        completions,
-    )
-    control = ControlHalf(ControlParts(sends, fetches, links, data, sessions, counters, completions))
-    data.attach(transport.sender, control)
-    identity = LocalIdentity(
+def _identity(
+    settings: TransferSettings,
+    layout: KVLayout,
+    model_fingerprint: str,
+    transports: tuple[str, ...],
+    offers: Callable[[], list[Offer]],
+) -> LocalIdentity:
+    return LocalIdentity(
         settings.worker_id,
         settings.boot_id,
         str(settings.role),
         settings.secret,
         model_fingerprint,
         layout,
-        name,
+        transports,
         settings.peer_timeout_seconds,
-        transport.sender.address,
+        offers,
     )
-    links.start(identity, control)
-    return ConnectorPair(control, data, links.address)
 
 
 def _link_settings(settings: TransferSettings) -> LinkSettings:
@@ -93,10 +107,10 @@ def _link_settings(settings: TransferSettings) -> LinkSettings:
     )
 
 
-def _open(
-    settings: TransferSettings, name: str, sessions: Sessions, on_idle: Callable[[LeaseName], None]
-) -> Transport:
-    context = TransportContext(
+def _context(
+    settings: TransferSettings, sessions: Sessions, on_idle: Callable[[LeaseName], None]
+) -> TransportContext:
+    return TransportContext(
         host=settings.host,
         advertise_host=settings.advertise_host,
         data_port=settings.data_port,
@@ -105,8 +119,5 @@ def _open(
         sessions=sessions,
         on_idle=on_idle,
         local=settings.local,
+        shm_dir=settings.shm_dir,
     )
-    transport = open_transport(name, context)
-    if settings.decorate is None:
-        return transport
-    return Transport(transport.sender, settings.decorate(transport.receiver))

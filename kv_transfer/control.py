@@ -4,6 +4,7 @@ Called from the step thread (the scheduler's verbs), from the I/O thread (links 
 (reports). The desks own all state; this class only says who hears what.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from kv_transfer.links import LinkLoop
 from kv_transfer.orders import TransferMetadata
 from kv_transfer.sending import SendDesk
 from kv_transfer.transport import LeaseName
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class ControlHalf:
         return self._fetches.take_received(request_id)
 
     def take_events(self) -> list[TransferEvent]:
-        """Events since the last call."""
+        """Events since the last call. Raises InternalError once a thread of the connector has failed."""
         return self._fetches.take_events()
 
     def build_metadata(self) -> TransferMetadata | None:
@@ -94,6 +97,7 @@ class ControlHalf:
         """Transfers, leases, peers and threads."""
         return {
             "fetches": self._fetches.debug_state(),
+            "quarantine": self._fetches.quarantine(),
             "leases": self._sends.debug_state(),
             "links": self._links.debug_state(),
             "data": self._data.debug_state(),
@@ -117,7 +121,9 @@ class ControlHalf:
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
         """A peer died, or could not be reached."""
         if ref.is_dialed:
-            self._fetches.link_down(ref, error.kind, error.message)
+            source = self._fetches.link_down(ref, error.kind, error.message)
+            if source is not None:
+                self._data.leave(source)
             return
         self._sends.peer_gone(ref.boot_id, error.message)
         if session is not None:
@@ -154,3 +160,8 @@ class ControlHalf:
     def lease_idle(self, name: LeaseName) -> None:
         """From the sender transport."""
         self._sends.lease_idle(name)
+
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        """From any thread of the connector: the engine ends at its next step, which this begins."""
+        logger.critical("thread %s has ended by a bug; this worker must end", thread, exc_info=error)
+        self._fetches.fail(f"thread {thread} of the connector has failed: {error!r}")

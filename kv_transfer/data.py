@@ -1,10 +1,14 @@
-"""The data half: one thread beside the KV memory that alone moves and digests bytes (``RankConnector``)."""
+"""The data half, beside the KV memory (``RankConnector``): its threads alone move and digest bytes.
+
+One thread digests what is lent and makes visible what has arrived; each peer that is read from has a thread of its own
+(``pulling``).
+"""
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +19,15 @@ from engine.connector import KVMemory
 from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.orders import CommitJob, PublishOrder, PullJob, TransferMetadata
-from kv_transfer.transport import LeaseName, ReadRequest, ReadStoppedError, ReceiverTransport, SenderTransport
+from kv_transfer.pulling import PullThreads
+from kv_transfer.transport import (
+    LeaseName,
+    ReadRequest,
+    ReadStoppedError,
+    ReceiverTransport,
+    SenderTransport,
+    Source,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +44,33 @@ class DataReports(Protocol):
     def lease_idle(self, name: LeaseName) -> None:
         """Nobody reads a revoked lease any more."""
 
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        """A thread of the connector has ended by a bug: nothing that it served can end properly any more."""
+
 
 class DataHalf:
-    """Owns the data thread. Jobs run in the order in which they are posted."""
+    """Owns the data thread and the pull threads. Jobs of one thread run in the order in which they are posted.
+
+    transport_names: what ``Source.transport`` may be, so that every counter is visible from the start.
+    """
 
     def __init__(
-        self, transport_name: str, receiver: ReceiverTransport, counters: Counters, completions: Completions
+        self,
+        receiver: ReceiverTransport,
+        counters: Counters,
+        completions: Completions,
+        transport_names: Iterable[str],
     ) -> None:
-        self._transport_name = transport_name
         self._receiver, self._counters, self._completions = receiver, counters, completions
+        self._transport_names = tuple(transport_names)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._current: PullJob | CommitJob | None = None
+        self._current: CommitJob | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
-        for name in ("transfer_blocks_total", "transfer_bytes_total"):
-            counters.add(name, 0, transport=transport_name)
+        self._pulls = PullThreads(self._pull, receiver.forget, self._has_bug)
+        for transport in self._transport_names:
+            for name in ("transfer_blocks_total", "transfer_bytes_total"):
+                counters.add(name, 0, transport=transport)
         counters.add("transfer_digest_mismatches_total", 0)
 
     def attach(self, sender: SenderTransport, reports: DataReports) -> None:
@@ -56,6 +80,7 @@ class DataHalf:
     def start(self, memory: KVMemory) -> None:
         """Begin to work on ``memory``."""
         self._memory = memory
+        self._sender.start(memory)
         self._thread.start()
 
     def execute(self, metadata: Any) -> None:
@@ -71,18 +96,26 @@ class DataHalf:
 
     def post_pull(self, job: PullJob) -> None:
         """Queue a read; it ends with PieceVerified, JobFailed or JobStopped."""
-        self._jobs.put(partial(self._pull, job))
+        if not self._pulls.post(job):
+            failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be had to read with")
+            outcome = ev.JobStopped() if self._is_closing else failed
+            self._jobs.put(partial(self._reports.fetch_event, job.key, outcome))
 
     def post_commit(self, job: CommitJob) -> None:
         """Queue a commit; it ends with CommitDone, JobFailed or JobStopped."""
         self._jobs.put(partial(self._commit, job))
 
+    def leave(self, source: Source) -> None:
+        """The link of this source is gone: its thread ends when its reads are terminal."""
+        self._pulls.leave(source)
+
     def close(self) -> None:
-        """Stop reads, then the thread, then the transport. Idempotent."""
+        """Stop reads, then the threads, then the transport. Idempotent."""
         self._is_closing = True
         current = self._current
         if current is not None:
             current.read.stop()
+        self._pulls.close()
         self._jobs.put(None)
         if self._thread.is_alive():
             self._thread.join()
@@ -90,46 +123,51 @@ class DataHalf:
         self._sender.close()
 
     def debug_state(self) -> dict[str, Any]:
-        """What the thread does now."""
-        current = self._current
+        """What the threads do now. current: the requests whose blocks are moved or made visible."""
+        commit = self._current
         return {
-            "transport": self._transport_name,
+            "transports": list(self._transport_names),
             "is_alive": self._thread.is_alive(),
-            "queued_jobs": self._jobs.qsize(),
-            "current": None if current is None else current.key,
+            "queued_jobs": self._jobs.qsize() + self._pulls.num_queued,
+            "num_pull_threads": self._pulls.num_threads,
+            "current": self._pulls.current_keys + ([] if commit is None else [commit.key]),
         }
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
+        try:
+            while (job := self._jobs.get()) is not None:
                 job()
-            except Exception:  # the control half found a report impossible: other transfers go on
-                logger.exception("a report of the data thread was refused")
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must hear of its end
+            self._has_bug(error)
+
+    def _has_bug(self, error: BaseException) -> None:
+        self._reports.thread_failed(threading.current_thread().name, error)
 
     def _publish(self, order: PublishOrder) -> None:
+        outcome: ev.SendEvent
         try:
             digests = tuple(
                 self._digest(block_id, seed)
                 for block_id, seed in zip(order.block_ids, order.seeds, strict=True)
             )
-            self._sender.publish(order.name, self._memory, order.block_ids)
-            self._reports.send_event(order.key, ev.RangeReady(order.first_block, digests))
-        except Exception as error:  # the boundary of the data thread: the transfer fails, the thread lives
+            self._sender.publish(order.name, order.block_ids)
+            outcome = ev.RangeReady(order.first_block, digests)
+        except Exception as error:  # the boundary of a job: its transfer fails, the others go on
             logger.exception("publishing blocks of %s failed", order.key)
-            failure = ev.RangeFailed(
+            outcome = ev.RangeFailed(
                 order.first_block, len(order.block_ids), ErrorKind.INTERNAL, f"publishing failed: {error}"
             )
-            self._reports.send_event(order.key, failure)
+        self._reports.send_event(order.key, outcome)
 
     def _pull(self, job: PullJob) -> None:
         self._finish(job, partial(self._move_and_verify, job))
 
     def _commit(self, job: CommitJob) -> None:
+        self._current = job
         self._finish(job, partial(self._make_visible, job))
 
     def _finish(self, job: PullJob | CommitJob, work: Callable[[], ev.FetchEvent]) -> None:
         """Run a job to exactly one terminal event, whatever happens."""
-        self._current = job
         if self._is_closing:
             job.read.stop()
         outcome: ev.FetchEvent
@@ -140,22 +178,23 @@ class DataHalf:
             outcome = ev.JobStopped()
         except KvbatonError as error:
             outcome = ev.JobFailed(error.kind, error.message)
-        except Exception as error:  # the boundary of the data thread: the transfer fails, the thread lives
+        except Exception as error:  # the boundary of a job: its transfer fails, the others go on
             logger.exception("moving blocks of %s failed", job.key)
             outcome = ev.JobFailed(ErrorKind.INTERNAL, f"moving blocks failed: {error}")
         finally:
-            self._current = None
+            if isinstance(job, CommitJob):
+                self._current = None
         self._reports.fetch_event(job.key, outcome)
 
     def _move_and_verify(self, job: PullJob) -> ev.FetchEvent:
         views = [self._memory.write_view(block_id) for block_id in job.block_ids]
-        count = len(views)
+        count, transport = len(views), job.source.transport
         begin = time.monotonic()
         request = ReadRequest(job.name, list(range(job.first_block, job.first_block + count)))
         self._receiver.fetch(job.source, request, views, job.read)
-        self._counters.add("transfer_blocks_total", count, transport=self._transport_name)
+        self._counters.add("transfer_blocks_total", count, transport=transport)
         num_bytes = sum(view.nbytes for view in views)
-        self._counters.add("transfer_bytes_total", num_bytes, transport=self._transport_name)
+        self._counters.add("transfer_bytes_total", num_bytes, transport=transport)
         self._reports.fetch_event(job.key, ev.PieceLanded(count, begin, time.monotonic()))
         for offset, view in enumerate(views):
             job.read.check()

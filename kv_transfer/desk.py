@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 class Desk:
@@ -14,9 +14,15 @@ class Desk:
 
     @contextmanager
     def _acting(self) -> Iterator[None]:
-        """Hold the lock; afterwards carry out what must not happen under it."""
-        with self._lock:
-            yield
-            later, self._later = self._later, []
-        for act in later:
-            act()
+        """Hold the lock; afterwards carry out, in order, what must not happen under it.
+
+        Every act is tried, whatever the body or an earlier act raised: blocks stay taken until a lease is released or
+        a read is stopped. The last exception goes on, the ones before it are its context.
+        """
+        with ExitStack() as acts, self._lock:
+            try:
+                yield
+            finally:
+                for act in reversed(self._later):
+                    acts.callback(act)
+                self._later = []

@@ -20,6 +20,7 @@ from kv_transfer.transitions import advance_fetch
 from kv_transfer.transport import LeaseName, Read, Source
 
 _WireKey = tuple[PeerRef, str, int]
+_QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class FetchPorts:
     pull: Callable[[PullJob], None]
     commit: Callable[[CommitJob], None]
     wake_core: Callable[[], None]
+    choose: Callable[[Session, Callable[[Source, Source], bool]], Source]
 
 
 @dataclass
@@ -65,15 +67,21 @@ class FetchDesk(Desk):
     """Owns the receiver's transfers and the events for the scheduler. Thread-safe."""
 
     def __init__(
-        self, settings: FetchSettings, ports: FetchPorts, counters: Counters, completions: Completions
+        self,
+        settings: FetchSettings,
+        ports: FetchPorts,
+        counters: Counters,
+        completions: Completions,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._ports = settings, ports
+        self._settings, self._ports, self._clock = settings, ports, clock
         self._counters, self._completions = counters, completions
         super().__init__()
         self._wanted: dict[str, _Wanted] = {}
         self._by_wire: dict[_WireKey, _Wanted] = {}
         self._sources: dict[PeerRef, Source] = {}
         self._events: list[TransferEvent] = []
+        self._failure: str | None = None
         counters.add("transfer_fallbacks_total", 0)
 
     def start(self, request: EngineRequest) -> None:
@@ -90,7 +98,7 @@ class FetchDesk(Desk):
             request.attempt,
             Fetch(num_blocks=len(seeds)),
             tuple(seeds),
-            time.monotonic(),
+            self._clock(),
         )
         with self._acting():
             if request.key in self._wanted or wanted.wire_key in self._by_wire:
@@ -138,8 +146,10 @@ class FetchDesk(Desk):
         )
 
     def take_events(self) -> list[TransferEvent]:
-        """See ``SchedulerConnector.take_events``."""
+        """See ``SchedulerConnector.take_events``. Raises InternalError after ``fail``."""
         with self._acting():
+            if self._failure is not None:
+                raise InternalError(self._failure)
             taken, self._events = self._events, []
             for event in taken:
                 wanted = self._wanted.get(event.request_id)
@@ -150,7 +160,13 @@ class FetchDesk(Desk):
     def has_events(self) -> bool:
         """True when ``take_events`` would give some."""
         with self._lock:
-            return bool(self._events)
+            return bool(self._events) or self._failure is not None
+
+    def fail(self, message: str) -> None:
+        """The connector is broken: wake the core, which hears so from ``take_events`` and ends."""
+        with self._acting():
+            self._failure = self._failure or message
+            self._later.append(self._ports.wake_core)
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """The data half's report about a posted job."""
@@ -161,24 +177,31 @@ class FetchDesk(Desk):
             self._apply(wanted, event)
 
     def link_up(self, ref: PeerRef, session: Session) -> None:
-        """The peer can be read from."""
-        with self._lock:
-            self._sources[ref] = Source(
-                session.worker_id, session.boot_id, session.data_address, session.token
-            )
+        """The peer can be read from; over which transport may be known only later."""
 
-    def link_down(self, ref: PeerRef, kind: str, message: str) -> None:
-        """The peer is dead or refused: every fetch from it that still needs it fails."""
+        def told(provisional: Source, chosen: Source) -> bool:
+            with self._lock:
+                is_wanted = self._sources.get(ref) == provisional
+                if is_wanted:
+                    self._sources[ref] = chosen
+                return is_wanted
+
+        with self._lock:
+            self._sources[ref] = self._ports.choose(session, told)
+
+    def link_down(self, ref: PeerRef, kind: str, message: str) -> Source | None:
+        """The peer is dead or refused: every fetch from it that still needs it fails. Returns where it was read."""
         with self._acting():
-            self._sources.pop(ref, None)
+            source = self._sources.pop(ref, None)
             for wanted in [wanted for wanted in self._wanted.values() if wanted.ref == ref]:
                 self._apply(wanted, ev.SenderFailed(kind, message))
+        return source
 
     def message(
         self, ref: PeerRef, message: msg.BlocksPublished | msg.TransferComplete | msg.TransferFailed
     ) -> None:
         """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted."""
-        now = time.monotonic()
+        now = self._clock()
         with self._acting():
             wanted = self._by_wire.get((ref, message.transfer_id, message.attempt))
             if wanted is None:
@@ -198,17 +221,27 @@ class FetchDesk(Desk):
 
     def gauges(self) -> dict[str, float]:
         """How many fetches there are, and how many hold quarantined blocks."""
-        held = (FetchState.DRAINING, FetchState.QUARANTINED)
         with self._lock:
             states = [wanted.fetch.state for wanted in self._wanted.values()]
         return {
             "fetches_active": len(states),
-            "transfers_quarantined": sum(state in held for state in states),
+            "transfers_quarantined": sum(state in _QUARANTINE for state in states),
+        }
+
+    def quarantine(self) -> dict[str, int]:
+        """Fetches that ended with a read outstanding, or whose end the scheduler has not heard, and their blocks."""
+        with self._lock:
+            fetches = [wanted.fetch for wanted in self._wanted.values()]
+        held = [fetch for fetch in fetches if fetch.state in _QUARANTINE]
+        return {
+            "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
+            "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),
+            "num_blocks": sum(len(fetch.block_ids) - fetch.num_cached for fetch in held),
         }
 
     def debug_state(self) -> list[dict[str, Any]]:
         """Every fetch, as plain data."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             return [
                 {

@@ -5,6 +5,7 @@ error that it refuses the other with; the acceptor's also travels back as ``Refu
 """
 
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contract.errors import IncompatiblePeerError, UnauthenticatedError, WorkerLostError, error_from_kind
@@ -16,6 +17,7 @@ from kv_transfer.messages import (
     Challenge,
     Hello,
     Message,
+    Offer,
     Prove,
     Refused,
     Welcome,
@@ -26,7 +28,10 @@ _ACCEPTOR, _DIALER, _DATA = "kv-control-acceptor", "kv-control-dialer", "kv-data
 
 @dataclass(frozen=True)
 class LocalIdentity:
-    """What this worker says about itself."""
+    """What this worker says about itself.
+
+    transports: the names that it can read over, best first. offers: what it lends over now.
+    """
 
     worker_id: str
     boot_id: str
@@ -34,9 +39,9 @@ class LocalIdentity:
     secret: str
     model_fingerprint: str
     layout: KVLayout
-    transport: str
+    transports: tuple[str, ...]
     timeout_seconds: float
-    data_address: str
+    offers: Callable[[], list[Offer]]
 
 
 @dataclass(frozen=True)
@@ -52,15 +57,15 @@ class PeerTarget:
 class Session:
     """A link that is up.
 
-    timeout_seconds: how long the peer bears silence. token: authenticates the dialer's data connections; derived on
-    both sides, never sent on the link.
+    timeout_seconds: how long the peer bears silence. offers: what the dialer may choose from, never empty for it.
+    token: authenticates the dialer's data connections; derived on both sides, never sent on the link.
     """
 
     worker_id: str
     boot_id: str
     role: str
     timeout_seconds: float
-    data_address: str
+    offers: tuple[Offer, ...]
     token: str
 
 
@@ -88,7 +93,8 @@ class Dialing:
             case Challenge() if self._challenge is None:
                 return [self._prove(message, where)]
             case Welcome() if self._challenge is not None and self.session is None:
-                _agree(self._me, message, where)
+                offered = [offer.transport for offer in message.offers]
+                _agree(self._me, message, self._me.transports, offered, where)
                 self.session = self._open(self._challenge, message)
                 return []
         raise UnauthenticatedError(f"{where} sent {type(message).__name__} in the middle of the handshake")
@@ -106,7 +112,7 @@ class Dialing:
         self._challenge = challenge
         me = self._me
         dialer_proof = proof(me.secret, _DIALER, *parts)
-        return Prove(dialer_proof, me.model_fingerprint, me.layout, me.transport, me.timeout_seconds)
+        return Prove(dialer_proof, me.model_fingerprint, me.layout, list(me.transports), me.timeout_seconds)
 
     def _open(self, challenge: Challenge, welcome: Welcome) -> Session:
         token = proof(self._me.secret, _DATA, *_parts(self._hello, challenge))
@@ -115,7 +121,7 @@ class Dialing:
             challenge.boot_id,
             challenge.role,
             welcome.timeout_seconds,
-            welcome.data_address,
+            tuple(welcome.offers),
             token,
         )
 
@@ -163,16 +169,16 @@ class Accepting:
         who = f"worker {hello.worker_id}"
         if not proof_matches(me.secret, prove.proof, _DIALER, *parts):
             raise UnauthenticatedError(f"{who} does not hold this cluster's secret")
-        _agree(me, prove, who)
+        offers = me.offers()
+        _agree(me, prove, [offer.transport for offer in offers], prove.transports, who)
         token = proof(me.secret, _DATA, *parts)
-        self.session = Session(hello.worker_id, hello.boot_id, hello.role, prove.timeout_seconds, "", token)
+        self.session = Session(hello.worker_id, hello.boot_id, hello.role, prove.timeout_seconds, (), token)
         return Welcome(
             _common_protocol(hello, who),
             me.model_fingerprint,
             me.layout,
-            me.transport,
+            offers,
             me.timeout_seconds,
-            me.data_address,
         )
 
 
@@ -193,11 +199,20 @@ def _common_protocol(peer: Hello | Challenge, who: str) -> int:
     return min(PROTOCOL_MAX, peer.protocol_max)
 
 
-def _agree(me: LocalIdentity, offer: Prove | Welcome, who: str) -> None:
-    """Raise IncompatiblePeerError that names everything that differs."""
-    differences = me.layout.differences(offer.layout)
-    for name in ("model_fingerprint", "transport"):
-        if getattr(me, name) != getattr(offer, name):
-            differences.append(f"{name}: ours is {getattr(me, name)}, the peer's is {getattr(offer, name)}")
+def _agree(
+    me: LocalIdentity, peer: Prove | Welcome, ours: Sequence[str], theirs: Sequence[str], who: str
+) -> None:
+    """Raise IncompatiblePeerError that names everything that differs; one transport in common is enough."""
+    differences = me.layout.differences(peer.layout)
+    if me.model_fingerprint != peer.model_fingerprint:
+        differences.append(
+            f"model_fingerprint: ours is {me.model_fingerprint}, the peer's is {peer.model_fingerprint}"
+        )
+    if not set(ours) & set(theirs):
+        differences.append(f"transport: ours is {_listed(ours)}, the peer's is {_listed(theirs)}")
     if differences:
         raise IncompatiblePeerError(f"{who} cannot hand KV over to this one: {'; '.join(differences)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(names) or "none"

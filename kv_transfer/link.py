@@ -5,11 +5,14 @@ import socket
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from contract.errors import TransferError
 from kv_transfer.framing import FrameBuffer, encode_frame
 from kv_transfer.handshake import Accepting, Dialing, PeerTarget, Session
 from kv_transfer.messages import MAX_HANDSHAKE_BYTES, Message, decode_message
 
 _READ_BYTES = 262144
+_MAX_WAITING_FRAMES = 8
+"""How many frames of the largest size may wait for a peer that does not read."""
 
 
 class PeerRef(NamedTuple):
@@ -60,7 +63,7 @@ class Link:
         return self.is_connecting or bool(self._outbox)
 
     def queue(self, message: Message) -> None:
-        """Send a message once the link is up."""
+        """Send a message once the link is up. Raises TransferError when too much waits already."""
         if self.session is None:
             self._waiting.append(message)
         else:
@@ -116,3 +119,5 @@ class Link:
     def _write_all(self, messages: list[Message]) -> None:
         for message in messages:
             self._outbox += encode_frame(message, self._max_frame_bytes)
+        if len(self._outbox) > _MAX_WAITING_FRAMES * self._max_frame_bytes:
+            raise TransferError(f"{len(self._outbox)} bytes wait for a peer that does not read them")

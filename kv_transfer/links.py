@@ -14,19 +14,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
+from contract.errors import ErrorKind, InternalError, KvbatonError, UnauthenticatedError, WorkerLostError
 from kv_transfer.counters import Counters
-from kv_transfer.framing import format_address, listen_on, parse_address
+from kv_transfer.framing import format_address, parse_address
 from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget, Session
 from kv_transfer.link import Link, LinkClosedError, PeerRef
+from kv_transfer.listening import Listener
 from kv_transfer.messages import Message, Ping, Refused
+from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric
 
 logger = logging.getLogger(__name__)
 _PINGS_PER_TIMEOUT = 3
+_MAX_STRANGERS = 64
+"""Accepted links whose handshake is not through; one more costs the oldest of them its place."""
 _MAX_WAIT_SECONDS = 3600.0
 """A selector refuses to wait for more than some weeks."""
 
@@ -46,6 +50,18 @@ class LinkEvents(Protocol):
     def tick(self, now: float) -> float | None:
         """Time passes; returns when the next deadline is."""
 
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        """The I/O thread has ended by a bug."""
+
+
+@dataclass(eq=False)
+class _Lookup:
+    """A peer's name is being looked up; ``messages`` wait for its link."""
+
+    target: PeerTarget
+    since: float
+    messages: list[Message] = field(default_factory=list)
+
 
 @dataclass(frozen=True)
 class LinkSettings:
@@ -61,12 +77,10 @@ class LinkSettings:
 class LinkLoop:
     """The I/O thread. ``send`` and ``wake`` may be called from any thread; everything else is its own."""
 
-    def __init__(self, settings: LinkSettings, counters: Counters) -> None:
+    def __init__(self, settings: LinkSettings, counters: Counters, resolver: Resolver | None = None) -> None:
         self._settings, self._counters = settings, counters
-        self._listener = listen_on(settings.host, settings.port)
-        self._listener.setblocking(False)
-        port = self._listener.getsockname()[1]
-        self.address = format_address(settings.advertise_host or settings.host, port)
+        self._listener = Listener(settings.host, settings.port)
+        self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -74,6 +88,8 @@ class LinkLoop:
         self._selector = selectors.DefaultSelector()
         self._links: set[Link] = set()
         self._by_ref: dict[PeerRef, Link] = {}
+        self._resolver = resolver or Resolver()
+        self._lookups: dict[PeerRef, _Lookup] = {}
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
 
@@ -103,6 +119,7 @@ class LinkLoop:
         self.wake()
         if self._thread.is_alive():
             self._thread.join()
+        self._resolver.close()
         for sock in (self._listener, self._wake_in, self._wake_out):
             sock.close()
         self._selector.close()
@@ -116,19 +133,24 @@ class LinkLoop:
         }
 
     def _run(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wakes)
-        deadline: float | None = None
         try:
-            while not self._is_stopping:
-                for key, _ in self._selector.select(_seconds_until(deadline)):
-                    key.data()
-                while self._commands:
-                    self._commands.popleft()()
-                deadline = self._keep_time(time.monotonic())
+            self._serve_links()
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must hear of its end
+            self._events.thread_failed(self._thread.name, error)
         finally:  # also after a bug: peers must see this worker's death, not its silence
             for link in list(self._links):
                 self._close(link)
+
+    def _serve_links(self) -> None:
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wakes)
+        deadline: float | None = None
+        while not self._is_stopping:
+            self._listener.watch(self._selector, self._accept)
+            for key, _ in self._selector.select(_seconds_until(deadline)):
+                key.data()
+            while self._commands:
+                self._commands.popleft()()
+            deadline = self._keep_time(time.monotonic())
 
     def _drain_wakes(self) -> None:
         with suppress(BlockingIOError):
@@ -136,9 +158,14 @@ class LinkLoop:
                 pass
 
     def _accept(self) -> None:
-        with suppress(OSError):  # the dialer gave up already
-            sock = self._listener.accept()[0]
-            self._add(sock, Accepting(self._me))
+        sock = self._listener.accept()
+        if sock is None:
+            return
+        strangers = [link for link in self._links if link.session is None and link.target is None]
+        if len(strangers) >= _MAX_STRANGERS:
+            oldest = min(strangers, key=lambda link: link.heard_at)
+            self._end(oldest, UnauthenticatedError(f"more than {_MAX_STRANGERS} handshakes are not finished"))
+        self._add(sock, Accepting(self._me))
 
     def _add(self, sock: socket.socket, handshake: Dialing | Accepting) -> Link:
         sock.setblocking(False)
@@ -150,30 +177,63 @@ class LinkLoop:
 
     def _dial_and_send(self, target: PeerTarget, message: Message) -> None:
         ref = PeerRef(target.boot_id, is_dialed=True)
-        if ref not in self._by_ref:
+        if ref not in self._by_ref and ref not in self._lookups:
             try:
                 self._dial(ref, target)
-            except (OSError, UnicodeError, KvbatonError) as error:  # UnicodeError: no host can be called so
-                self._events.link_down(ref, None, _lost(target.worker_id, f"cannot be dialed: {error}"))
+            except (OSError, KvbatonError) as error:
+                self._cannot_dial(ref, target, str(error))
                 return
         self._send(ref, message)
 
     def _dial(self, ref: PeerRef, target: PeerTarget) -> None:
         host, port = parse_address(target.address)
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        link = self._add(socket.socket(family, kind, proto), Dialing(self._me, target))
+        endpoint = numeric(host, port)
+        if endpoint is not None:
+            self._connect(ref, target, endpoint)
+            return
+        lookup = _Lookup(target, time.monotonic())
+
+        def then(outcome: Outcome) -> None:
+            self._commands.append(partial(self._looked_up, ref, lookup, outcome))
+            self.wake()
+
+        self._resolver.start(host, port, then)
+        self._lookups[ref] = lookup
+
+    def _looked_up(self, ref: PeerRef, lookup: _Lookup, outcome: Outcome) -> None:
+        if self._lookups.get(ref) is not lookup:
+            return  # it took too long
+        del self._lookups[ref]
+        try:
+            if not isinstance(outcome, Endpoint):
+                raise outcome
+            self._connect(ref, lookup.target, outcome)
+        except (OSError, UnicodeError) as error:
+            self._cannot_dial(ref, lookup.target, str(error))
+            return
+        for message in lookup.messages:
+            self._send(ref, message)
+
+    def _cannot_dial(self, ref: PeerRef, target: PeerTarget, reason: str) -> None:
+        self._events.link_down(ref, None, _lost(target.worker_id, f"cannot be dialed: {reason}"))
+
+    def _connect(self, ref: PeerRef, target: PeerTarget, endpoint: Endpoint) -> None:
+        sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
+        link = self._add(sock, Dialing(self._me, target))
         link.ref, link.target, link.is_connecting = ref, target, True
         self._by_ref[ref] = link
-        code = link.sock.connect_ex(address)
+        code = link.sock.connect_ex(endpoint.address)
         if code not in (0, errno.EINPROGRESS):
             self._close(link)
             raise OSError(code, os.strerror(code))
         self._watch(link)
 
     def _send(self, ref: PeerRef, message: Message) -> None:
-        link = self._by_ref.get(ref)
+        link, lookup = self._by_ref.get(ref), self._lookups.get(ref)
         if link is not None:
             self._guard(link, lambda: link.queue(message))
+        elif lookup is not None:
+            lookup.messages.append(message)
 
     def _serve(self, link: Link) -> None:
         if link in self._links:
@@ -255,7 +315,13 @@ class LinkLoop:
                 self._end(link, _lost(_name(link), f"{what} for {timeout} s"))
             elif now >= self._ping_at(link):
                 self._guard(link, partial(link.queue, Ping()))
+        for ref, lookup in list(self._lookups.items()):
+            if now - lookup.since >= timeout:
+                del self._lookups[ref]
+                self._cannot_dial(ref, lookup.target, f"its name was not found within {timeout} s")
         deadlines = [link.heard_at + timeout for link in self._links]
+        deadlines += [lookup.since + timeout for lookup in self._lookups.values()]
+        deadlines.append(self._listener.resume_at)
         deadlines += [self._ping_at(link) for link in self._links]
         next_deadline = self._events.tick(now)
         return min(deadlines + ([] if next_deadline is None else [next_deadline]), default=None)

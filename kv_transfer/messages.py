@@ -13,8 +13,8 @@ from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.connector import FirstToken
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+PROTOCOL_MIN = 2
+PROTOCOL_MAX = 2
 MAX_HANDSHAKE_BYTES = 65536
 
 
@@ -45,25 +45,34 @@ class Challenge(Message, frozen=True, tag="challenge"):
     proof: str
 
 
+class Offer(msgspec.Struct, frozen=True):
+    """A transport over which a worker lends its blocks, and where."""
+
+    transport: str
+    address: str
+
+
 class Prove(Message, frozen=True, tag="prove"):
-    """The dialer's proof, and what both must agree on. timeout_seconds: silence that it takes for death."""
+    """The dialer's proof, and what both must agree on.
+
+    transports: what it can read over, best first. timeout_seconds: silence that it takes for death.
+    """
 
     proof: str
     model_fingerprint: str
     layout: KVLayout
-    transport: str
+    transports: list[str]
     timeout_seconds: float
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The link is up. protocol: the version to speak. data_address: where the blocks are read."""
+    """The link is up. protocol: the version to speak. offers: where the blocks are read, best first."""
 
     protocol: int
     model_fingerprint: str
     layout: KVLayout
-    transport: str
+    offers: list[Offer]
     timeout_seconds: float
-    data_address: str
 
 
 class Refused(Message, frozen=True, tag="refused"):

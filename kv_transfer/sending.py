@@ -26,12 +26,13 @@ _TransferKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class SendSettings:
-    """What lending depends on."""
+    """What lending depends on. max_parked: fetches of one peer that may wait for transfers that are not open yet."""
 
     model_fingerprint: str
     block_size: int
     lease_seconds: float
     parked_seconds: float
+    max_parked: int = 1024
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,14 @@ class SendDesk(Desk):
     """Owns the sender's transfers. Thread-safe; effects that may call back happen outside its lock."""
 
     def __init__(
-        self, settings: SendSettings, ports: SendPorts, counters: Counters, completions: Completions
+        self,
+        settings: SendSettings,
+        ports: SendPorts,
+        counters: Counters,
+        completions: Completions,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._ports = settings, ports
+        self._settings, self._ports, self._clock = settings, ports, clock
         self._counters, self._completions = counters, completions
         super().__init__()
         self._lent: dict[_TransferKey, _Lent] = {}
@@ -100,10 +106,10 @@ class SendDesk(Desk):
                     lease_seconds=self._settings.lease_seconds,
                     num_blocks=len(block_ids),
                 )
-                lent = _Lent(*wire_key, send, time.monotonic())
+                lent = _Lent(*wire_key, send, self._clock())
                 self._lent[wire_key] = lent
             else:
-                self._apply(lent, ev.Opened(len(block_ids), time.monotonic()))
+                self._apply(lent, ev.Opened(len(block_ids), self._clock()))
             lent.key, lent.lease = request.key, secrets.token_hex(8)
             lent.block_ids, lent.seeds = list(block_ids), seeds
             lent.num_tokens = len(request.prompt_token_ids)
@@ -121,7 +127,7 @@ class SendDesk(Desk):
     def finish(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See ``SchedulerConnector.finish_send``."""
         with self._acting():
-            self._apply(self._find(key), ev.SendFinished(tuple(first_tokens), time.monotonic()))
+            self._apply(self._find(key), ev.SendFinished(tuple(first_tokens), self._clock()))
             self._ports.wake_links()
 
     def abandon(self, key: str, kind: str, message: str) -> None:
@@ -165,7 +171,7 @@ class SendDesk(Desk):
 
     def fetch_asked(self, peer: str, message: msg.FetchBlocks) -> None:
         """A FETCH: announce, park, or refuse."""
-        now = time.monotonic()
+        now = self._clock()
         wire_key = (message.transfer_id, message.attempt)
         with self._acting():
             lent, ending = self._lent.get(wire_key), self._endings.get(wire_key)
@@ -193,7 +199,7 @@ class SendDesk(Desk):
 
     def heard(self, peer: str) -> None:
         """The peer lives: renew its leases."""
-        self._apply_all(ev.Heartbeat(peer, time.monotonic()))
+        self._apply_all(ev.Heartbeat(peer, self._clock()))
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """The peer is dead: its leases are over."""
@@ -215,7 +221,7 @@ class SendDesk(Desk):
 
     def debug_state(self) -> list[dict[str, Any]]:
         """Every transfer, as plain data."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             return [
                 {
@@ -248,6 +254,11 @@ class SendDesk(Desk):
             self._newest.popitem(last=False)
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
+        wire_key, most = (message.transfer_id, message.attempt), self._settings.max_parked
+        if self._num_parked(peer) >= most:
+            text = f"{most} fetches of this worker wait for transfers that are not open here; no more may"
+            self._refuse(wire_key, ev.Refuse(peer, ErrorKind.OVERLOADED, text))
+            return
         send = Send(
             state=SendState.PARKED,
             lease_seconds=self._settings.lease_seconds,
@@ -256,9 +267,12 @@ class SendDesk(Desk):
             from_block=message.from_block,
             deadline=now + self._settings.parked_seconds,
         )
-        wire_key = (message.transfer_id, message.attempt)
         self._lent[wire_key] = _Lent(*wire_key, send, now)
         self._remember_attempt(*wire_key)
+
+    def _num_parked(self, peer: str) -> int:
+        sends = (lent.send for lent in self._lent.values())
+        return sum(send.state is SendState.PARKED and send.peer == peer for send in sends)
 
     def _apply_all(self, event: ev.Heartbeat | ev.PeerGone | ev.Tick) -> None:
         with self._acting():

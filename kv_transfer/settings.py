@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 from contract.errors import SettingError
 from contract.identity import Role
 from kv_transfer.transport import ReceiverTransport
 from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.registry import transport_names
+from kv_transfer.transports.registry import AUTO, transport_names
+from kv_transfer.transports.shm_folder import why_unsupported
 
-AUTO = "auto"
-AUTO_TRANSPORT = "tcp"
-"""What ``auto`` means in this version."""
+TransportName = Literal["auto", "shm", "tcp"]
+"""What a user may ask for. ``auto``: the best that both workers of a pair can do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +24,9 @@ class TransferSettings:
     differs (a wildcard bind, a NAT). control_port, data_port: 0 lets the system choose. lease_seconds: how long blocks
     are lent without a heartbeat, or without anybody fetching them. parked_seconds: how long a fetch waits for a
     transfer that is not known yet. peer_timeout_seconds: silence that counts as a peer's death.
-    read_timeout_seconds: a data connection that moves no byte for so long fails its transfer. local: where ``local``
-    transports meet. decorate: wraps the receiver (fault injection in tests).
+    read_timeout_seconds: a data connection that moves no byte for so long fails its transfer. shm_dir: the folder
+    of the sockets of ``shm``, which workers that share memory must share; None is one of this user's in the system's
+    temporary folder. local: where ``local`` transports meet. decorate: wraps the receiver (fault injection in tests).
     """
 
     worker_id: str
@@ -40,6 +43,7 @@ class TransferSettings:
     peer_timeout_seconds: float = 3.0
     read_timeout_seconds: float = 10.0
     max_frame_bytes: int = 16 * 2**20
+    shm_dir: Path | None = None
     local: LocalHub | None = None
     decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None
 
@@ -76,8 +80,8 @@ class TransferSettings:
             )
         if (self.transport == "local") != (self.local is not None):
             raise SettingError("transport local and the hub in local come together", param="local")
-
-    @property
-    def transport_in_use(self) -> str:
-        """The transport after ``auto`` has been decided."""
-        return AUTO_TRANSPORT if self.transport == AUTO else self.transport
+        why_not = why_unsupported() if self.transport == "shm" else None
+        if why_not is not None:
+            raise SettingError(
+                f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
+            )

@@ -4,8 +4,10 @@ Part of the library on purpose: other packages test with them too. Nothing here 
 """
 
 import mmap
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +17,24 @@ from contract.requests import EngineRequest
 from engine.connector import ConnectorPair, Drained, Failed, FirstToken, Published
 from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 
+NUM_EARLY_CHECKS = 4
+"""How often the ``shm`` receiver looks whether a read was stopped, up to and with its first block."""
+
 
 class ByteMemory:
-    """A ``KVMemory`` over anonymous memory. ``committed`` lists what was committed, in order."""
+    """A ``KVMemory`` without torch: an anonymous file (memfd) where the system has such, else private memory.
+
+    committed: what was committed, in order.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self.layout, self.num_blocks = layout, num_blocks
         self.committed: list[int] = []
-        self._pool = memoryview(mmap.mmap(-1, layout.block_bytes * num_blocks))
+        num_bytes = layout.block_bytes * num_blocks
+        self.memfd = _create_memfd(num_bytes)
+        if self.memfd is not None:
+            weakref.finalize(self, os.close, self.memfd)
+        self._pool = memoryview(mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes))
 
     def read_view(self, block_id: int) -> memoryview:
         """The block itself."""
@@ -48,6 +60,14 @@ class ByteMemory:
         return self._pool[block_id * size : (block_id + 1) * size]
 
 
+def _create_memfd(num_bytes: int) -> int | None:
+    if not hasattr(os, "memfd_create"):
+        return None
+    memfd = os.memfd_create("kvbaton-test-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(memfd, num_bytes)
+    return memfd
+
+
 class GatedMemory(ByteMemory):
     """A pool whose reads of one block wait until ``gate`` is set, once ``gated_block`` names it."""
 
@@ -65,6 +85,23 @@ class GatedMemory(ByteMemory):
         return super().read_view(block_id)
 
 
+class GatedRead(Read):
+    """A read that waits before its block number ``gated_block`` until ``gate`` is set (``shm`` and ``local``)."""
+
+    def __init__(self, gated_block: int) -> None:
+        super().__init__()
+        self._checks_left = gated_block + NUM_EARLY_CHECKS
+        self.gate, self.is_waiting = threading.Event(), threading.Event()
+
+    def check(self) -> None:
+        """Called before every block."""
+        self._checks_left -= 1
+        if self._checks_left == 0:
+            self.is_waiting.set()
+            self.gate.wait()
+        super().check()
+
+
 class CorruptingReceiver:
     """Flips a bit of the transfer's block ``block_index`` after it landed and before it is verified.
 
@@ -80,6 +117,10 @@ class CorruptingReceiver:
         for index, view in zip(request.indices, views, strict=True):
             if index == self._block_index:
                 view[len(view) // 2] ^= 0x10
+
+    def forget(self, source: Source) -> None:
+        """Have the real receiver forget it."""
+        self._inner.forget(source)
 
     def close(self) -> None:
         """Close the real receiver."""

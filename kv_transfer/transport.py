@@ -50,12 +50,16 @@ class ReadRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a peer's blocks can be read, as agreed on the control link. token: proves the link to the data port."""
+    """Where a peer's blocks can be read, as agreed on the control link.
+
+    token: proves the link to the peer's sender. transport: the name of the one that was chosen; address is its own.
+    """
 
     worker_id: str
     boot_id: str
     address: str
     token: str
+    transport: str = "tcp"
 
 
 class Read:
@@ -96,7 +100,10 @@ class SenderTransport(Protocol):
 
     address: str
 
-    def publish(self, name: LeaseName, memory: KVMemory, block_ids: Sequence[int]) -> None:
+    def start(self, memory: KVMemory) -> None:
+        """The pool that every lease lends from; called once, before ``publish``."""
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
         """Append ``block_ids`` to the blocks that may be read under this lease."""
 
     def release(self, name: LeaseName) -> None:
@@ -107,7 +114,7 @@ class SenderTransport(Protocol):
 
 
 class ReceiverTransport(Protocol):
-    """Reads blocks of other processes' pools. ``fetch`` is called from one thread."""
+    """Reads blocks of other processes' pools. Thread-safe: one thread at a time fetches from one source."""
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Fill ``views[i]`` with the block ``request.indices[i]``; terminal when it returns or raises.
@@ -115,8 +122,11 @@ class ReceiverTransport(Protocol):
         Raises ReadStoppedError after ``read.stop()``, StaleLeaseError when the lease is over, TransferError else.
         """
 
+    def forget(self, source: Source) -> None:
+        """The link to this source is gone: keep nothing of it. A read that runs ends first, or fails."""
+
     def close(self) -> None:
-        """Close every connection. Idempotent."""
+        """Close every connection; a read that runs fails. Idempotent."""
 
 
 @dataclass(frozen=True)

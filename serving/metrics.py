@@ -28,7 +28,7 @@ ENGINE_METRICS = {
     "transfer_failures_total": "Transfers that ended without usable KV, by error kind.",
     "transfer_fallbacks_total": "Transfers that took a slower path than the chosen one.",
     "transfer_digest_mismatches_total": "Blocks whose bytes were not those that were published.",
-    "transfer_transport_auto_total": "Starts with transport auto, by the transport that it picked.",
+    "transfer_transport_chosen_total": "Links by the transport that their blocks are read over, and why that one.",
     "link_handshakes_total": "Control links that were shaken hands on, by result.",
     "leases_active": "Prompts whose KV is lent.",
     "leases_expired_total": "Leases that ended because nobody fetched or gave a sign of life.",
@@ -60,6 +60,8 @@ ROUTER_METRICS = {
     "generation_tokens_total": "Tokens delivered.",
     "request_success_total": "Finished requests, by finished_reason.",
     "request_errors_total": "Requests that ended with an error, by kind.",
+    "request_replays_total": "Attempts that failed and were followed by another, by the error's kind.",
+    "request_local_recomputes_total": "Replays whose prompt a decode worker computed itself.",
 }
 """What a router counts; the same rule for names, and those that end in ``_seconds`` are histograms."""
 

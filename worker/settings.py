@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from contract.identity import Role
 from engine.settings import EngineSettings
-from kv_transfer.settings import TransferSettings
+from kv_transfer.settings import TransferSettings, TransportName
 from serving.settings import Address, Settings, read_secret_file
 
 
@@ -32,20 +32,26 @@ class WorkerSettings(Settings):
     """Port of the worker's gRPC service; 0 picks a free one."""
     control_port: int = Field(default=0, ge=0, le=65535)
     """Port of the control link to other workers; 0 picks a free one."""
+    data_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the KV data that other workers fetch by transport tcp; 0 picks a free one."""
     admin: Address = "127.0.0.1:0"
     """HOST:PORT of /health, /metrics and /debug/state."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto is the checkpoint's own."""
-    transport: Literal["auto", "tcp"] = "auto"
-    """How KV blocks travel; auto is tcp in this version."""
+    transport: TransportName = "auto"
+    """How KV blocks travel: shm (workers on one machine), tcp, or auto, the best that both workers can do."""
+    shm_dir: Path | None = None
+    """Folder of the sockets of transport shm; containers share it by a volume. Unset: one of this user's in /tmp."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens of a KV block."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Requests that may run at once."""
     max_num_batched_tokens: int = Field(default=512, ge=1)
     """Tokens of one step; long prompts are computed in chunks of this size."""
+    max_queued_tokens: int | None = Field(default=None, ge=1)
+    """Prompt tokens up to which a prefill worker is given more requests; four steps' worth where unset."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; the model's own where unset."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
@@ -112,7 +118,9 @@ class WorkerSettings(Settings):
             host=self.host,
             advertise_host=self.advertise_host,
             control_port=self.control_port,
+            data_port=self.data_port,
             transport=self.transport,
+            shm_dir=self.shm_dir,
             lease_seconds=self.lease_seconds,
             parked_seconds=self.remote_kv_timeout_seconds,
             peer_timeout_seconds=self.peer_timeout_seconds,

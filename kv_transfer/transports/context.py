@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kv_transfer.leases import Sessions
 from kv_transfer.transport import LeaseName
@@ -10,7 +11,10 @@ from kv_transfer.transports.local import LocalHub
 
 @dataclass(frozen=True)
 class TransportContext:
-    """What a transport is opened with. on_idle: see ``SenderTransport.release``; called from any thread."""
+    """What a transport is opened with. on_idle: see ``SenderTransport.release``; called from any thread.
+
+    shm_dir: see ``TransferSettings``.
+    """
 
     host: str
     advertise_host: str | None
@@ -20,3 +24,4 @@ class TransportContext:
     sessions: Sessions
     on_idle: Callable[[LeaseName], None]
     local: LocalHub | None = None
+    shm_dir: Path | None = None

@@ -47,9 +47,13 @@ class LocalSender:
         self._hub = hub
         hub.join(self)
 
-    def publish(self, name: LeaseName, memory: KVMemory, block_ids: Sequence[int]) -> None:
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool."""
+        self._memory = memory
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
         """Append blocks to the lease."""
-        self.book.extend(name, memory, block_ids)
+        self.book.extend(name, self._memory, block_ids)
 
     def release(self, name: LeaseName) -> None:
         """End the lease; a copy that runs ends with its block."""
@@ -76,6 +80,9 @@ class LocalReceiver:
             with sender.book.reading(ReadRequest(request.name, [index])) as (block,):
                 view[:] = block
         sender.book.check(request.name)
+
+    def forget(self, source: Source) -> None:
+        """Its sender has left the hub, or will: nothing else is kept of it."""
 
     def close(self) -> None:
         """Hold nothing from now on."""

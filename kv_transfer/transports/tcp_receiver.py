@@ -4,12 +4,62 @@ import select
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.framing import ShortReadError, parse_address, read_frame, receive_all, write_frame
 from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+
+
+class _Connection:
+    """A data connection that may still have to be made."""
+
+    def __init__(self, source: Source, timeout_seconds: float) -> None:
+        self.source, self.timeout_seconds = source, timeout_seconds
+        self.is_connected = False
+        family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
+        self.sock = socket.socket(family, socket.SOCK_STREAM)
+        self.sock.settimeout(timeout_seconds)
+
+    def interrupt(self) -> None:
+        """Shut the socket down, so that no byte can land afterwards."""
+        with suppress(OSError):  # the peer was faster
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()
+
+    def connect(self) -> None:
+        """Connect and show the session's token, once. Raises WorkerLostError when it is refused."""
+        if self.is_connected:
+            return
+        self.sock.connect(parse_address(self.source.address))
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        write_frame(self.sock, DataHello(self.source.token), MAX_DATA_FRAME_BYTES)
+        reply = read_frame(self.sock, DataReply, MAX_DATA_FRAME_BYTES)
+        if reply.status is not DataStatus.OK:
+            raise WorkerLostError(
+                f"worker {self.source.worker_id} refused a data connection: {reply.message}"
+            )
+        self.is_connected = True
+
+    def fetch_piece(self, piece: ReadRequest, views: Sequence[memoryview]) -> None:
+        """Read one piece; a stale one is an error that ends the connection too."""
+        write_frame(self.sock, piece, MAX_DATA_FRAME_BYTES)
+        _expect_ok(self.sock, piece)
+        try:
+            receive_all(self.sock, views)
+        except ShortReadError as error:
+            block = piece.indices[error.num_bytes // views[0].nbytes]
+            raise TransferError(f"short read in block {block} of {_name(piece)}: {error.message}") from error
+        except TimeoutError as error:
+            raise TransferError(
+                f"no byte for {self.timeout_seconds} s in blocks {piece.indices[0]}..{piece.indices[-1]}"
+                f" of {_name(piece)}"
+            ) from error
+        _expect_ok(self.sock, piece)
 
 
 class TcpReceiver:
@@ -17,84 +67,42 @@ class TcpReceiver:
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        self._connections: dict[Source, socket.socket] = {}
+        self._connections: Kept[_Connection] = Kept()
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read piece by piece. Stopping shuts the connection down, so no byte can land afterwards."""
         read.check()
+        self._connections.forget_where(_ended)
         try:
-            sock, is_new = self._socket(source)
-            with read.interruptible(partial(_shut_down, sock)):
-                if is_new:
-                    self._connect(sock, source)
-                for start, piece in request.pieces(views[0].nbytes):
-                    self._fetch_piece(sock, piece, views[start : start + len(piece.indices)])
-            read.check()  # a stop behind the last byte has shut the connection down as well
+            with self._connections.using(source, lambda: _Connection(source, self._timeout_seconds)) as found:
+                with read.interruptible(found.interrupt):
+                    found.connect()
+                    for start, piece in request.pieces(views[0].nbytes):
+                        found.fetch_piece(piece, views[start : start + len(piece.indices)])
+                read.check()  # a stop behind the last byte has shut the connection down as well
         except (OSError, TransferError) as error:
-            self._drop(source)
             if read.is_stopped:
                 raise ReadStoppedError("the read was stopped") from error
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"reading from worker {source.worker_id} failed: {error}") from error
 
+    def forget(self, source: Source) -> None:
+        """Close its connection."""
+        self._connections.forget(source)
+
     def close(self) -> None:
         """Close every connection."""
-        for source in list(self._connections):
-            self._drop(source)
-
-    def _fetch_piece(self, sock: socket.socket, piece: ReadRequest, views: Sequence[memoryview]) -> None:
-        write_frame(sock, piece, MAX_DATA_FRAME_BYTES)
-        _expect_ok(sock, piece)
-        try:
-            receive_all(sock, views)
-        except ShortReadError as error:
-            block = piece.indices[error.num_bytes // views[0].nbytes]
-            raise TransferError(f"short read in block {block} of {_name(piece)}: {error.message}") from error
-        except TimeoutError as error:
-            raise TransferError(
-                f"no byte for {self._timeout_seconds} s in blocks {piece.indices[0]}..{piece.indices[-1]}"
-                f" of {_name(piece)}"
-            ) from error
-        _expect_ok(sock, piece)
-
-    def _socket(self, source: Source) -> tuple[socket.socket, bool]:
-        """(socket, False) of a connection that stands, or (socket, True) that is still to be connected."""
-        sock = self._connections.get(source)
-        if sock is not None:
-            return sock, False
-        self._prune()
-        family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
-        sock = self._connections[source] = socket.socket(family, socket.SOCK_STREAM)
-        sock.settimeout(self._timeout_seconds)
-        return sock, True
-
-    def _connect(self, sock: socket.socket, source: Source) -> None:
-        sock.connect(parse_address(source.address))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        write_frame(sock, DataHello(source.token), MAX_DATA_FRAME_BYTES)
-        reply = read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
-        if reply.status is not DataStatus.OK:
-            raise WorkerLostError(f"worker {source.worker_id} refused a data connection: {reply.message}")
-
-    def _prune(self) -> None:
-        """Close what peers have closed: an idle connection becomes readable by its end only."""
-        poll = select.poll()  # not select.select: it takes no descriptor above 1023
-        for sock in self._connections.values():
-            poll.register(sock, select.POLLIN)
-        ended = {descriptor for descriptor, _ in poll.poll(0)}
-        for source in [source for source, sock in self._connections.items() if sock.fileno() in ended]:
-            self._drop(source)
-
-    def _drop(self, source: Source) -> None:
-        sock = self._connections.pop(source, None)
-        if sock is not None:
-            sock.close()
+        self._connections.close()
 
 
-def _shut_down(sock: socket.socket) -> None:
-    with suppress(OSError):  # the peer was faster
-        sock.shutdown(socket.SHUT_RDWR)
+def _ended(connections: list[_Connection]) -> list[_Connection]:
+    """What peers have closed: an idle connection becomes readable by its end only."""
+    poll = select.poll()  # not select.select: it takes no descriptor above 1023
+    for connection in connections:
+        poll.register(connection.sock, select.POLLIN)
+    ended = {descriptor for descriptor, _ in poll.poll(0)}
+    return [connection for connection in connections if connection.sock.fileno() in ended]
 
 
 def _expect_ok(sock: socket.socket, piece: ReadRequest) -> None:

@@ -1,28 +1,37 @@
 """The ``tcp`` transport's sender: a data server that lets peers read lent blocks, one thread per connection."""
 
 import logging
+import math
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from contract.errors import TransferError
 from engine.connector import KVMemory
-from kv_transfer.framing import format_address, listen_on, read_frame, send_all, write_frame
+from kv_transfer.framing import format_address, read_frame, send_all, write_frame
 from kv_transfer.leases import LeaseBook
+from kv_transfer.listening import Listener
 from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 
 logger = logging.getLogger(__name__)
+_MAX_STRANGERS = 64
+"""Connections that have not said who they are; one more costs the oldest of them its place."""
+_MAX_WAIT_SECONDS = 3600.0
 
 
 class _Connection:
-    """One peer's data connection. ``reading`` names the lease that is being read, guarded by the server's lock."""
+    """One peer's data connection. ``reading`` names the lease that is being read, guarded by the server's lock.
 
-    def __init__(self, sock: socket.socket) -> None:
+    token: empty until the peer has said it; up to ``greet_by`` (monotonic) it has time for that.
+    """
+
+    def __init__(self, sock: socket.socket, greet_by: float) -> None:
         self.sock = sock
+        self.greet_by = greet_by
         self.token = ""
         self.reading: LeaseName | None = None
 
@@ -30,23 +39,27 @@ class _Connection:
 class TcpSender:
     """Owns the data port, its threads and the leases that are served there."""
 
-    def __init__(self, context: TransportContext) -> None:
+    def __init__(self, context: TransportContext, book: LeaseBook | None = None) -> None:
+        """Open the port. ``book`` replaces the LeaseBook that calls ``context.on_idle`` (tests)."""
         self._context = context
-        self._book = LeaseBook(context.on_idle)
+        self._book = book or LeaseBook(context.on_idle)
         self._lock = threading.Lock()
         self._connections: dict[_Connection, threading.Thread] = {}
         self._is_closed = False
-        self._listener = listen_on(context.host, context.data_port)
-        port = self._listener.getsockname()[1]
-        self.address = format_address(context.advertise_host or context.host, port)
+        self._listener = Listener(context.host, context.data_port)
+        self.address = format_address(context.advertise_host or context.host, self._listener.port)
         self._wake_in, self._wake_out = socket.socketpair()
         context.sessions.listen(self._end_session)
         self._thread = threading.Thread(target=self._accept, name="kv-data-accept", daemon=True)
         self._thread.start()
 
-    def publish(self, name: LeaseName, memory: KVMemory, block_ids: Sequence[int]) -> None:
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool."""
+        self._memory = memory
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
         """Append blocks to the lease."""
-        self._book.extend(name, memory, block_ids)
+        self._book.extend(name, self._memory, block_ids)
 
     def release(self, name: LeaseName) -> None:
         """End the lease; a connection that is in the middle of reading it is shut down."""
@@ -73,24 +86,47 @@ class TcpSender:
 
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
             while True:
-                ready = [key.fileobj for key, _ in selector.select()]
+                self._listener.watch(selector)
+                ready = [key.fileobj for key, _ in selector.select(self._end_strangers(time.monotonic()))]
                 if self._wake_in in ready:
                     return
-                with suppress(OSError):  # the dialer gave up already, or no descriptor is free: others go on
-                    self._start_connection(self._listener.accept()[0])
+                if ready and (sock := self._listener.accept()) is not None:
+                    self._start_connection(sock)
+
+    def _end_strangers(self, now: float) -> float | None:
+        """Shut connections down that did not say who they are in time; returns the seconds to the next look."""
+        with self._lock:
+            strangers = self._strangers()
+            overdue = [stranger for stranger in strangers if stranger.greet_by <= now]
+            for stranger in overdue:
+                _dismiss(stranger)
+        due = min((stranger.greet_by for stranger in strangers), default=math.inf)  # inf for the dismissed
+        due = min(due, self._listener.resume_at)
+        return None if due == math.inf else max(0.0, min(due - now, _MAX_WAIT_SECONDS))
+
+    def _strangers(self) -> list[_Connection]:
+        """Who has said nothing yet and may still do so."""
+        return [one for one in self._connections if not one.token and one.greet_by < math.inf]
 
     def _start_connection(self, sock: socket.socket) -> None:
-        connection = _Connection(sock)
+        connection = _Connection(sock, time.monotonic() + self._context.read_timeout_seconds)
         thread = threading.Thread(target=self._serve, args=(connection,), name="kv-data-serve", daemon=True)
         with self._lock:
+            strangers = self._strangers()
+            if len(strangers) >= _MAX_STRANGERS:
+                _dismiss(min(strangers, key=lambda stranger: stranger.greet_by))
             if self._is_closed:
                 sock.close()
                 return
+            try:
+                thread.start()  # it waits for the lock before it forgets the connection
+            except RuntimeError as error:
+                sock.close()
+                self._listener.pause(f"no thread can be had: {error}")
+                return
             self._connections[connection] = thread
-            thread.start()
 
     def _serve(self, connection: _Connection) -> None:
         sock = connection.sock
@@ -150,6 +186,11 @@ class TcpSender:
 
 def _reply(sock: socket.socket, status: DataStatus, message: str = "") -> None:
     write_frame(sock, DataReply(status, message), MAX_DATA_FRAME_BYTES)
+
+
+def _dismiss(stranger: _Connection) -> None:
+    stranger.greet_by = math.inf
+    _shut_down(stranger.sock)
 
 
 def _shut_down(sock: socket.socket) -> None:

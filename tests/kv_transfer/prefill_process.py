@@ -24,7 +24,7 @@ def say(**words: Any) -> None:
 
 
 def main() -> None:
-    settings = settings_for("p", Role.PREFILL, peer_timeout_seconds=float(sys.argv[1]))
+    settings = settings_for("p", Role.PREFILL, peer_timeout_seconds=float(sys.argv[1]), transport=sys.argv[2])
     driver = TransferDriver(ByteMemory(LAYOUT, 64))
     driver.attach(create_connector(settings, LAYOUT, MODEL, driver.wake))
     say(address=driver.address, boot_id=settings.boot_id, torch="torch" in sys.modules)

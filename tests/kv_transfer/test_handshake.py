@@ -4,7 +4,7 @@ import pytest
 
 from contract.errors import KvbatonError, UnauthenticatedError
 from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
-from kv_transfer.messages import FetchBlocks, Message, Prove, Welcome
+from kv_transfer.messages import FetchBlocks, Message, Offer, Prove, Welcome
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
 
 
@@ -16,9 +16,9 @@ def identity(worker_id: str, secret: str = SECRET) -> LocalIdentity:
         secret=secret,
         model_fingerprint=MODEL,
         layout=LAYOUT,
-        transport="tcp",
+        transports=("tcp",),
         timeout_seconds=3.0,
-        data_address="127.0.0.1:9",
+        offers=lambda: [Offer("tcp", "127.0.0.1:9")],
     )
 
 
@@ -41,7 +41,7 @@ def test_both_sides_end_with_the_same_token() -> None:
     assert dialer.session.token == acceptor.session.token
     assert SECRET not in dialer.session.token
     assert (dialer.session.boot_id, acceptor.session.boot_id) == ("boot-p", "boot-d")
-    assert dialer.session.data_address == "127.0.0.1:9"
+    assert dialer.session.offers == (Offer("tcp", "127.0.0.1:9"),)
 
 
 def test_a_dialer_that_does_not_check_the_acceptor_is_still_checked_itself() -> None:
@@ -51,7 +51,7 @@ def test_a_dialer_that_does_not_check_the_acceptor_is_still_checked_itself() -> 
         (challenge,) = answer(acceptor, dialing("another secret").begin())
         reflected = getattr(challenge, "proof", "")
         with pytest.raises(UnauthenticatedError, match="worker d does not hold this cluster's secret"):
-            acceptor.receive(Prove(claimed or reflected, MODEL, LAYOUT, "tcp", 3.0))
+            acceptor.receive(Prove(claimed or reflected, MODEL, LAYOUT, ["tcp"], 3.0))
         assert acceptor.session is None
 
 

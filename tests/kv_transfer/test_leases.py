@@ -128,6 +128,7 @@ class DataPort:
         self.sessions.begin("token")
         self.receiver = TcpReceiver(30.0)
         self.memory, self.target = ByteMemory(SMALL, 8), ByteMemory(SMALL, 8)
+        self.sender.start(self.memory)
         for block_id in range(8):
             self.memory.fill(block_id, bytes([block_id + 1]))
 
@@ -150,7 +151,7 @@ def port() -> "DataPort":
 def test_nobody_reads_outside_a_lease(port: DataPort, indices: list[int]) -> None:
     """Indices are relative to the transfer and checked against what was published."""
     try:
-        port.sender.publish(NAME, port.memory, [6, 7])
+        port.sender.publish(NAME, [6, 7])
         port.fetch([1, 0])
         assert port.target.read_view(0)[0] == 8
         with pytest.raises(StaleLeaseError, match="is not readable; 2 blocks are"):
@@ -162,7 +163,7 @@ def test_nobody_reads_outside_a_lease(port: DataPort, indices: list[int]) -> Non
 
 def test_stale_leases_tokens_and_attempts_are_refused(port: DataPort) -> None:
     try:
-        port.sender.publish(NAME, port.memory, [6, 7])
+        port.sender.publish(NAME, [6, 7])
         for other in (LeaseName("t", 1, "lease"), LeaseName("t", 0, "old"), LeaseName("u", 0, "lease")):
             with pytest.raises(StaleLeaseError, match="is over or was never given"):
                 port.fetch([0], other)
@@ -178,7 +179,7 @@ def test_stale_leases_tokens_and_attempts_are_refused(port: DataPort) -> None:
 
 def test_a_session_that_ends_cuts_its_data_connections(port: DataPort) -> None:
     try:
-        port.sender.publish(NAME, port.memory, [6, 7])
+        port.sender.publish(NAME, [6, 7])
         port.fetch([0])
         port.sessions.end("token")
         with pytest.raises(Exception, match=r"short read|failed|closed|no control link"):
@@ -289,7 +290,8 @@ def test_a_receiver_that_stops_reading_cannot_hold_a_released_lease(port: DataPo
     context = TransportContext("127.0.0.1", None, 0, "b", 300.0, port.sessions, lambda _: idle.set())
     sender = TcpSender(context)
     try:
-        sender.publish(NAME, ByteMemory(huge, 1), [0])
+        sender.start(ByteMemory(huge, 1))
+        sender.publish(NAME, [0])
         with socket.create_connection(parse_address(sender.address)) as sock:
             write_frame(sock, DataHello("token"), MAX_DATA_FRAME_BYTES)
             read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
@@ -308,7 +310,7 @@ def test_a_release_right_after_a_read_does_not_cut_the_next_one(port: DataPort) 
     try:
         for number in range(300):
             name = LeaseName("t", 0, f"lease-{number}")
-            port.sender.publish(name, port.memory, [6, 7])
+            port.sender.publish(name, [6, 7])
             port.fetch([0, 1], name)
             port.sender.release(name)
         assert len(port.idle) == 300

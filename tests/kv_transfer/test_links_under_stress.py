@@ -1,16 +1,15 @@
 """The I/O and data threads go on: stops at the worst moment, failing accepts, high descriptors, long waits, full sockets."""
 
-import errno
 import fcntl
 import os
 import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import pytest
 
+from contract.errors import TransferError
 from contract.identity import Role
 from kv_transfer.counters import Counters
 from kv_transfer.handshake import Accepting, LocalIdentity, Session
@@ -35,7 +34,8 @@ def lending(boot_id: str) -> Iterator[Source]:
     sessions.begin("token")
     sender = TcpSender(TransportContext("127.0.0.1", None, 0, boot_id, 10.0, sessions, lambda _name: None))
     memory.fill(0, boot_id.encode())
-    sender.publish(NAME, memory, [0])
+    sender.start(memory)
+    sender.publish(NAME, [0])
     try:
         yield Source("p", boot_id, sender.address, "token")
     finally:
@@ -86,22 +86,6 @@ def test_descriptors_above_1023_are_read_from() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_accept_that_fails_does_not_end_the_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each listener (control and data) fails once, as it does while no descriptor is free."""
-    accept, has_failed = socket.socket.accept, set()
-
-    def failing_once(listener: socket.socket) -> tuple[socket.socket, Any]:
-        if (name := listener.getsockname()) in has_failed:
-            return accept(listener)
-        has_failed.add(name)
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(socket.socket, "accept", failing_once)
-    with pair_of() as pair:
-        hand_over(pair, "r")
-    assert len(has_failed) == 2
-
-
 def test_timeouts_of_years_can_be_waited_for() -> None:
     patient = {"peer_timeout_seconds": 1e9, "lease_seconds": 1e9}
     with pair_of(Sides(patient, patient)) as pair:
@@ -111,16 +95,19 @@ def test_timeouts_of_years_can_be_waited_for() -> None:
 def test_no_ping_queues_behind_bytes_that_wait() -> None:
     """A peer that reads nothing: pinging it again and again would spin and grow the queue."""
     loop = LinkLoop(LinkSettings("127.0.0.1", 0, None, 30.0, 2**20), Counters())
-    identity = LocalIdentity("p", "boot", "prefill", SECRET, MODEL, LAYOUT, "tcp", 30.0, "127.0.0.1:1")
+    identity = LocalIdentity("p", "boot", "prefill", SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
     accepting = Accepting(identity)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
         link = Link(ours, accepting, 2**20, now=0.0)
-        accepting.session = Session("d", "other", Role.DECODE, 30.0, "", "token")
+        accepting.session = Session("d", "other", Role.DECODE, 30.0, (), "token")
         assert loop._ping_at(link) == 10.0
         while not link.wants_write:
             link.queue(TransferFailed("t", 0, "internal", "x" * 65536))
             link.flush(now=1.0)
         assert loop._ping_at(link) == float("inf")
+        with pytest.raises(TransferError, match="wait for a peer that does not read them"):
+            for _ in range(9 * 16):
+                link.queue(TransferFailed("t", 0, "internal", "x" * 65536))
     loop.close()

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -12,17 +12,18 @@ from contract.errors import SettingError, TransferError
 from contract.identity import Role
 from kv_transfer.connector import TransferFactory
 from kv_transfer.framing import FrameBuffer, encode_frame, format_address, parse_address
+from kv_transfer.settings import TransportName
 from kv_transfer.testing import CorruptingReceiver
 from kv_transfer.transport import LeaseName, ReadRequest
 from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.registry import open_transport, transport_names
-from tests.kv_transfer.builders import SECRET, settings_for, worker
+from kv_transfer.transports.registry import AUTO, open_transport, transport_names
+from tests.kv_transfer.builders import SECRET, settings_for
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"transport": "pigeon"}, "transport is 'pigeon'; choose one of auto, tcp, local"),
+        ({"transport": "pigeon"}, "transport is 'pigeon'; choose one of auto, shm, tcp, local"),
         ({"transport": "local"}, "come together"),
         ({"local": LocalHub()}, "come together"),
         ({"lease_seconds": 0.0}, "lease_seconds is 0.0; it must be above 0"),
@@ -45,18 +46,16 @@ def test_the_secret_is_not_printed() -> None:
     assert SECRET not in repr(settings_for("p", Role.PREFILL))
 
 
-def test_auto_says_and_counts_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="kv_transfer")
-    with worker(settings_for("p", Role.BOTH, transport="auto")) as started:
-        assert started.count("transfer_transport_auto_total{transport=tcp}") == 1
-    assert "transport auto: tcp" in caplog.text
-
-
 def test_a_wrong_transport_name_gets_the_right_ones() -> None:
     context: Any = None
-    with pytest.raises(SettingError, match="choose one of tcp, local"):
+    with pytest.raises(SettingError, match="choose one of shm, tcp, local"):
         open_transport("pigeon", context)
-    assert transport_names() == ("tcp", "local")
+    assert transport_names() == ("shm", "tcp", "local")
+
+
+def test_a_user_may_choose_every_transport_that_crosses_processes() -> None:
+    """One list: what ``--transport`` takes is ``auto`` and the registry's names, without the tests' own."""
+    assert get_args(TransportName) == (AUTO, *(name for name in transport_names() if name != "local"))
 
 
 def test_the_factory_survives_the_way_into_a_spawned_process() -> None:

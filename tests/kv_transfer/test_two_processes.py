@@ -1,4 +1,4 @@
-"""Hand-overs between two real operating-system processes, over tcp, without torch."""
+"""Hand-overs between two real operating-system processes, without torch."""
 
 import json
 import signal
@@ -42,8 +42,14 @@ class PrefillProcess:
 
 
 @contextmanager
-def prefill_process(peer_timeout_seconds: float = 30.0) -> Iterator[PrefillProcess]:
-    command = [sys.executable, "-m", "tests.kv_transfer.prefill_process", str(peer_timeout_seconds)]
+def prefill_process(transport: str, peer_timeout_seconds: float = 30.0) -> Iterator[PrefillProcess]:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.kv_transfer.prefill_process",
+        str(peer_timeout_seconds),
+        transport,
+    ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
@@ -54,17 +60,22 @@ def prefill_process(peer_timeout_seconds: float = 30.0) -> Iterator[PrefillProce
             process.kill()
 
 
+@pytest.fixture(params=["tcp", "shm"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def decode() -> Iterator[Worker]:
-    with worker(settings_for("d", Role.DECODE, peer_timeout_seconds=2.0)) as started:
+def decode(transport: str) -> Iterator[Worker]:
+    with worker(settings_for("d", Role.DECODE, peer_timeout_seconds=2.0, transport=transport)) as started:
         yield started
 
 
-def test_a_prompt_crosses_two_processes_chunk_by_chunk(decode: Worker) -> None:
+def test_a_prompt_crosses_two_processes_chunk_by_chunk(decode: Worker, transport: str) -> None:
     """The copy of chunk 1 is done before chunk 2 is computed; the content is verified (B8, B19)."""
     prompt, target = prompt_of(5, num_last=3), [40, 7, 33, 12, 21]
     driver = decode.driver
-    with prefill_process() as prefill:
+    with prefill_process(transport) as prefill:
         assert prefill.where["torch"] is False
         fetch = prefill.fetch_request("r", prompt)
         driver.scheduler.start_fetch(fetch)
@@ -72,7 +83,9 @@ def test_a_prompt_crosses_two_processes_chunk_by_chunk(decode: Worker) -> None:
         prefill.tell("publish", num_tokens=9)
         driver.wait_for(lambda: driver.published, "published")
         driver.scheduler.receive_into(fetch.key, target, 0)
-        driver.wait_for(lambda: decode.count("transfer_blocks_total{transport=tcp}") == 2, "chunk 1")
+        driver.wait_for(
+            lambda: decode.count(f"transfer_blocks_total{{transport={transport}}}") == 2, "chunk 1"
+        )
         assert decode.holds("t-r", target[:2])
         prefill.tell("publish", num_tokens=len(prompt))
         prefill.tell("finish")
@@ -85,17 +98,19 @@ def test_a_prompt_crosses_two_processes_chunk_by_chunk(decode: Worker) -> None:
 
 
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_hung_sender_fails_the_fetch(decode: Worker, way: signal.Signals) -> None:
+def test_a_dead_or_hung_sender_fails_the_fetch(decode: Worker, transport: str, way: signal.Signals) -> None:
     """A closed link and a silent one are both the peer's death: one clear error, nothing committed."""
     prompt, driver = prompt_of(3), decode.driver
-    with prefill_process(2.0) as prefill:
+    with prefill_process(transport, 2.0) as prefill:
         fetch = prefill.fetch_request("r", prompt)
         prefill.tell("open", name="r", num_tokens=len(prompt))
         prefill.tell("publish", num_tokens=8)
         driver.scheduler.start_fetch(fetch)
         driver.wait_for(lambda: driver.published, "published")
         driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
-        driver.wait_for(lambda: decode.count("transfer_blocks_total{transport=tcp}") == 2, "chunk 1")
+        driver.wait_for(
+            lambda: decode.count(f"transfer_blocks_total{{transport={transport}}}") == 2, "chunk 1"
+        )
         prefill.process.send_signal(way)
         driver.wait_for(lambda: fetch.key in driver.failed, "failed")
         assert driver.failed[fetch.key].kind == "worker_lost"
@@ -103,11 +118,13 @@ def test_a_dead_or_hung_sender_fails_the_fetch(decode: Worker, way: signal.Signa
         assert driver.memory.committed == []
 
 
-def test_a_cancelled_read_from_a_hung_sender_drains_by_the_receivers_own_doing() -> None:
+def test_a_cancelled_read_from_a_hung_sender_drains_by_the_receivers_own_doing(transport: str) -> None:
     """The sender is stopped and cannot help: shutting the socket down here is what makes the read terminal."""
-    patient = settings_for("d", Role.DECODE, peer_timeout_seconds=300.0, read_timeout_seconds=300.0)
+    patient = settings_for(
+        "d", Role.DECODE, peer_timeout_seconds=300.0, read_timeout_seconds=300.0, transport=transport
+    )
     prompt = prompt_of(3)
-    with prefill_process() as prefill, worker(patient) as decode:
+    with prefill_process(transport) as prefill, worker(patient) as decode:
         driver, fetch = decode.driver, prefill.fetch_request("r", prompt)
         prefill.tell("open", name="r", num_tokens=len(prompt))
         prefill.tell("publish", num_tokens=len(prompt))

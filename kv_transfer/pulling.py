@@ -1,0 +1,136 @@
+"""The threads that read from peers: one per source, so that a peer that is stuck holds up nobody but itself."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kv_transfer.orders import PullJob
+from kv_transfer.transport import Source
+
+
+@dataclass(eq=False)
+class _Lane:
+    """The reads from one source, in the order in which they were posted; ``current`` is the one that runs."""
+
+    source: Source
+    thread: threading.Thread
+    jobs: deque[PullJob] = field(default_factory=deque)
+    current: PullJob | None = None
+    is_ending: bool = False
+
+
+class PullThreads:
+    """Owns a thread for each source that is read from. Thread-safe.
+
+    work: carries a job out and reports its end; called in the source's thread. forget: called once a source will never
+    be read from again. on_bug: told what ended a thread early. idle_seconds: how long a thread without a job is kept.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[PullJob], None],
+        forget: Callable[[Source], None],
+        on_bug: Callable[[BaseException], None],
+        idle_seconds: float = 60.0,
+    ) -> None:
+        self._work, self._forget, self._on_bug = work, forget, on_bug
+        self._idle_seconds = idle_seconds
+        self._changed = threading.Condition()
+        self._open_lanes: dict[Source, _Lane] = {}
+        self._lanes: set[_Lane] = set()
+        self._is_closed = False
+
+    def post(self, job: PullJob) -> bool:
+        """Queue a read behind the others from its source. False: it will not be carried out.
+
+        That is so after ``close``, and where the system gives no further thread.
+        """
+        with self._changed:
+            lane = None if self._is_closed else self._open_lanes.get(job.source) or self._open(job.source)
+            if lane is None:
+                return False
+            lane.jobs.append(job)
+            self._changed.notify_all()
+        return True
+
+    def leave(self, source: Source) -> None:
+        """The link is gone: end the source's thread once what it was given is terminal."""
+        with self._changed:
+            lane = self._open_lanes.pop(source, None)
+            if lane is not None:
+                lane.is_ending = True
+                self._changed.notify_all()
+                return
+        self._forget(source)
+
+    def close(self) -> None:
+        """Stop every read and wait until each is terminal and its thread has ended. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            lanes = list(self._lanes)
+            for lane in lanes:
+                lane.is_ending = True
+            jobs = [job for lane in lanes for job in (lane.current, *lane.jobs) if job is not None]
+            self._changed.notify_all()
+        for job in jobs:
+            job.read.stop()
+        for lane in lanes:
+            lane.thread.join()
+
+    @property
+    def num_threads(self) -> int:
+        """How many sources have a thread now."""
+        with self._changed:
+            return len(self._lanes)
+
+    @property
+    def num_queued(self) -> int:
+        """Reads that have not begun."""
+        with self._changed:
+            return sum(len(lane.jobs) for lane in self._lanes)
+
+    @property
+    def current_keys(self) -> list[str]:
+        """The requests that are being read for."""
+        with self._changed:
+            return [lane.current.key for lane in self._lanes if lane.current is not None]
+
+    def _open(self, source: Source) -> _Lane | None:
+        name = f"kv-pull-{source.worker_id}"
+        lane = _Lane(source, threading.Thread(name=name, daemon=True, target=lambda: self._run(lane)))
+        try:
+            lane.thread.start()
+        except RuntimeError:  # no further thread can be had
+            return None
+        self._open_lanes[source] = lane
+        self._lanes.add(lane)
+        return lane
+
+    def _run(self, lane: _Lane) -> None:
+        try:
+            while (job := self._next(lane)) is not None:
+                self._work(job)
+            if lane.is_ending:
+                self._forget(lane.source)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must hear of its end
+            self._on_bug(error)
+        finally:
+            with self._changed:
+                self._remove(lane)
+
+    def _next(self, lane: _Lane) -> PullJob | None:
+        """Block for the next read; None: the lane is closed to new ones and its thread ends."""
+        with self._changed:
+            lane.current = None
+            self._changed.wait_for(lambda: lane.jobs or lane.is_ending, self._idle_seconds)
+            if lane.jobs:
+                lane.current = lane.jobs.popleft()
+            else:
+                self._remove(lane)
+            return lane.current
+
+    def _remove(self, lane: _Lane) -> None:
+        if self._open_lanes.get(lane.source) is lane:
+            del self._open_lanes[lane.source]
+        self._lanes.discard(lane)

@@ -1,0 +1,188 @@
+"""The receiver's side of a hand-over; see the package for what all rules have in common."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from contract.errors import ErrorKind
+from kv_transfer import events as ev
+from kv_transfer.states import FETCH_EDGES, Ending, Fetch, FetchState, ImpossibleEventError
+
+FetchStep = tuple[Fetch, list[ev.FetchAction]]
+
+
+def advance_fetch(fetch: Fetch, event: ev.FetchEvent) -> FetchStep:
+    """The receiver's side. Raises ImpossibleEventError."""
+    return _FETCH_RULES[type(event)](fetch, event)
+
+
+def _enter_fetch(fetch: Fetch, state: FetchState) -> Fetch:
+    if state not in FETCH_EDGES[fetch.state]:
+        raise ImpossibleEventError(f"a fetch cannot go from {fetch.state} to {state}")
+    return replace(fetch, state=state)
+
+
+def _announced(fetch: Fetch, event: ev.Announced) -> FetchStep:
+    if fetch.has_ended or fetch.state is FetchState.COMMITTED:
+        return fetch, []
+    known = len(fetch.digests)
+    if event.first_block != known or known + len(event.digests) > fetch.num_blocks or not event.digests:
+        return _fail_fetch(
+            fetch,
+            ErrorKind.TRANSFER_FAILED,
+            f"the sender announced {len(event.digests)} blocks from {event.first_block};"
+            f" {known} of {fetch.num_blocks} were announced",
+        )
+    fetch = replace(fetch, digests=fetch.digests + event.digests, announced_at=event.now)
+    told: list[ev.FetchAction] = [] if known else [ev.TellPublished()]
+    fetch, actions = _pull(fetch)
+    return fetch, told + actions
+
+
+def _sender_completed(fetch: Fetch, event: ev.Completed) -> FetchStep:
+    if fetch.has_ended or fetch.first_tokens is not None:
+        return fetch, []
+    if not event.num_blocks == fetch.num_blocks == len(fetch.digests) or not event.first_tokens:
+        return _fail_fetch(
+            fetch,
+            ErrorKind.TRANSFER_FAILED,
+            f"the sender ended with {event.num_blocks} blocks, {len(fetch.digests)} announced, and"
+            f" {len(event.first_tokens)} tokens; the prompt has {fetch.num_blocks} blocks",
+        )
+    return _settle(replace(fetch, first_tokens=event.first_tokens, announced_at=event.now))
+
+
+def _sender_failed(fetch: Fetch, event: ev.SenderFailed) -> FetchStep:
+    if fetch.state in (FetchState.WAITING, FetchState.RESERVED, FetchState.MOVING):
+        return _fail_fetch(fetch, event.kind, event.message)
+    return fetch, []  # everything is here already, or it has ended
+
+
+def _reserved(fetch: Fetch, event: ev.Reserved) -> FetchStep:
+    if len(event.block_ids) != fetch.num_blocks or not 0 <= event.num_cached <= fetch.num_blocks:
+        raise ImpossibleEventError(
+            f"{len(event.block_ids)} blocks reserved, {event.num_cached} cached; the prompt has {fetch.num_blocks}"
+        )
+    fetch = _enter_fetch(fetch, FetchState.RESERVED)
+    fetch = replace(
+        fetch,
+        block_ids=event.block_ids,
+        is_reserved=True,
+        num_cached=event.num_cached,
+        num_pulled=event.num_cached,
+    )
+    return _pull(fetch)
+
+
+def _pull(fetch: Fetch) -> FetchStep:
+    """Post a read of what is announced, lacking and not posted yet."""
+    first, end = fetch.num_pulled, len(fetch.digests)
+    if not fetch.is_reserved or end <= first:
+        return _settle(fetch)
+    if fetch.state is FetchState.RESERVED:
+        fetch = _enter_fetch(fetch, FetchState.MOVING)
+    order = ev.Pull(first, fetch.block_ids[first:end], fetch.digests[first:end])
+    return replace(fetch, num_pulled=end, num_posted=fetch.num_posted + 1), [order]
+
+
+def _settle(fetch: Fetch) -> FetchStep:
+    """Pass through LANDED and VERIFIED as far as the counts allow."""
+    if fetch.first_tokens is None or not fetch.is_reserved or fetch.has_ended:
+        return fetch, []
+    missing = fetch.num_blocks - fetch.num_cached
+    if fetch.state in (FetchState.RESERVED, FetchState.MOVING) and fetch.num_landed == missing:
+        fetch = _enter_fetch(fetch, FetchState.LANDED)
+    if fetch.state is not FetchState.LANDED or fetch.num_verified < missing:
+        return fetch, []
+    fetch = _enter_fetch(fetch, FetchState.VERIFIED)
+    fetch = replace(fetch, num_posted=fetch.num_posted + 1)
+    return fetch, [ev.CommitBlocks(fetch.block_ids[fetch.num_cached :])]
+
+
+def _piece_landed(fetch: Fetch, event: ev.PieceLanded) -> FetchStep:
+    copies = (*fetch.copies, (event.begin, event.end))
+    return _settle(replace(fetch, num_landed=fetch.num_landed + event.num_blocks, copies=copies))
+
+
+def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
+    fetch = replace(fetch, num_verified=fetch.num_verified + event.num_blocks, verified_at=event.now)
+    return _job_over(fetch)
+
+
+def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
+    fetch = _count_down(fetch)
+    return _drained(fetch) if fetch.has_ended else _fail_fetch(fetch, event.kind, event.message)
+
+
+def _job_stopped(fetch: Fetch, _event: ev.JobStopped) -> FetchStep:
+    fetch = _count_down(fetch)
+    if fetch.has_ended:
+        return _drained(fetch)
+    return _fail_fetch(fetch, ErrorKind.CANCELLED, "the connector was closed")
+
+
+def _commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:
+    fetch = _count_down(fetch)
+    if fetch.has_ended:
+        return _drained(fetch)
+    return _enter_fetch(fetch, FetchState.COMMITTED), [ev.AskRelease(), ev.TellReceived()]
+
+
+def _count_down(fetch: Fetch) -> Fetch:
+    if fetch.num_posted == 0:
+        raise ImpossibleEventError("a job ended that was not posted")
+    return replace(fetch, num_posted=fetch.num_posted - 1)
+
+
+def _job_over(fetch: Fetch) -> FetchStep:
+    fetch = _count_down(fetch)
+    return _drained(fetch) if fetch.has_ended else _settle(fetch)
+
+
+def _fail_fetch(fetch: Fetch, kind: str, message: str) -> FetchStep:
+    fetch = replace(fetch, ending=Ending(kind, message))
+    if fetch.num_posted:
+        return _enter_fetch(fetch, FetchState.DRAINING), [ev.StopReads(), ev.AskCancel()]
+    state = FetchState.QUARANTINED if fetch.is_reserved else FetchState.FREE
+    return _enter_fetch(fetch, state), [ev.AskCancel(), ev.TellFailed(kind, message)]
+
+
+def _drained(fetch: Fetch) -> FetchStep:
+    if fetch.num_posted:
+        return fetch, []
+    fetch = _enter_fetch(fetch, FetchState.QUARANTINED)
+    if fetch.is_cancelled or fetch.ending is None:
+        return fetch, [ev.TellDrained()]
+    return fetch, [ev.TellFailed(fetch.ending.kind, fetch.ending.message)]
+
+
+def _cancelled(fetch: Fetch, _event: ev.Cancelled) -> FetchStep:
+    if fetch.state is FetchState.QUARANTINED and fetch.is_cancelled:
+        return fetch, []  # the Drained event is on its way
+    fetch = replace(fetch, is_cancelled=True)
+    if fetch.state in (FetchState.DRAINING, FetchState.FREE):
+        return fetch, []
+    if fetch.state in (FetchState.QUARANTINED, FetchState.COMMITTED):
+        return _enter_fetch(fetch, FetchState.FREE), []
+    if fetch.num_posted:
+        return _enter_fetch(fetch, FetchState.DRAINING), [ev.StopReads(), ev.AskCancel()]
+    return _enter_fetch(fetch, FetchState.FREE), [ev.AskCancel()]
+
+
+def _told(fetch: Fetch, _event: ev.Told) -> FetchStep:
+    return (fetch if fetch.state is FetchState.FREE else _enter_fetch(fetch, FetchState.FREE)), []
+
+
+_FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
+    ev.Announced: _announced,
+    ev.Completed: _sender_completed,
+    ev.SenderFailed: _sender_failed,
+    ev.Reserved: _reserved,
+    ev.PieceLanded: _piece_landed,
+    ev.PieceVerified: _piece_verified,
+    ev.JobFailed: _job_failed,
+    ev.JobStopped: _job_stopped,
+    ev.CommitDone: _commit_done,
+    ev.Cancelled: _cancelled,
+    ev.Told: _told,
+}

@@ -1,0 +1,97 @@
+"""What a receiver keeps open for each source between its reads, safe for one thread per source."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+from contract.errors import KvbatonError, TransferError
+from kv_transfer.transport import Source
+
+
+class Keepable(Protocol):
+    """A connection, or more, to one source."""
+
+    def interrupt(self) -> None:
+        """From any thread: make whoever uses it fail soon. Does not block, and closes nothing."""
+
+    def close(self) -> None:
+        """Give everything back. Called exactly once, when nobody uses it."""
+
+
+_K = TypeVar("_K", bound=Keepable)
+
+
+class Kept(Generic[_K]):
+    """Owns one ``Keepable`` per source. It is closed by its user where that runs, else by whoever forgets it.
+
+    harmless: the error after which it can go on to be used; any other closes it.
+    """
+
+    def __init__(self, harmless: type[KvbatonError] | None = None) -> None:
+        self._harmless = harmless
+        self._lock = threading.Lock()
+        self._kept: dict[Source, _K] = {}
+        self._in_use: set[_K] = set()
+        self._is_closed = False
+
+    @contextmanager
+    def using(self, source: Source, make: Callable[[], _K]) -> Iterator[_K]:
+        """The one of this source, made where there is none. Raises TransferError after ``close``."""
+        kept = self._take(source, make)
+        is_good = False
+        try:
+            yield kept
+            is_good = True
+        except KvbatonError as error:
+            is_good = self._harmless is not None and isinstance(error, self._harmless)
+            raise
+        finally:
+            self._put_back(source, kept, is_good)
+
+    def forget(self, source: Source) -> None:
+        """Close the one of this source: now, or when its user has let go, which it is made to do soon."""
+        with self._lock:
+            kept = self._kept.pop(source, None)
+            if kept is None:
+                return
+            if kept in self._in_use:
+                kept.interrupt()
+                return
+        kept.close()
+
+    def forget_where(self, is_ended: Callable[[list[_K]], list[_K]]) -> None:
+        """Forget those that are not in use and that ``is_ended`` picks out of them."""
+        with self._lock:
+            idle = {source: kept for source, kept in self._kept.items() if kept not in self._in_use}
+            ended = is_ended(list(idle.values()))
+            for source in [source for source, kept in idle.items() if kept in ended]:
+                self._kept.pop(source).close()
+
+    def close(self) -> None:
+        """Forget all, for good. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            sources = list(self._kept)
+        for source in sources:
+            self.forget(source)
+
+    def _take(self, source: Source, make: Callable[[], _K]) -> _K:
+        with self._lock:
+            if self._is_closed:
+                raise TransferError("the receiver is closed")
+            kept = self._kept.get(source)
+            if kept is None:
+                kept = self._kept[source] = make()
+            self._in_use.add(kept)
+            return kept
+
+    def _put_back(self, source: Source, kept: _K, is_good: bool) -> None:
+        with self._lock:
+            self._in_use.discard(kept)
+            is_kept = self._kept.get(source) is kept
+            if is_kept and is_good:
+                return
+            if is_kept:
+                del self._kept[source]
+        kept.close()

@@ -1,0 +1,95 @@
+"""Where the ``shm`` transport's sockets lie, and whether this system can do what the transport needs."""
+
+import os
+import socket
+import stat
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from contract.errors import SettingError
+
+_MAX_PATH_BYTES = 107
+_CHOOSE = "choose transport auto or tcp"
+
+
+def why_unsupported(platform: str = sys.platform) -> str | None:
+    """What this system lacks, or None."""
+    if platform != "linux":
+        return f"it needs Linux, and this is {platform}"
+    try:
+        os.close(os.memfd_create("kvbaton-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except (AttributeError, OSError) as error:
+        return f"this system has no memfd: {error}"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        return f"this system has no pidfd: {error}"
+    return None
+
+
+def socket_path(folder: Path | None, boot_id: str) -> Path:
+    """The path of this worker's socket in ``folder``, which is made (0700) where it is missing.
+
+    None is a folder of this user's in the system's temporary folder. What dead workers left is removed. Raises
+    SettingError for a folder that is none, that others may write to, or whose name is too long.
+    """
+    path = (folder or Path(tempfile.gettempdir()) / f"kvbaton-{os.getuid()}").absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_folder(path)
+    except OSError as error:
+        raise _unusable(path, str(error)) from error
+    found = path / f"{boot_id}.sock"
+    if len(os.fsencode(found)) > _MAX_PATH_BYTES:
+        raise _unusable(path, f"a socket's path may have {_MAX_PATH_BYTES} bytes; {found} is longer")
+    _sweep(path)
+    return found
+
+
+def _check_folder(path: Path) -> None:
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode):
+        raise _unusable(path, "it is no folder")
+    if info.st_uid not in (os.getuid(), 0):
+        raise _unusable(path, f"it belongs to user {info.st_uid}")
+    if info.st_mode & 0o022 and not _is_volume(path):
+        raise _unusable(path, f"others may write to it (mode {stat.S_IMODE(info.st_mode):04o}); make it 0700")
+
+
+def _is_volume(path: Path) -> bool:
+    """Containers share a folder by mounting it, often with open permissions that they cannot change."""
+    return path.is_mount()
+
+
+def _unusable(path: Path, why: str) -> SettingError:
+    return SettingError(f"shm_dir {path} cannot be used: {why}; set another, or {_CHOOSE}", param="shm_dir")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove sockets that nobody listens on. A living worker's file appears only when it listens."""
+    for path in folder.glob("*.sock"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            try:
+                sock.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
+def listen_at(path: Path) -> socket.socket:
+    """A listening, non-blocking Unix socket, reachable by this user only. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    unready = path.with_suffix(".new")
+    try:
+        listener.setblocking(False)
+        listener.bind(str(unready))
+        unready.chmod(0o600)
+        listener.listen(128)
+        unready.rename(path)
+    except BaseException:
+        listener.close()
+        unready.unlink(missing_ok=True)
+        raise
+    return listener

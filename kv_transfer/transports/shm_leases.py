@@ -1,0 +1,138 @@
+"""Leases whose end a reader in another process can see: each holds a slot in a shared table of generations.
+
+One counter per lease, not per block: two leases may lend the same block (prompts that begin alike), and the end of one
+must not fail the readers of the other. A lease's slot is counted up when the lease ends, before anybody is told that
+its blocks may be used for something else; so an unchanged generation after the last byte proves that every byte was
+read under the lease. Only then is the slot given to another lease.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from contract.errors import TransferError
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transports.shm_wire import NUM_SLOTS
+
+SLOT_BYTES = 8
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Linux: no new writable mapping of the file and no write() to it, for anybody; what is mapped stays writable."""
+
+
+def seal(memfd: int) -> None:
+    """From now on nobody can resize the file, and nobody but who has mapped it already can write to it.
+
+    Raises OSError where the file was made without sealing, or the system cannot do it.
+    """
+    fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE)
+
+
+def reopen_read_only(memfd: int) -> int:
+    """A descriptor of the same file that cannot write."""
+    return os.open(f"/proc/self/fd/{memfd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class GenerationTable:
+    """Owns the table: mapped writable here, and ``descriptor``, which others may map read-only."""
+
+    def __init__(self) -> None:
+        memfd = os.memfd_create("kvbaton-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(memfd, NUM_SLOTS * SLOT_BYTES)
+            self._map = mmap.mmap(memfd, NUM_SLOTS * SLOT_BYTES)
+            seal(memfd)
+            self.descriptor = reopen_read_only(memfd)
+        finally:
+            os.close(memfd)
+        self._slots = memoryview(self._map).cast("Q")
+        self.nonce = secrets.randbits(64)
+        self._slots[0] = self.nonce
+
+    def generation(self, slot: int) -> int:
+        """What the slot shows now."""
+        return self._slots[slot]
+
+    def end(self, slot: int) -> None:
+        """Count the slot up: whoever read under the old generation can see it."""
+        self._slots[slot] = (self._slots[slot] + 1) % 2**64
+
+    def close(self) -> None:
+        """Unmap it here; what others have mapped stays as it is."""
+        self._slots.release()
+        self._map.close()
+        os.close(self.descriptor)
+
+
+@dataclass
+class _Lease:
+    slot: int
+    block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """See ``ShmGrant``."""
+
+    slot: int
+    generation: int
+    block_ids: list[int]
+
+
+class SharedLeases:
+    """The leases of one sender; owns their slots. Thread-safe."""
+
+    def __init__(self, table: GenerationTable, on_idle: Callable[[LeaseName], None]) -> None:
+        self._table, self._on_idle = table, on_idle
+        self._lock = threading.Lock()
+        self._leases: dict[LeaseName, _Lease] = {}
+        self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))
+
+    def extend(self, name: LeaseName, block_ids: Sequence[int]) -> None:
+        """Make ``block_ids`` readable as the next indices of this lease. Raises TransferError without a free slot."""
+        with self._lock:
+            lease = self._leases.get(name)
+            if lease is None:
+                if not self._free_slots:
+                    raise TransferError(
+                        f"{NUM_SLOTS - 1} leases are open, and no more can be; end some first"
+                    )
+                lease = self._leases[name] = _Lease(self._free_slots.pop())
+            lease.block_ids.extend(block_ids)
+
+    def grant(self, request: ReadRequest) -> Grant:
+        """What stands behind the indices, and how to see the lease's end. Raises StaleLeaseError."""
+        transfer = f"transfer {request.name.transfer_id}"
+        with self._lock:
+            lease = self._leases.get(request.name)
+            if lease is None:
+                raise StaleLeaseError(
+                    f"the lease of {transfer} (attempt {request.name.attempt}) is over or was never given"
+                )
+            count = len(lease.block_ids)
+            for index in request.indices:
+                if not 0 <= index < count:
+                    raise StaleLeaseError(f"block {index} of {transfer} is not readable; {count} blocks are")
+            ids = [lease.block_ids[index] for index in request.indices]
+            return Grant(lease.slot, self._table.generation(lease.slot), ids)
+
+    def revoke(self, name: LeaseName) -> None:
+        """End the lease for every reader, then call ``on_idle``, once for each call: nobody is waited for."""
+        with self._lock:
+            self._end(name)
+        self._on_idle(name)
+
+    def revoke_all(self) -> None:
+        """End every lease for every reader; nobody is told."""
+        with self._lock:
+            for name in list(self._leases):
+                self._end(name)
+
+    def _end(self, name: LeaseName) -> None:
+        lease = self._leases.pop(name, None)
+        if lease is not None:
+            self._table.end(lease.slot)
+            self._free_slots.append(lease.slot)

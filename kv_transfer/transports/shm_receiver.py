@@ -1,0 +1,222 @@
+"""The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, one memcpy per block.
+
+The mapping is not prefaulted: a populated mapping would allocate every page that the sender has not touched yet, and
+fault in gigabytes at the first contact. Only pages of lent blocks are read; each costs its minor fault once per peer
+(the kernel maps sixteen at a time), and the mapping is kept as long as the link.
+"""
+
+import mmap
+import os
+import select
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+import msgspec
+
+from contract.errors import TransferError, WorkerLostError
+from kv_transfer.framing import HEADER, ShortReadError, read_frame, receive_all, write_frame
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transports.kept import Kept
+from kv_transfer.transports.shm_leases import SLOT_BYTES
+from kv_transfer.transports.shm_wire import (
+    MAX_GRANT_BLOCKS,
+    MAX_SHM_FRAME_BYTES,
+    NUM_DESCRIPTORS,
+    NUM_SLOTS,
+    ShmGrant,
+    ShmWelcome,
+)
+from kv_transfer.transports.tcp_wire import DataHello, DataStatus
+
+_BLOCKS_PER_LOOK = 32
+"""How many blocks are copied between two looks at the sender's pidfd."""
+
+
+class _MappedPeer:
+    """A sender's pool and table as this process sees them, and the socket to ask at."""
+
+    def __init__(self, source: Source, timeout_seconds: float) -> None:
+        self._source, self._timeout_seconds = source, timeout_seconds
+        self._who = f"worker {source.worker_id}"
+        self._is_connected = False
+        self._is_interrupted = False
+        self._undo = ExitStack()
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._undo.callback(self._sock.close)
+        self._sock.settimeout(timeout_seconds)
+
+    def interrupt(self) -> None:
+        """End what waits for the socket at once, and what copies after its block."""
+        self._is_interrupted = True
+        self.stop_asking()
+
+    def stop_asking(self) -> None:
+        """Shut the socket down."""
+        with suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Unmap and close everything."""
+        self._undo.close()
+
+    def connect(self) -> None:
+        """Show the token, map what comes back, and check that it is what was meant; once.
+
+        Raises WorkerLostError where nobody (who knows us) answers, TransferError for a pool that cannot be mapped.
+        """
+        if self._is_connected:
+            return
+        try:
+            self._sock.connect(self._source.address)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise WorkerLostError(
+                f"{self._who} does not answer at {self._source.address} ({error.strerror}): it is gone, or"
+                " shares no shm_dir with this worker"
+            ) from error
+        write_frame(self._sock, DataHello(self._source.token), MAX_SHM_FRAME_BYTES)
+        welcome, descriptors = self._hear_welcome()
+        try:
+            if welcome.status is not DataStatus.OK:
+                raise WorkerLostError(f"{self._who} refused to share its pool: {welcome.message}")
+            if len(descriptors) != NUM_DESCRIPTORS:
+                raise TransferError(f"{self._who} sent {len(descriptors)} descriptors, not {NUM_DESCRIPTORS}")
+            self._map(welcome, *descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._is_connected = True
+
+    def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Ask, copy, and compare the generation after the last byte. Raises as ``ReceiverTransport.fetch``."""
+        if any(view.nbytes != self._block_bytes for view in views):
+            raise TransferError(
+                f"a block of {self._who} has {self._block_bytes} bytes, not {views[0].nbytes}"
+            )
+        with read.interruptible(self.stop_asking):
+            grant = self._ask(request)
+        for start in range(0, len(views), _BLOCKS_PER_LOOK):
+            end = start + _BLOCKS_PER_LOOK
+            self._copy(grant.block_ids[start:end], views[start:end], read)
+            self._check_alive()
+        if self._table[grant.slot] != grant.generation:
+            raise StaleLeaseError(
+                f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended while"
+                f" {len(views)} blocks were read from {self._who}; none of them can be used"
+            )
+
+    def _copy(self, block_ids: Sequence[int], views: Sequence[memoryview], read: Read) -> None:
+        size, pool = self._block_bytes, self._pool
+        for block_id, view in zip(block_ids, views, strict=True):
+            read.check()
+            view[:] = pool[block_id * size : (block_id + 1) * size]
+
+    def _check_alive(self) -> None:
+        if self._is_interrupted:
+            raise TransferError(f"the link to {self._who} is gone")
+        if self._death.poll(0):
+            raise WorkerLostError(f"{self._who} died")
+
+    def _ask(self, request: ReadRequest) -> ShmGrant:
+        self._check_alive()
+        write_frame(self._sock, request, MAX_SHM_FRAME_BYTES)
+        grant = read_frame(self._sock, ShmGrant, MAX_SHM_FRAME_BYTES)
+        if grant.status is not DataStatus.OK:
+            raise StaleLeaseError(f"{self._who} refused a read as {grant.status}: {grant.message}")
+        is_inside = all(0 <= block_id < self._num_blocks for block_id in grant.block_ids)
+        if len(grant.block_ids) != len(request.indices) or not is_inside or not 0 < grant.slot < NUM_SLOTS:
+            raise TransferError(f"{self._who} granted something that is not in its pool")
+        return grant
+
+    def _hear_welcome(self) -> tuple[ShmWelcome, list[int]]:
+        """The words, and the descriptors that came with their first byte."""
+        header, descriptors, _, _ = socket.recv_fds(
+            self._sock, HEADER.size, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        try:
+            if len(header) != HEADER.size:
+                raise ShortReadError(len(header), HEADER.size)
+            (length,) = HEADER.unpack(header)
+            if length > MAX_SHM_FRAME_BYTES:
+                raise TransferError(f"{self._who} sent a frame of {length} bytes")
+            body = bytearray(length)
+            receive_all(self._sock, [memoryview(body)])
+            return msgspec.msgpack.decode(body, type=ShmWelcome), descriptors
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    def _map(self, welcome: ShmWelcome, pool: int, table: int, pidfd: int) -> None:
+        self._num_blocks, self._block_bytes = welcome.num_blocks, welcome.block_bytes
+        self._pool = self._map_file(pool, welcome.num_blocks * welcome.block_bytes)
+        self._table = self._map_file(table, NUM_SLOTS * SLOT_BYTES).cast("Q")
+        self._undo.callback(self._table.release)
+        if self._table[0] != welcome.nonce:
+            raise TransferError(f"the mapping shows other bytes than {self._who} has written")
+        self._death = select.poll()
+        kept_pidfd = os.dup(pidfd)
+        self._undo.callback(os.close, kept_pidfd)
+        self._death.register(kept_pidfd, select.POLLIN)
+
+    def _map_file(self, descriptor: int, num_bytes: int) -> memoryview:
+        try:
+            mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except ValueError as error:  # the file is smaller than was said
+            raise TransferError(f"the pool of {self._who} cannot be mapped: {error}") from error
+        self._undo.callback(mapping.close)
+        view = memoryview(mapping)
+        self._undo.callback(view.release)
+        return view
+
+
+class ShmReceiver:
+    """Owns a mapping per peer. A stale lease leaves it as it is; any other error unmaps it."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._peers: Kept[_MappedPeer] = Kept(harmless=StaleLeaseError)
+
+    def probe(self, source: Source, read: Read) -> None:
+        """Connect, authenticate, map, and read through the mapping. Raises what ``fetch`` would."""
+        with self._using(source, read):
+            return
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Copy part by part. Stopping ends the read after the block that is being copied."""
+        with self._using(source, read) as peer:
+            for start in range(0, len(views), MAX_GRANT_BLOCKS):
+                end = start + MAX_GRANT_BLOCKS
+                part = ReadRequest(request.name, request.indices[start:end])
+                peer.read(part, views[start:end], read)
+
+    def forget(self, source: Source) -> None:
+        """Unmap its pool."""
+        self._peers.forget(source)
+
+    def close(self) -> None:
+        """Unmap every pool."""
+        self._peers.close()
+
+    @contextmanager
+    def _using(self, source: Source, read: Read) -> Iterator[_MappedPeer]:
+        """The mapped peer; whatever goes wrong within is raised as ``fetch`` says."""
+        read.check()
+        try:
+            with self._peers.using(source, lambda: _MappedPeer(source, self._timeout_seconds)) as peer:
+                with read.interruptible(peer.stop_asking):
+                    peer.connect()
+                yield peer
+        except (OSError, msgspec.MsgspecError, TransferError) as error:
+            raise _as_outcome(error, source, read) from error
+
+
+def _as_outcome(error: Exception, source: Source, read: Read) -> Exception:
+    """What the caller is told; a sender whose socket is closed is gone."""
+    if read.is_stopped and not isinstance(error, StaleLeaseError):
+        return ReadStoppedError("the read was stopped")
+    if isinstance(error, (ShortReadError, ConnectionError)):
+        return WorkerLostError(f"worker {source.worker_id} closed its shm socket: {error}")
+    if isinstance(error, TransferError):
+        return error
+    return TransferError(f"reading from worker {source.worker_id} failed: {error}")

@@ -1,0 +1,97 @@
+"""The ``shm`` transport's sender: hands out read-only views of the pool, and ends leases by counting generations up.
+
+It answers questions and copies nothing. A reader that is stopped cannot hold a lease: the sender never waits for it.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from contract.errors import SettingError
+from engine.connector import KVMemory
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.shm_folder import socket_path, why_unsupported
+from kv_transfer.transports.shm_leases import GenerationTable, SharedLeases, reopen_read_only, seal
+from kv_transfer.transports.shm_server import ShmServer
+from kv_transfer.transports.shm_wire import ShmGrant, ShmWelcome
+from kv_transfer.transports.tcp_wire import DataStatus
+
+
+class ShmSender:
+    """Owns the table of generations, a read-only descriptor of the pool, and a pidfd of this process.
+
+    Raises SettingError where the system or the folder does not allow it.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        why_not = why_unsupported()
+        if why_not is not None:
+            raise SettingError(
+                f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
+            )
+        path = socket_path(context.shm_dir, context.boot_id)
+        self.address = str(path)
+        self.why_not_offered: str | None = "the pool is not allocated yet"
+        self._pool: int | None = None
+        self._num_blocks = self._block_bytes = 0
+        with ExitStack() as undo:
+            self._table = GenerationTable()
+            undo.callback(self._table.close)
+            self._pidfd = os.pidfd_open(os.getpid())
+            undo.callback(os.close, self._pidfd)
+            self._leases = SharedLeases(self._table, context.on_idle)
+            self._server = ShmServer(path, context.sessions, self, context.read_timeout_seconds)
+            self._undo = undo.pop_all()
+
+    def start(self, memory: KVMemory) -> None:
+        """Seal the pool's file and get a descriptor of it that cannot write; ``why_not_offered`` says the outcome."""
+        if memory.memfd is None:
+            self.why_not_offered = "the KV pool is not in memory that another process can map"
+            return
+        try:
+            seal(memory.memfd)
+            self._pool = reopen_read_only(memory.memfd)
+        except OSError as error:
+            self.why_not_offered = f"the KV pool cannot be shared read-only: {error}"
+            return
+        self._undo.callback(os.close, self._pool)
+        self._num_blocks, self._block_bytes = memory.num_blocks, memory.layout.block_bytes
+        self.why_not_offered = None
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
+        """Append blocks to the lease."""
+        self._leases.extend(name, block_ids)
+
+    def release(self, name: LeaseName) -> None:
+        """End the lease: what is read of it from now on, or is being read, fails at its reader."""
+        self._leases.revoke(name)
+
+    def close(self) -> None:
+        """End every lease and connection, and remove the socket's file. Idempotent."""
+        self._server.close()
+        with self._undo:
+            self._leases.revoke_all()
+        self._undo = ExitStack()
+
+    def welcome(self) -> tuple[ShmWelcome, list[int]]:
+        """See ``ShmAnswers``."""
+        if self._pool is None:
+            return ShmWelcome(DataStatus.DENIED, self.why_not_offered or ""), []
+        welcome = ShmWelcome(
+            DataStatus.OK,
+            nonce=self._table.nonce,
+            num_blocks=self._num_blocks,
+            block_bytes=self._block_bytes,
+        )
+        return welcome, [self._pool, self._table.descriptor, self._pidfd]
+
+    def grant(self, request: ReadRequest) -> ShmGrant:
+        """See ``ShmAnswers``."""
+        try:
+            grant = self._leases.grant(request)
+        except StaleLeaseError as error:
+            return ShmGrant(DataStatus.STALE, error.message)
+        return ShmGrant(
+            DataStatus.OK, slot=grant.slot, generation=grant.generation, block_ids=grant.block_ids
+        )

@@ -1,0 +1,111 @@
+"""Both roles of ``shm`` without control links, and a process that plays one of them.
+
+As a program: ``sender FOLDER`` or ``receiver ADDRESS TOKEN BOOT_ID``, told what to do by lines on standard input.
+A sender lends blocks 0..NUM_BLOCKS-1 of its pool; ``release`` ends that. A receiver reads them all at once, says
+``{"middle": true}`` before block GATED_BLOCK, goes on after a line, and says how the read ended.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from contract.errors import KvbatonError
+from contract.layout import KVLayout
+from kv_transfer.leases import Sessions
+from kv_transfer.testing import ByteMemory, GatedRead
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.shm_receiver import ShmReceiver
+from kv_transfer.transports.shm_sender import ShmSender
+
+NAME = LeaseName("t", 0, "lease")
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+NUM_BLOCKS, GATED_BLOCK = 100, 40
+TOKEN = "token"
+
+
+class ShmPort:
+    """A sender with one session, whose block i is full of bytes i + 1."""
+
+    def __init__(self, folder: Path, boot_id: str = "boot", memory: ByteMemory | None = None) -> None:
+        self.sessions, self.idle = Sessions(), list[LeaseName]()
+        self.sessions.begin(TOKEN)
+        self.sender = ShmSender(
+            TransportContext(
+                host="127.0.0.1",
+                advertise_host=None,
+                data_port=0,
+                boot_id=boot_id,
+                read_timeout_seconds=30.0,
+                sessions=self.sessions,
+                on_idle=self.idle.append,
+                shm_dir=folder,
+            )
+        )
+        self.memory = memory or ByteMemory(LAYOUT, NUM_BLOCKS)
+        for block_id in range(self.memory.num_blocks):
+            self.memory.fill(block_id, bytes([block_id + 1]))
+        self.sender.start(self.memory)
+        self.source = Source("p", boot_id, self.sender.address, TOKEN, "shm")
+
+
+class Reader:
+    """A receiver with a pool of its own."""
+
+    def __init__(self) -> None:
+        self.receiver, self.memory = ShmReceiver(30.0), ByteMemory(LAYOUT, NUM_BLOCKS)
+
+    def fetch(
+        self, source: Source, indices: list[int], name: LeaseName = NAME, read: Read | None = None
+    ) -> None:
+        views = [self.memory.write_view(number) for number in range(len(indices))]
+        self.receiver.fetch(source, ReadRequest(name, indices), views, read or Read())
+
+    def first_bytes(self, count: int) -> list[int]:
+        return [self.memory.read_view(number)[0] for number in range(count)]
+
+
+def say(**words: Any) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+def be_sender(folder: str) -> None:
+    port = ShmPort(Path(folder))
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    say(address=port.sender.address)
+    for _ in sys.stdin:
+        port.sender.release(NAME)
+        say(idle=len(port.idle))
+    port.sender.close()
+
+
+class _ToldRead(GatedRead):
+    """Waits for a line of the parent's instead of an event."""
+
+    def check(self) -> None:
+        self._checks_left -= 1
+        if self._checks_left == 0:
+            say(middle=True)
+            sys.stdin.readline()
+        Read.check(self)
+
+
+def be_receiver(address: str, token: str, boot_id: str) -> None:
+    reader, outcome = Reader(), "read"
+    try:
+        source = Source("p", boot_id, address, token, "shm")
+        reader.fetch(source, list(range(NUM_BLOCKS)), read=_ToldRead(GATED_BLOCK))
+    except KvbatonError as error:
+        outcome = type(error).__name__
+    say(outcome=outcome)
+    reader.receiver.close()
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["sender", folder]:
+            be_sender(folder)
+        case ["receiver", address, token, boot_id]:
+            be_receiver(address, token, boot_id)

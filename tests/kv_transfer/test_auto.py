@@ -1,0 +1,231 @@
+"""Which transport two workers agree on, and that the choice is real, counted and logged."""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import TransferError
+from contract.identity import Role
+from kv_transfer.choosing import Chooser
+from kv_transfer.connector import TransferFactory
+from kv_transfer.counters import Counters
+from kv_transfer.handshake import Session
+from kv_transfer.messages import Offer
+from kv_transfer.orders import PullJob
+from kv_transfer.testing import ByteMemory
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source
+from kv_transfer.transports.lending import IdleTogether
+from tests.kv_transfer.builders import (
+    LAYOUT,
+    MODEL,
+    Pair,
+    Sides,
+    hand_over,
+    pair_of,
+    prompt_of,
+    settings_for,
+    worker,
+)
+
+
+def chosen(pair: Pair) -> dict[str, float]:
+    """What the decode worker counted about its choices."""
+    counters = pair.decode.driver.scheduler.counters()
+    return {name: value for name, value in counters.items() if name.startswith("transfer_transport_chosen")}
+
+
+def moved(pair: Pair) -> dict[str, float]:
+    names = {name: f"transfer_blocks_total{{transport={name}}}" for name in ("shm", "tcp")}
+    return {name: pair.decode.count(counter) for name, counter in names.items()}
+
+
+def test_on_one_machine_it_is_shm(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kv_transfer")
+    with pair_of(transport="auto") as pair:
+        hand_over(pair, "r")
+        hand_over(pair, "again")
+        assert moved(pair) == {"shm": 6, "tcp": 0}
+        assert chosen(pair) == {"transfer_transport_chosen_total{reason=probed,transport=shm}": 1}
+    assert "worker p is read over shm: it was tried and works" in caplog.text
+
+
+def test_where_no_folder_is_shared_it_is_tcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As between two machines: the address of the other's socket leads nowhere here."""
+    caplog.set_level(logging.INFO, "kv_transfer")
+    folder = tmp_path / "of the prefill worker"
+    with pair_of(Sides(prefill={"shm_dir": folder}), transport="auto") as pair:
+        next(folder.iterdir()).unlink()
+        hand_over(pair, "r")
+        assert moved(pair) == {"shm": 0, "tcp": 3}
+        assert chosen(pair) == {"transfer_transport_chosen_total{reason=fallback,transport=tcp}": 1}
+    assert "worker p is read over tcp: shm failed: worker p does not answer at" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [("auto", "tcp", "tcp"), ("tcp", "auto", "tcp"), ("auto", "shm", "shm"), ("shm", "auto", "shm")],
+)
+def test_a_forced_name_is_honoured_by_the_other_side(prefill: str, decode: str, expected: str) -> None:
+    with pair_of(Sides(prefill={"transport": prefill}, decode={"transport": decode})) as pair:
+        hand_over(pair, "r")
+        assert pair.decode.count(f"transfer_blocks_total{{transport={expected}}}") == 3
+        assert chosen(pair) == {f"transfer_transport_chosen_total{{reason=only,transport={expected}}}": 1}
+
+
+def test_two_different_forced_names_are_refused() -> None:
+    with pair_of(Sides(prefill={"transport": "tcp"}, decode={"transport": "shm"})) as pair:
+        decode, fetch = pair.decode.driver, pair.fetch_request("r", prompt_of(2))
+        decode.scheduler.start_fetch(fetch)
+        decode.wait_for(lambda: decode.failed, "failed")
+        failed = decode.failed[fetch.key]
+        assert failed.kind == "incompatible"
+        assert "transport: ours is tcp, the peer's is shm" in failed.message
+
+
+def test_a_pool_that_cannot_be_mapped_goes_over_tcp() -> None:
+    """As on a device: shm is not offered at all."""
+    memory = ByteMemory(LAYOUT, 64)
+    memory.memfd = None
+    with pair_of(transport="auto", memory=memory) as pair:
+        hand_over(pair, "r")
+        assert moved(pair) == {"shm": 0, "tcp": 3}
+        assert chosen(pair) == {"transfer_transport_chosen_total{reason=only,transport=tcp}": 1}
+
+
+def test_auto_does_without_shm_where_its_folder_will_not_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pair_of(Sides(prefill={"shm_dir": tmp_path / "file"}), transport="auto") as pair:
+        hand_over(pair, "r")
+        assert moved(pair) == {"shm": 0, "tcp": 3}
+    assert "transport auto does without shm" in caplog.text
+
+
+@pytest.mark.parametrize("port", ["data_port", "control_port"])
+def test_a_port_that_is_taken_leaves_nothing_open(port: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        changes: dict[str, Any] = {port: taken.getsockname()[1], "shm_dir": tmp_path, "transport": "auto"}
+        before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
+        with pytest.raises(OSError, match="Address already in use"):
+            TransferFactory(settings_for("p", Role.PREFILL, **changes))(LAYOUT, MODEL, lambda: None)
+        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+        assert threading.active_count() == threads
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_was_never_started_closes_everything(tmp_path: Path) -> None:
+    with worker(settings_for("p", Role.PREFILL, transport="auto", shm_dir=tmp_path)):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_is_idle_once_every_sender_says_so() -> None:
+    """Once for each release, whichever sender is the last."""
+    idle: list[LeaseName] = []
+    name, other = LeaseName("t", 0, "a"), LeaseName("t", 0, "b")
+    together = IdleTogether(("shm", "tcp"), idle.append)
+    together.say("shm", name)
+    together.say("shm", name)
+    together.say("shm", other)
+    assert idle == []
+    together.say("tcp", name)
+    assert idle == [name]
+    together.say("tcp", name)
+    together.say("tcp", other)
+    assert idle == [name, name, other]
+
+
+class Shelf:
+    """A receiver that remembers what it was asked; a probe waits for ``gate`` and then fails if told so."""
+
+    def __init__(self, is_broken: bool = False) -> None:
+        self.gate, self.is_broken = threading.Event(), is_broken
+        self.forgotten: list[Source] = []
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        raise NotImplementedError
+
+    def forget(self, source: Source) -> None:
+        self.forgotten.append(source)
+
+    def close(self) -> None:
+        self.gate.set()
+
+
+class ProbedShelf(Shelf):
+    def probe(self, source: Source, read: Read) -> None:
+        with suppress(TransferError), read.interruptible(self.gate.set):
+            assert self.gate.wait(30)
+        read.check()
+        if self.is_broken:
+            raise TransferError("it is broken")
+
+
+SESSION = Session("p", "b", "prefill", 3.0, (Offer("tcp", "there:1"), Offer("shm", "/there")), "token")
+
+
+def job_for(source: Source, first_block: int) -> PullJob:
+    return PullJob("r", source, LeaseName("t", 0, "l"), first_block, (), (), (), Read())
+
+
+@pytest.mark.parametrize(("is_broken", "expected"), [(False, "shm"), (True, "tcp")])
+def test_reads_wait_for_the_choice_and_keep_their_order(is_broken: bool, expected: str) -> None:
+    shm, tcp, posted, told = ProbedShelf(is_broken), Shelf(), list[PullJob](), threading.Event()
+    chooser = Chooser({"shm": shm, "tcp": tcp}, Counters())
+    chooser.attach(posted.append)
+    answers: list[tuple[Source, Source]] = []
+
+    def hear(provisional: Source, chosen: Source) -> bool:
+        answers.append((provisional, chosen))
+        chooser.pull(job_for(provisional, 9))
+        told.set()
+        return True
+
+    provisional = chooser.choose(SESSION, hear)
+    for number in range(3):
+        chooser.pull(job_for(provisional, number))
+    assert posted == []
+    shm.gate.set()
+    assert told.wait(30)
+    chooser.close()
+    assert [(job.first_block, job.source.transport) for job in posted] == [
+        (number, expected) for number in (0, 1, 2, 9)
+    ]
+    assert [(first.transport, then.transport) for first, then in answers] == [("shm", expected)]
+    assert shm.forgotten == ([provisional] if is_broken else [])
+
+
+def test_a_choice_that_comes_too_late_is_forgotten() -> None:
+    """The link went down while its transport was tried."""
+    shm, tcp, is_forgotten = ProbedShelf(), Shelf(), threading.Event()
+    chooser = Chooser({"shm": shm, "tcp": tcp}, counters := Counters())
+    chooser.attach(lambda _: None)
+
+    def refuse(_provisional: Source, _chosen: Source) -> bool:
+        is_forgotten.set()
+        return False
+
+    provisional = chooser.choose(SESSION, refuse)
+    chooser.forget(provisional)
+    assert is_forgotten.wait(30)
+    chooser.close()
+    assert provisional in shm.forgotten
+    assert [source.transport for source in tcp.forgotten] == ["tcp"]
+    assert counters.snapshot() == {}
+
+
+def test_closing_ends_a_probe() -> None:
+    shm = ProbedShelf()
+    chooser = Chooser({"shm": shm, "tcp": Shelf()}, Counters())
+    chooser.attach(lambda _: None)
+    chooser.choose(SESSION, lambda _provisional, _chosen: False)
+    chooser.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-probe")]

@@ -1,0 +1,267 @@
+"""A lease between its last sign of life and its end: every window in which a read could slip through."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from contract.layout import KVLayout
+from contract.requests import SendTransfer
+from engine.connector import FirstToken
+from kv_transfer import events as ev
+from kv_transfer import messages as msg
+from kv_transfer.counters import Completions, Counters
+from kv_transfer.desk import Desk
+from kv_transfer.leases import LeaseBook, Sessions
+from kv_transfer.link import PeerRef
+from kv_transfer.sending import SendDesk, SendPorts, SendSettings
+from kv_transfer.testing import ByteMemory, GatedMemory
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.tcp_receiver import TcpReceiver
+from kv_transfer.transports.tcp_sender import TcpSender
+from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, Pair, pair_of, prompt_of, request_of
+
+WAIT = 30.0
+NAME = LeaseName("t", 0, "lease")
+SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+
+
+class LendingDesk:
+    """A SendDesk with a clock of its own; what it says is kept."""
+
+    def __init__(self, max_parked: int = 1024) -> None:
+        self.now = 100.0
+        self.said: list[msg.Message] = []
+        self.released: list[LeaseName] = []
+        self.desk = SendDesk(
+            SendSettings(MODEL, LAYOUT.block_size, 30.0, 30.0, max_parked),
+            SendPorts(self._post, self.released.append, lambda: None, lambda: None),
+            Counters(),
+            Completions(),
+            lambda: self.now,
+        )
+
+    def _post(self, _ref: PeerRef, message: msg.Message) -> None:
+        self.said.append(message)
+
+    def lend_everything(self, transfer_id: str = "t") -> None:
+        request = request_of("r", prompt_of(2), SendTransfer(transfer_id))
+        self.desk.open(request, [3, 4], 0)
+        self.desk.publish(request.key, 8)
+        (order,) = self.desk.take_orders()
+        self.desk.send_event(order.key, ev.RangeReady(0, (1, 2)))
+        self.desk.finish(request.key, [FirstToken(1)])
+
+    def state(self) -> str:
+        return str(self.desk.debug_state()[0]["state"])
+
+
+def test_a_lease_lives_as_long_as_its_peer_pings_and_ends_lease_seconds_after_the_last_one() -> None:
+    lending = LendingDesk()
+    lending.lend_everything()
+    lending.desk.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    for _ in range(10):
+        lending.now += 29.0
+        lending.desk.heard("stranger")
+        assert lending.desk.tick(lending.now) == lending.now + 1.0, "another peer's ping renews nothing"
+        lending.desk.heard("peer")
+        assert lending.desk.tick(lending.now) == lending.now + 30.0
+    last = lending.now
+    assert lending.desk.tick(last + 29.9) == last + 30.0
+    assert (lending.state(), lending.released) == ("complete", [])
+    assert lending.desk.tick(last + 30.0) is None
+    assert lending.state() == "expired"
+    assert [name.transfer_id for name in lending.released] == ["t"]
+    assert isinstance(lending.said[-1], msg.TransferFailed)
+    lending.desk.heard("peer")
+    assert lending.state() == "expired", "nothing brings it back"
+
+
+def test_parked_fetches_are_bounded_for_each_peer() -> None:
+    lending = LendingDesk(max_parked=2)
+    for transfer in ("a", "b", "c"):
+        lending.desk.fetch_asked("greedy", msg.FetchBlocks(transfer, 0))
+    (refusal,) = lending.said
+    assert isinstance(refusal, msg.TransferFailed)
+    assert (refusal.transfer_id, refusal.kind) == ("c", "overloaded")
+    assert (
+        refusal.message == "2 fetches of this worker wait for transfers that are not open here; no more may"
+    )
+    lending.desk.fetch_asked("modest", msg.FetchBlocks("d", 0))
+    assert len(lending.said) == 1
+    assert lending.desk.gauges()["transfers_parked"] == 3
+
+
+def test_a_parked_fetch_from_a_block_that_does_not_exist_is_refused_at_the_opening() -> None:
+    """The transfer stays open for whoever asks properly."""
+    lending = LendingDesk()
+    lending.desk.fetch_asked("bad", msg.FetchBlocks("t", 0, from_block=3))
+    lending.lend_everything()
+    (refusal,) = lending.said
+    assert isinstance(refusal, msg.TransferFailed)
+    assert refusal.message == "asked from block 3; the prompt has 2 blocks"
+    lending.desk.fetch_asked("good", msg.FetchBlocks("t", 0))
+    assert [type(message) for message in lending.said[1:]] == [msg.BlocksPublished, msg.TransferComplete]
+
+
+class GatedBook(LeaseBook):
+    """Lets a read go on from its last byte to the check behind it when ``gate`` is set."""
+
+    def __init__(self, on_idle: Callable[[LeaseName], None]) -> None:
+        super().__init__(on_idle)
+        self.is_read, self.gate = threading.Event(), threading.Event()
+
+    @contextmanager
+    def reading(self, request: ReadRequest) -> Iterator[list[memoryview]]:
+        with super().reading(request) as views:
+            yield views
+        self.is_read.set()
+        assert self.gate.wait(WAIT)
+
+
+def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless() -> None:
+    """The revocation has happened, the connection is not shut down yet: only the second check is left."""
+    is_revoked, may_go_on = threading.Event(), threading.Event()
+
+    def on_idle(_name: LeaseName) -> None:
+        is_revoked.set()
+        assert may_go_on.wait(WAIT)
+
+    sessions, book, memory = Sessions(), GatedBook(on_idle), ByteMemory(SMALL, 2)
+    sessions.begin("token")
+    context = TransportContext("127.0.0.1", None, 0, "b", WAIT, sessions, on_idle)
+    sender, receiver = TcpSender(context, book), TcpReceiver(WAIT)
+    sender.start(memory)
+    sender.publish(NAME, [0, 1])
+    outcome: list[BaseException | None] = []
+
+    def fetch() -> None:
+        views = [memoryview(bytearray(SMALL.block_bytes)) for _ in range(2)]
+        try:
+            receiver.fetch(
+                Source("p", "b", sender.address, "token", "tcp"), ReadRequest(NAME, [0, 1]), views, Read()
+            )
+            outcome.append(None)
+        except StaleLeaseError as error:
+            outcome.append(error)
+
+    reading = threading.Thread(target=fetch)
+    releasing = threading.Thread(target=sender.release, args=(NAME,))
+    reading.start()
+    try:
+        assert book.is_read.wait(WAIT)
+        releasing.start()
+        assert is_revoked.wait(WAIT)
+        book.gate.set()
+        reading.join(WAIT)
+        assert isinstance(outcome[0], StaleLeaseError)
+    finally:
+        book.gate.set()
+        may_go_on.set()
+        reading.join(WAIT)
+        releasing.join(WAIT)
+        receiver.close()
+        sender.close()
+
+
+@contextmanager
+def stuck_in_a_read(memory: GatedMemory, block_ids: Sequence[int]) -> Iterator[tuple[Pair, str, str]]:
+    """A decode worker in the middle of its only read; (pair, the lent request, the fetched one)."""
+    with pair_of(memory=memory) as pair:
+        prompt, decode = prompt_of(3), pair.decode.driver
+        send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
+        pair.prefill.driver.send_all(send, [0, 1, 2], TOKENS)
+        decode.scheduler.start_fetch(fetch)
+        decode.wait_for(lambda: decode.published, "published")
+        memory.gated_block = 2
+        decode.scheduler.receive_into(fetch.key, list(block_ids), 0)
+        try:
+            assert memory.is_waiting.wait(WAIT)
+            yield pair, send.key, fetch.key
+        finally:
+            memory.gate.set()
+
+
+def test_expiry_in_the_middle_of_a_read_fails_closed() -> None:
+    memory = GatedMemory(LAYOUT, 64)
+    with stuck_in_a_read(memory, [10, 11, 12]) as (pair, send_key, fetch_key):
+        prefill, decode = pair.prefill.driver, pair.decode.driver
+        control = prefill.scheduler
+        assert hasattr(control, "tick")
+        control.tick(1e12)  # the lease is over for the sender; its reader still holds the blocks
+        prefill.step()
+        assert prefill.sent == []
+        memory.gate.set()
+        decode.wait_for(lambda: fetch_key in decode.failed, "failed")
+        assert decode.received == []
+        assert decode.memory.committed == []
+        prefill.wait_for(lambda: prefill.sent == [send_key], "sent")
+        assert pair.prefill.count("leases_expired_total") == 1
+
+
+def test_blocks_stay_quarantined_until_the_read_is_terminal_and_are_counted() -> None:
+    """A read that cannot be stopped soon (its destination thread is in the middle of a block)."""
+    entered, may_return = threading.Event(), threading.Event()
+
+    class SlowReceiver:
+        def fetch(
+            self, _source: Source, _request: ReadRequest, views: Sequence[memoryview], _read: Read
+        ) -> None:
+            entered.set()
+            assert may_return.wait(WAIT)
+            views[0][:4] = b"late"
+
+        def forget(self, _source: Source) -> None: ...
+
+        def close(self) -> None: ...
+
+    from tests.kv_transfer.builders import Sides
+
+    with pair_of(Sides(decode={"decorate": lambda _inner: SlowReceiver()})) as pair:
+        prompt, decode = prompt_of(3), pair.decode.driver
+        fetch = pair.fetch_request("r", prompt)
+        pair.prefill.driver.send_all(pair.send_request("r", prompt), [0, 1, 2], TOKENS)
+        decode.scheduler.start_fetch(fetch)
+        decode.wait_for(lambda: decode.published, "published")
+        decode.scheduler.receive_into(fetch.key, [10, 11, 12], 1)
+        assert entered.wait(WAIT)
+        assert decode.scheduler.cancel_fetch(fetch.key) is False
+        draining = {"num_draining": 1, "num_quarantined": 0, "num_blocks": 2}
+        assert decode.scheduler.debug_state()["quarantine"] == draining
+        decode.step()
+        assert decode.drained == []
+        may_return.set()
+        decode.wait_for(lambda: decode.drained == [fetch.key], "drained")
+        assert set(decode.scheduler.debug_state()["quarantine"].values()) == {0}
+        assert decode.memory.committed == []
+
+
+class OpenDesk(Desk):
+    """Acts as a test tells it."""
+
+    def act(self, later: list[Callable[[], None]], error: Exception | None = None) -> None:
+        with self._acting():
+            self._later += later
+            if error is not None:
+                raise error
+
+
+def test_every_act_of_a_desk_is_tried() -> None:
+    """Whatever the body or an earlier act raises; in order, outside the lock, and none of them twice."""
+    desk, done = OpenDesk(), list[str]()
+
+    def failing() -> None:
+        done.append("failing")
+        desk.act([lambda: done.append("nested")])
+        raise OSError("an act")
+
+    with pytest.raises(OSError, match="an act"):
+        desk.act([lambda: done.append("first"), failing, lambda: done.append("last")])
+    assert done == ["first", "failing", "nested", "last"]
+    with pytest.raises(ValueError, match="the body"):
+        desk.act([lambda: done.append("after the body")], ValueError("the body"))
+    assert done[4:] == ["after the body"]
+    desk.act([])
+    assert len(done) == 5

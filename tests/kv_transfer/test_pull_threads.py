@@ -1,0 +1,165 @@
+"""A peer that is stuck holds up nobody but itself, and every thread that reads ends with its link, by idling, at close."""
+
+import socket
+import threading
+from collections.abc import Sequence
+
+from contract.identity import Role
+from kv_transfer.orders import PullJob
+from kv_transfer.pulling import PullThreads
+from kv_transfer.transport import LeaseName, Read, ReadRequest, ReceiverTransport, Source
+from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
+
+WAIT = 30.0
+
+
+def source(name: str) -> Source:
+    return Source(name, f"boot-{name}", "127.0.0.1:1", "token", "tcp")
+
+
+def job(name: str, key: str, read: Read | None = None) -> PullJob:
+    return PullJob(key, source(name), LeaseName("t", 0, "l"), 0, (1,), (1,), (1,), read or Read())
+
+
+class Played:
+    """What a PullThreads calls: jobs of the source "stuck" wait until they are stopped."""
+
+    def __init__(self, idle_seconds: float = 60.0) -> None:
+        self.done: list[str] = []
+        self.forgotten: list[Source] = []
+        self.bugs: list[BaseException] = []
+        self.changed = threading.Condition()
+        self.stuck = threading.Event()
+        self.threads = PullThreads(self._work, self._forget, self._bug, idle_seconds)
+
+    def _work(self, job: PullJob) -> None:
+        if job.key == "bug":
+            raise RuntimeError("a bug")
+        if job.source.worker_id == "stuck" and not job.read.is_stopped:
+            stopped = threading.Event()
+            with job.read.interruptible(stopped.set):
+                self.stuck.set()
+                assert stopped.wait(WAIT)
+        with self.changed:
+            self.done.append(job.key)
+            self.changed.notify_all()
+
+    def _forget(self, source: Source) -> None:
+        with self.changed:
+            self.forgotten.append(source)
+            self.changed.notify_all()
+
+    def _bug(self, error: BaseException) -> None:
+        with self.changed:
+            self.bugs.append(error)
+            self.changed.notify_all()
+
+
+def test_sources_do_not_wait_for_each_other_and_close_ends_everything() -> None:
+    played = Played()
+    assert played.threads.post(job("stuck", "one"))
+    assert played.stuck.wait(WAIT)
+    for key in ("a", "b", "c"):
+        assert played.threads.post(job("quick", key))
+    with played.changed:
+        assert played.changed.wait_for(lambda: played.done == ["a", "b", "c"], WAIT)
+    assert (played.threads.num_threads, played.threads.current_keys) == (2, ["one"])
+    played.threads.close()
+    played.threads.close()
+    assert played.done == ["a", "b", "c", "one"]
+    assert played.threads.num_threads == 0
+    assert not played.threads.post(job("quick", "late"))
+
+
+def test_a_thread_ends_with_its_link_after_its_jobs() -> None:
+    played, read = Played(), Read()
+    played.threads.post(job("stuck", "one", read))
+    played.threads.post(job("stuck", "two", read))
+    assert played.stuck.wait(WAIT)
+    played.threads.leave(source("stuck"))
+    assert played.forgotten == []
+    played.threads.post(job("quick", "other"))
+    read.stop()
+    with played.changed:
+        assert played.changed.wait_for(lambda: played.forgotten == [source("stuck")], WAIT)
+    played.threads.leave(source("never read"))
+    assert played.forgotten[1:] == [source("never read")]
+    played.threads.close()
+
+
+def test_an_idle_thread_ends_and_a_later_job_gets_a_new_one() -> None:
+    played = Played(idle_seconds=0.01)
+    seen: set[int | None] = set()
+    for number in range(3):
+        assert played.threads.post(job("quick", str(number)))
+        with played.changed:
+            assert played.changed.wait_for(lambda: played.done[-1:] == [str(number)], WAIT)  # noqa: B023
+        threads = [thread for thread in threading.enumerate() if thread.name == "kv-pull-quick"]
+        for thread in threads:
+            seen.add(thread.native_id)
+            thread.join(WAIT)
+            assert not thread.is_alive()
+        assert played.threads.num_threads == 0
+    assert played.done == ["0", "1", "2"]
+    assert played.forgotten == [], "the link stands: its connection may be used again"
+    played.threads.close()
+
+
+def test_a_bug_is_told() -> None:
+    played = Played()
+    played.threads.post(job("quick", "bug"))
+    with played.changed:
+        assert played.changed.wait_for(lambda: played.bugs, WAIT)
+    played.threads.close()
+
+
+class DivertingReceiver:
+    """Reads from worker ``victim`` at another address."""
+
+    def __init__(self, inner: ReceiverTransport, victim: str, address: str) -> None:
+        self._inner, self._victim, self._address = inner, victim, address
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        if source.worker_id == self._victim:
+            source = Source(source.worker_id, source.boot_id, self._address, source.token, source.transport)
+        self._inner.fetch(source, request, views, read)
+
+    def forget(self, source: Source) -> None:
+        self._inner.forget(source)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_a_peer_that_sends_nothing_does_not_hold_up_another() -> None:
+    """The stuck one's data port accepts and says nothing; its reads may last for 300 s."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        decode_settings = settings_for(
+            "d",
+            Role.DECODE,
+            read_timeout_seconds=300.0,
+            decorate=lambda inner: DivertingReceiver(inner, "stuck", address),
+        )
+        with (
+            worker(settings_for("stuck", Role.PREFILL)) as stuck,
+            worker(settings_for("quick", Role.PREFILL)) as quick,
+            worker(decode_settings) as decode,
+        ):
+            driver, prompt = decode.driver, prompt_of(3)
+            fetches = []
+            for number, prefill in enumerate((stuck, quick)):
+                pair = Pair(prefill, decode)
+                prefill.lend(f"t-{number}", [0, 1, 2])
+                prefill.driver.send_all(pair.send_request(str(number), prompt), [0, 1, 2], TOKENS)
+                fetches.append(pair.fetch_request(str(number), prompt))
+                driver.scheduler.start_fetch(fetches[number])
+            driver.wait_for(lambda: len(driver.published) == 2, "published")
+            driver.scheduler.receive_into(fetches[0].key, [10, 11, 12], 0)
+            with silent.accept()[0]:
+                driver.scheduler.receive_into(fetches[1].key, [20, 21, 22], 0)
+                driver.wait_for(lambda: driver.received == [fetches[1].key], "the other's transfer")
+                assert decode.holds("t-1", [20, 21, 22])
+                assert fetches[0].key in driver.scheduler.debug_state()["data"]["current"]
+                assert not driver.scheduler.cancel_fetch(fetches[0].key)
+                driver.wait_for(lambda: driver.drained == [fetches[0].key], "drained")

@@ -1,0 +1,343 @@
+"""``shm`` in one process: what a reader gets, what it cannot do, and how the end of a lease is seen."""
+
+import gc
+import mmap
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contract.errors import KvbatonError, SettingError, TransferError
+from kv_transfer.framing import HEADER, write_frame
+from kv_transfer.testing import ByteMemory, GatedRead
+from kv_transfer.transport import LeaseName, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transports.shm_folder import socket_path, why_unsupported
+from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, NUM_DESCRIPTORS
+from kv_transfer.transports.tcp_wire import DataHello
+from tests.kv_transfer.shm_port import GATED_BLOCK, LAYOUT, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort
+
+OTHER = LeaseName("u", 0, "other")
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[ShmPort]:
+    made = ShmPort(tmp_path)
+    yield made
+    made.sender.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.receiver.close()
+
+
+class Fetching:
+    """A fetch of blocks 0..NUM_BLOCKS-1 in a thread, held before block GATED_BLOCK."""
+
+    def __init__(self, reader: Reader, source: Source) -> None:
+        self.read, self._outcome = GatedRead(GATED_BLOCK), list[KvbatonError | None]()
+        self._thread = threading.Thread(target=self._run, args=(reader, source))
+        self._thread.start()
+        assert self.read.is_waiting.wait(30)
+
+    def go_on(self) -> KvbatonError | None:
+        self.read.gate.set()
+        self._thread.join(30)
+        return self._outcome[0]
+
+    def _run(self, reader: Reader, source: Source) -> None:
+        try:
+            reader.fetch(source, list(range(NUM_BLOCKS)), read=self.read)
+            self._outcome.append(None)
+        except KvbatonError as error:
+            self._outcome.append(error)
+
+
+def descriptors_of(port: ShmPort) -> list[int]:
+    """What an authenticated reader is given."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(30)
+        sock.connect(port.sender.address)
+        write_frame(sock, DataHello(TOKEN), MAX_SHM_FRAME_BYTES)
+        return socket.recv_fds(sock, HEADER.size, NUM_DESCRIPTORS)[1]
+
+
+def test_blocks_arrive_by_their_index_in_the_lease(port: ShmPort, reader: Reader) -> None:
+    port.sender.publish(NAME, [6, 7])
+    port.sender.publish(NAME, [3])
+    reader.fetch(port.source, [2, 0, 1])
+    assert reader.first_bytes(3) == [4, 7, 8]
+
+
+@pytest.mark.parametrize("indices", [[2], [-1], [0, 99]])
+def test_nobody_reads_outside_a_lease(port: ShmPort, reader: Reader, indices: list[int]) -> None:
+    port.sender.publish(NAME, [6, 7])
+    with pytest.raises(StaleLeaseError, match="is not readable; 2 blocks are"):
+        reader.fetch(port.source, indices)
+    reader.fetch(port.source, [0])
+
+
+def test_leases_that_are_over_or_were_never_given_are_refused(port: ShmPort, reader: Reader) -> None:
+    port.sender.publish(NAME, [6, 7])
+    for other in (LeaseName("t", 1, "lease"), LeaseName("t", 0, "old"), OTHER):
+        with pytest.raises(StaleLeaseError, match="is over or was never given"):
+            reader.fetch(port.source, [0], other)
+    port.sender.release(NAME)
+    assert port.idle == [NAME]
+    with pytest.raises(StaleLeaseError, match="is over or was never given"):
+        reader.fetch(port.source, [0])
+
+
+def test_a_lease_that_ends_in_the_middle_of_a_read_fails_it(port: ShmPort, reader: Reader) -> None:
+    """Also when the slot has been given to the next lease already, over the same blocks."""
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port.source)
+    port.sender.release(NAME)
+    assert port.idle == [NAME], "nobody waits for a reader"
+    port.sender.publish(OTHER, range(NUM_BLOCKS))
+    error = fetching.go_on()
+    assert isinstance(error, StaleLeaseError)
+    assert "none of them can be used" in error.message
+    reader.fetch(port.source, [0], OTHER)
+
+
+def test_a_lease_that_shares_blocks_with_one_that_ends_stays_good(port: ShmPort, reader: Reader) -> None:
+    """Prompts that begin alike lend the same blocks."""
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    port.sender.publish(OTHER, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port.source)
+    port.sender.release(OTHER)
+    assert fetching.go_on() is None
+
+
+def test_a_lease_that_grows_in_the_middle_of_a_read_stays_good(port: ShmPort, reader: Reader) -> None:
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port.source)
+    port.sender.publish(NAME, [0, 1])
+    assert fetching.go_on() is None
+
+
+def test_a_read_that_is_stopped_ends_between_blocks(port: ShmPort, reader: Reader) -> None:
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port.source)
+    fetching.read.stop()
+    assert isinstance(fetching.go_on(), ReadStoppedError)
+    assert reader.memory.read_view(GATED_BLOCK - 1)[0] == GATED_BLOCK
+    assert not any(reader.memory.read_view(GATED_BLOCK))
+    read = Read()
+    read.stop()
+    with pytest.raises(ReadStoppedError):
+        reader.fetch(port.source, [0], read=read)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_nothing_can_be_written_through_what_a_reader_gets(port: ShmPort, position: int) -> None:
+    """Law 2: neither by a writable map, nor by a write, nor by opening the file again, nor by truncating it."""
+    given = descriptors_of(port)
+    try:
+        for flags in (os.O_RDONLY, os.O_RDWR):
+            again = os.open(f"/proc/self/fd/{given[position]}", flags)
+            try:
+                with pytest.raises(PermissionError):
+                    mmap.mmap(again, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                with pytest.raises(OSError, match=r"Bad file descriptor|not permitted"):
+                    os.write(again, b"x")
+                with pytest.raises(OSError, match=r"Invalid argument|not permitted"):
+                    os.ftruncate(again, 0)
+            finally:
+                os.close(again)
+    finally:
+        for descriptor in given:
+            os.close(descriptor)
+    port.memory.fill(0, b"the owner still writes")
+
+
+def test_a_guessed_token_is_refused(port: ShmPort, reader: Reader) -> None:
+    with pytest.raises(KvbatonError, match="no control link stands behind this connection"):
+        reader.fetch(Source("p", "boot", port.sender.address, "guessed", "shm"), [0])
+
+
+def test_a_session_that_ends_ends_its_connection(port: ShmPort, reader: Reader) -> None:
+    port.sender.publish(NAME, [6])
+    reader.fetch(port.source, [0])
+    port.sessions.end(TOKEN)
+    with pytest.raises(KvbatonError) as caught:
+        reader.fetch(port.source, [0])
+    assert caught.value.kind == "worker_lost"
+
+
+def test_a_restarted_sender_is_a_stranger(port: ShmPort, reader: Reader, tmp_path: Path) -> None:
+    """Another boot, another path: what was said about the old one leads nowhere, not to the new one's bytes."""
+    port.sender.publish(NAME, [6])
+    reader.fetch(port.source, [0])
+    port.sender.close()
+    restarted = ShmPort(tmp_path, "another-boot")
+    try:
+        restarted.sender.publish(NAME, [9])
+        for _ in range(2):
+            with pytest.raises(KvbatonError) as caught:
+                reader.fetch(port.source, [0])
+            assert caught.value.kind == "worker_lost"
+        reader.fetch(restarted.source, [0])
+        assert reader.first_bytes(1) == [10]
+    finally:
+        restarted.sender.close()
+
+
+def test_closing_the_sender_in_the_middle_of_a_read_fails_it(port: ShmPort, reader: Reader) -> None:
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port.source)
+    port.sender.close()
+    port.sender.close()
+    assert isinstance(fetching.go_on(), StaleLeaseError)
+
+
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_a_receiver_that_lets_go_in_the_middle_of_a_read_fails_it(
+    port: ShmPort, reader: Reader, how: str
+) -> None:
+    """The mapping is taken away only when nobody uses it."""
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port.source)
+    reader.receiver.close() if how == "close" else reader.receiver.forget(port.source)
+    error = fetching.go_on()
+    assert isinstance(error, TransferError)
+    assert "the link to worker p is gone" in error.message
+    if how == "close":
+        with pytest.raises(TransferError, match="the receiver is closed"):
+            reader.fetch(port.source, [0])
+
+
+def num_descriptors() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_fifty_links_leave_no_descriptor(port: ShmPort, tmp_path: Path) -> None:
+    """Neither good ones, nor refused ones, nor ones that a closed receiver leaves."""
+    port.sender.publish(NAME, [6])
+    before, reader = num_descriptors(), Reader()
+    for number in range(50):
+        token = f"token-{number}"
+        port.sessions.begin(token)
+        source = Source("p", "boot", port.sender.address, token, "shm")
+        reader.fetch(source, [0])
+        if number % 2:
+            reader.receiver.forget(source)
+        with pytest.raises(KvbatonError):
+            reader.fetch(Source("p", "boot", port.sender.address, "guessed", "shm"), [0])
+    reader.receiver.close()
+    for number in range(50):
+        port.sessions.end(f"token-{number}")
+    port.sender.close()
+    del reader
+    assert num_descriptors() < before, "what the sender held is gone as well"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_strangers_cannot_crowd_readers_out(port: ShmPort, reader: Reader) -> None:
+    """The oldest of too many unauthenticated connections is closed."""
+    port.sender.publish(NAME, [6])
+    strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(80)]
+    try:
+        for sock in strangers:
+            sock.settimeout(30)
+            sock.connect(port.sender.address)
+        assert strangers[0].recv(1) == b""
+        reader.fetch(port.source, [0])
+    finally:
+        for sock in strangers:
+            sock.close()
+
+
+@pytest.mark.parametrize("noise", [b"\xff" * 200, HEADER.pack(3) + b"\xc1\xc1\xc1"])
+def test_noise_ends_its_own_connection_only(port: ShmPort, reader: Reader, noise: bytes) -> None:
+    port.sender.publish(NAME, [6])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(30)
+        sock.connect(port.sender.address)
+        sock.sendall(noise)
+        try:
+            assert sock.recv(1) == b""
+        except ConnectionResetError:
+            assert noise
+    reader.fetch(port.source, [0])
+
+
+def test_two_sources_are_read_at_the_same_time(port: ShmPort, reader: Reader, tmp_path: Path) -> None:
+    """One read is held in its middle; another source is read by another thread meanwhile."""
+    other = ShmPort(tmp_path, "other-boot")
+    try:
+        port.sender.publish(NAME, range(NUM_BLOCKS))
+        other.sender.publish(NAME, [9])
+        fetching = Fetching(reader, port.source)
+        target = ByteMemory(LAYOUT, 1)
+        reader.receiver.fetch(other.source, ReadRequest(NAME, [0]), [target.write_view(0)], Read())
+        assert target.read_view(0)[0] == 10
+        assert fetching.go_on() is None
+    finally:
+        other.sender.close()
+
+
+class PrivateMemory(ByteMemory):
+    """A pool that no other process can map."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT, 2)
+        self.memfd = None
+
+
+def test_a_pool_that_cannot_be_mapped_is_not_offered(tmp_path: Path, reader: Reader) -> None:
+    port = ShmPort(tmp_path, memory=PrivateMemory())
+    try:
+        assert port.sender.why_not_offered == "the KV pool is not in memory that another process can map"
+        with pytest.raises(KvbatonError, match="refused to share its pool: the KV pool is not in memory"):
+            reader.fetch(port.source, [0])
+    finally:
+        port.sender.close()
+
+
+def test_the_socket_of_a_dead_process_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    stale = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(stale))
+    living = ShmPort(tmp_path, "living")
+    another = ShmPort(tmp_path, "another")
+    try:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["another.sock", "living.sock"]
+    finally:
+        living.sender.close()
+        another.sender.close()
+
+
+def test_the_folder_is_made_private(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "here"
+    assert socket_path(folder, "b") == folder / "b.sock"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("open", "others may write to it"), ("file", "cannot be used"), ("long", "may have 107 bytes")],
+)
+def test_a_folder_that_will_not_do_is_refused_by_name(tmp_path: Path, kind: str, words: str) -> None:
+    folder = tmp_path / (kind if kind != "long" else "x" * 120)
+    if kind == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    if kind == "file":
+        folder.write_text("")
+    with pytest.raises(SettingError, match=words) as caught:
+        socket_path(folder, "b")
+    assert caught.value.param == "shm_dir"
+
+
+def test_where_the_system_cannot_do_it_the_reason_is_said() -> None:
+    assert why_unsupported("darwin") == "it needs Linux, and this is darwin"
+    assert why_unsupported("linux") is None

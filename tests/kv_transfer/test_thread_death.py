@@ -1,0 +1,93 @@
+"""A thread of the connector that ends by a bug ends the engine: a worker must not look healthy and hand nothing over."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from contract.errors import InternalError
+from contract.identity import Role
+from contract.requests import ReceiveTransfer
+from engine.client import InProcessClient, ProcessClient
+from engine.testing import start_fake_executor
+from kv_transfer.connector import TransferFactory
+from kv_transfer.orders import CommitJob
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from tests.engine_scheduling.stepping import fake_request, fake_settings
+from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
+
+
+class UnforgivingReceiver:
+    """Has a bug where a dead peer is forgotten."""
+
+    def __init__(self, inner: ReceiverTransport) -> None:
+        self._inner = inner
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        self._inner.fetch(source, request, views, read)
+
+    def forget(self, source: Source) -> None:
+        raise RuntimeError(f"a bug while {source.worker_id} is forgotten")
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def dies(pair: Pair) -> None:
+    """Step until the decode worker's connector says that it is broken."""
+    pair.decode.driver.wait_for(lambda: False, "the end of the engine")
+
+
+BUGGY = Sides(decode={"decorate": UnforgivingReceiver})
+
+
+def test_the_links_thread() -> None:
+    with pair_of(BUGGY) as pair:
+        fetch = pair.fetch_request("r", prompt_of(2))
+        pair.decode.driver.scheduler.start_fetch(fetch)
+        pair.decode.driver.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
+        pair.prefill.driver.close()
+        with pytest.raises(
+            InternalError, match=r"thread kv-control of the connector has failed: .*a bug while p"
+        ):
+            dies(pair)
+        assert pair.decode.driver.scheduler.has_work()
+
+
+def test_a_pull_thread() -> None:
+    with pair_of(BUGGY) as pair:
+        hand_over(pair, "r")
+        pair.prefill.driver.close()
+        with pytest.raises(InternalError, match="thread kv-pull-p of the connector has failed"):
+            dies(pair)
+
+
+def test_the_data_thread() -> None:
+    """It reports the end of a job that nobody has posted."""
+    with pair_of() as pair:
+        rank: Any = pair.decode.driver.rank
+        rank.post_commit(CommitJob("nobody", (), Read()))
+        with pytest.raises(InternalError, match=r"thread kv-data of the connector has failed: .*nobody"):
+            dies(pair)
+
+
+@pytest.mark.parametrize("kind", [InProcessClient, ProcessClient])
+async def test_the_engine_ends_with_its_reason(kind: type[InProcessClient] | type[ProcessClient]) -> None:
+    """Its requests end with one error each, its process with a failure: the supervisor starts another."""
+    factory = TransferFactory(settings_for("d", Role.DECODE, decorate=UnforgivingReceiver))
+    client = await kind.start(fake_settings(), factory, start=start_fake_executor)
+    try:
+        info = client.info
+        prefill_settings = settings_for("p", Role.PREFILL)
+        with worker(prefill_settings, info.layout, info.model_fingerprint) as prefill:
+            address = prefill.driver.address
+            transfer = ReceiveTransfer("t", "p", prefill_settings.boot_id, address)
+            await client.add_request(fake_request("r", [1, 2, 3], 4, transfer=transfer))
+            prefill.driver.wait_for(lambda: prefill.count("transfers_parked") == 1, "parked")
+        outputs = [output async for step in client.steps() for output in step]
+        assert [output.is_leg_finished for output in outputs] == [True]
+        assert outputs[0].error_kind in ("worker_lost", "internal"), "whichever was heard of first"
+        with pytest.raises(Exception, match="thread kv-control of the connector has failed"):
+            await client.call("pid")
+    finally:
+        await client.shutdown()
