@@ -430,6 +430,34 @@ class Load(_message.Message):
 Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
+class Credit(_message.Message):
+    """How much of this router's work a worker takes on at once; sent first after the welcome, and when it changes.
+    Before it, and at zero requests, nothing is bound to the worker.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    max_requests: _builtins.int
+    """Legs that may be bound to it."""
+    max_tokens: _builtins.int
+    """Tokens of all their legs: a decode leg must fit; a prefill leg may be bound as long as the sum is below."""
+    def __init__(
+        self,
+        *,
+        max_requests: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests", b"max_requests", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Credit: _TypeAlias = Credit  # noqa: Y015
+
+@_typing.final
 class PositionLogprobs(_message.Message):
     """The sampled token's and the best tokens' log probabilities at one position."""
 
@@ -629,6 +657,7 @@ class WorkerMessage(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registration(self) -> Global___Registration: ...
     @_builtins.property
@@ -637,6 +666,8 @@ class WorkerMessage(_message.Message):
     def load(self) -> Global___Load: ...
     @_builtins.property
     def goodbye(self) -> Global___Goodbye: ...
+    @_builtins.property
+    def credit(self) -> Global___Credit: ...
     def __init__(
         self,
         *,
@@ -644,12 +675,13 @@ class WorkerMessage(_message.Message):
         step: Global___StepOutput | None = ...,
         load: Global___Load | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        credit: Global___Credit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "step", "load", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "step", "load", "goodbye", "credit"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -1,23 +1,27 @@
 """One try at a request: a leg on each of its workers, and their tokens in order.
 
-1. Entering binds the legs to their workers and sends ``Prefill`` and ``Decode`` at the same time.
-2. ``next`` gives the tokens as they come: index 0 from the prefill worker, the others from the decode worker.
-3. Leaving, by whatever way, unbinds the legs and cancels them on the workers that may still hold something.
+1. ``begin`` binds the legs to their workers and sends ``Prefill`` and ``Decode`` at the same time.
+2. ``next`` gives the tokens as they come: the first one from the prefill worker, the others from the decode worker.
+3. ``close`` unbinds the legs and cancels them on the workers that may still hold something.
+
+An attempt goes on where the ones before it stopped: its prompt is the request's and the tokens that were delivered.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
-from contract.errors import DeadlineError, ErrorKind, KvbatonError, WorkerLostError, error_from_kind
+from contract.errors import ErrorKind, KvbatonError, WorkerLostError, error_from_kind
 from contract.requests import FinishReason, TokenLogprobs
 from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token
-from router.registry import AttachedWorker, Event
+from router.inbox import Event, Inbox
+from router.registry import AttachedWorker
 from router.request import PreparedRequest
 from router.tasks import TaskSet
 
@@ -48,11 +52,10 @@ class LegReport:
 class Leg:
     """One worker's part. ``may_hold``: the worker may still have the request in memory."""
 
-    def __init__(self, worker: AttachedWorker, first_index: int, num_tokens: int) -> None:
+    def __init__(self, worker: AttachedWorker, first_index: int) -> None:
         self.worker = worker
         self.first_index = first_index
         self.next_index = first_index
-        self.num_tokens = num_tokens
         self.may_hold = True
         self.call: asyncio.Task[None] | None = None
 
@@ -63,31 +66,47 @@ class Leg:
 
 
 class Attempt:
-    """Owns the legs of one attempt. ``prefill`` is None where the decode worker computes the prompt itself."""
+    """Owns the legs of one attempt. ``prefill`` is None where the decode worker computes the prompt itself.
+
+    delivered: the answer's tokens so far. report: where to note what the workers say about themselves.
+    """
 
     def __init__(
         self,
         request: PreparedRequest,
+        delivered: Sequence[int],
+        number: int,
         prefill: AttachedWorker | None,
         decode: AttachedWorker,
         tasks: TaskSet,
-        number: int = 0,
+        report: LegReport,
+        max_unread_bytes: int,
     ) -> None:
         self._request = request
+        self._prompt = [*request.prompt_token_ids, *delivered]
         self._key = (request.request_id, number)
         self._tasks = tasks
-        self._inbox: asyncio.Queue[tuple[Leg, Event]] = asyncio.Queue()
-        self._delivery = Delivery(number)
+        self._inbox: Inbox[Leg] = Inbox(max_unread_bytes)
+        self._delivery = Delivery(number, len(delivered))
         self._finish: tuple[FinishReason, int | None] | None = None
-        self.report = LegReport()
-        num_prompt = len(request.prompt_token_ids)
-        self._prefill = Leg(prefill, 0, num_prompt) if prefill else None
-        self._decode = Leg(decode, 1 if prefill else 0, num_prompt + request.sampling.max_tokens)
+        self._report = report
+        first = len(delivered)
+        self._prefill = Leg(prefill, first) if prefill else None
+        self._decode = Leg(decode, first + 1 if prefill else first)
         self._legs = [leg for leg in (self._prefill, self._decode) if leg]
+        self.suspects: set[str] = set()
 
-    def __enter__(self) -> Self:
+    @property
+    def prefill_worker(self) -> str | None:
+        """Id of the worker that was asked to compute the prompt for another."""
+        return self._prefill.worker.name if self._prefill else None
+
+    def begin(self) -> Self:
+        """Bind, and send both legs. Called once, at once after the workers were chosen."""
+        num_prompt, room = len(self._prompt), self._request.num_answer_tokens
         for leg in self._legs:
-            self._bind(leg)
+            num_tokens = num_prompt if leg is self._prefill else num_prompt + room
+            leg.worker.bind(self._key, partial(self._hear, leg), num_tokens)
         transfer_id, source = f"{self._key[0]}.{self._key[1]}.{secrets.token_hex(4)}", None
         if self._prefill:
             peer = self._prefill.worker.registration
@@ -97,36 +116,31 @@ class Attempt:
                 boot_id=peer.boot_id,
                 control_address=peer.control_address,
             )
-            prefill = pb.PrefillRequest(task=self._task(0), transfer_id=transfer_id)
+            prefill = pb.PrefillRequest(task=self._task(self._prefill.first_index), transfer_id=transfer_id)
             self._send(self._prefill, self._prefill.worker.calls.prefill(prefill))
         decode = pb.DecodeRequest(task=self._task(self._decode.first_index), source=source)
         self._send(self._decode, self._decode.worker.calls.decode(decode))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Unbind every leg; cancel those that may still be held. Does nothing the second time."""
         legs, self._legs = self._legs, []
         for leg in legs:
-            leg.worker.unbind(self._key, leg.num_tokens)
+            leg.worker.unbind(self._key)
             if leg.may_hold and not leg.worker.gone.is_set():
                 self._tasks.spawn(self._cancel(leg), f"cancel {self._key[0]} on {leg.worker.name}")
 
     async def next(self) -> Arrival:
-        """The next tokens. Raises what ended a leg: WorkerLostError, DeadlineError, or the worker's own error."""
+        """The next tokens. Raises what ended a leg (``suspects`` then names the workers that may be at fault).
+
+        WorkerLostError, the worker's own error; CancelledError when nobody has called for too many bytes.
+        """
         while True:
-            try:
-                async with asyncio.timeout(max(0.0, self._request.deadline - time.monotonic())):
-                    leg, event = await self._inbox.get()
-            except TimeoutError:
-                raise DeadlineError(
-                    f"the request ran into its deadline with {self._delivery.next_index} tokens delivered"
-                ) from None
+            leg, event = await self._inbox.get()
             if leg.is_over:
                 continue
             if isinstance(event, KvbatonError):
+                self.suspects = {leg.worker.name}
                 raise event
             due = self._take(leg, event)
             if self._finish and self._delivery.is_complete:
@@ -134,11 +148,18 @@ class Attempt:
             if due:
                 return Arrival(due)
 
+    def _hear(self, leg: Leg, event: Event) -> None:
+        self._inbox.put(leg, event)
+        if self._inbox.is_overfull:
+            self.close()
+
     def _take(self, leg: Leg, entry: pb.TokenEntry) -> list[Token]:
         if entry.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             leg.may_hold = False
+            self.suspects = {each.worker.name for each in self._legs if each.may_hold or each is leg}
             raise _error_of(entry, leg)
         if entry.token_ids and entry.first_index > leg.next_index:
+            self.suspects = {leg.worker.name}
             raise WorkerLostError(
                 f"worker {leg.worker.name} sent token {entry.first_index} after token {leg.next_index - 1}"
             )
@@ -153,19 +174,19 @@ class Attempt:
             self._prefill.may_hold = False  # the KV has been verified, and the lease released
         due = self._delivery.accept(entry.attempt, _tokens_of(entry))
         for over in [each for each in self._legs if each.is_over]:
-            over.worker.unbind(self._key, over.num_tokens)
+            over.worker.unbind(self._key)
         return due
 
     def _read_report(self, leg: Leg, entry: pb.TokenEntry) -> None:
+        """Of a replay only what lies in the wait that is being measured: for token 0, or for token 1."""
+        if entry.first_index == 0 and entry.HasField("num_cached_tokens"):
+            self._report.num_cached_tokens = entry.num_cached_tokens
         if entry.HasField("timings"):
-            self.report.prefill_seconds += entry.timings.prefill_seconds if leg.first_index == 0 else 0.0
-            self.report.exposed_seconds += entry.timings.transfer_exposed_seconds
-            self.report.hidden_seconds += entry.timings.transfer_hidden_seconds
-        if leg.first_index == 0 and entry.HasField("num_cached_tokens"):
-            self.report.num_cached_tokens = entry.num_cached_tokens
-
-    def _bind(self, leg: Leg) -> None:
-        leg.worker.bind(self._key, lambda event: self._inbox.put_nowait((leg, event)), leg.num_tokens)
+            if entry.first_index == 0:
+                self._report.prefill_seconds = entry.timings.prefill_seconds
+            if leg is self._decode and leg.first_index == 1:
+                self._report.exposed_seconds = entry.timings.transfer_exposed_seconds
+                self._report.hidden_seconds = entry.timings.transfer_hidden_seconds
 
     def _send(self, leg: Leg, call: Coroutine[Any, Any, None]) -> None:
         leg.call = self._tasks.spawn(self._accepted(leg, call), f"start {self._key[0]} on {leg.worker.name}")
@@ -175,7 +196,7 @@ class Attempt:
             await call
         except KvbatonError as error:
             leg.may_hold = leg.may_hold and error.kind in _MAYBE_ACCEPTED
-            self._inbox.put_nowait((leg, error))
+            self._hear(leg, error)
 
     async def _cancel(self, leg: Leg) -> None:
         """Cancel behind the acceptance, so that the worker cannot see the cancel first."""
@@ -194,7 +215,7 @@ class Attempt:
             request_id=request.request_id,
             attempt=self._key[1],
             first_index=first_index,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=self._prompt,
             sampling=pb.EngineSampling(
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,

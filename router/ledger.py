@@ -23,23 +23,48 @@ class RequestState(StrEnum):
     """How far a request is."""
 
     PREPARING = "preparing"
+    WAITING_FOR_WORKERS = "waiting_for_workers"
     WAITING_FOR_FIRST_TOKEN = "waiting_for_first_token"
     STREAMING = "streaming"
     FINISHED = "finished"
 
 
+_EARLY = (
+    RequestState.PREPARING,
+    RequestState.WAITING_FOR_WORKERS,
+    RequestState.WAITING_FOR_FIRST_TOKEN,
+)
+
+
 class Record:
     """One request's account: state, instants, counts."""
 
-    def __init__(self, arrival: float, metrics: RouterMetrics) -> None:
+    def __init__(self, request_id: str, arrival: float, metrics: RouterMetrics) -> None:
         self.state = RequestState.PREPARING
+        self._request_id = request_id
         self._watch = Stopwatch(arrival)
         self._metrics = metrics
         self._last_arrival: float | None = None
 
+    def queued(self) -> None:
+        """It waits in the line for workers, for the first time or once more."""
+        self.state = RequestState.WAITING_FOR_WORKERS
+
     def bound(self) -> None:
         """Its workers are chosen."""
-        self.state = RequestState.WAITING_FOR_FIRST_TOKEN
+        has_begun = self._last_arrival is not None
+        self.state = RequestState.STREAMING if has_begun else RequestState.WAITING_FOR_FIRST_TOKEN
+
+    def replayed(self, error: KvbatonError, num_tokens: int) -> None:
+        """An attempt has failed; the request goes on behind the tokens that were delivered."""
+        self._metrics.replayed(error.kind)
+        logger.warning(
+            "%s goes on from token %d with other workers: %s", self._request_id, num_tokens, error.message
+        )
+
+    def recomputed_locally(self) -> None:
+        """A replay has its prompt computed by a decode worker."""
+        self._metrics.recomputed_locally()
 
     def arrived(self, delta: Delta) -> None:
         """A delta has come; call before it goes to the client."""
@@ -66,22 +91,22 @@ class Record:
 
 
 class Ledger:
-    """Owns the records of all requests that the router holds, at most ``max_requests``."""
+    """Owns the records of all requests that the router holds; at most ``max_queue`` of them wait for workers."""
 
-    def __init__(self, max_requests: int, metrics: RouterMetrics) -> None:
-        self._max_requests = max_requests
+    def __init__(self, max_queue: int, metrics: RouterMetrics) -> None:
+        self._max_queue = max_queue
         self._metrics = metrics
         self._records: dict[str, Record] = {}
 
     @contextmanager
     def open(self, asked: GenerationRequest) -> Iterator[Record]:
         """Admit a request for as long as the block lasts, and count how it ends. Raises OverloadedError."""
-        if len(self._records) >= self._max_requests:
+        if self._num_unbound >= self._max_queue:
             self._metrics.failed(ErrorKind.OVERLOADED)
             raise OverloadedError(
-                f"the router holds {len(self._records)} requests, its limit; try again later"
+                f"{self._num_unbound} requests wait for workers, max_queue is {self._max_queue}; try again later"
             )
-        record = self._records[asked.request_id] = Record(asked.arrival, self._metrics)
+        record = self._records[asked.request_id] = Record(asked.request_id, asked.arrival, self._metrics)
         try:
             yield record
         except BaseException as error:
@@ -106,8 +131,12 @@ class Ledger:
     @property
     def num_waiting(self) -> int:
         """Requests without a first token yet."""
-        early = (RequestState.PREPARING, RequestState.WAITING_FOR_FIRST_TOKEN)
-        return sum(r.state in early for r in self._records.values())
+        return sum(r.state in _EARLY for r in self._records.values())
+
+    @property
+    def _num_unbound(self) -> int:
+        unbound = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
+        return sum(r.state in unbound for r in self._records.values())
 
 
 def _kind_of(error: BaseException) -> ErrorKind:

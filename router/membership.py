@@ -38,7 +38,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         """
         registration = await _first_message(request_iterator)
         async with open_worker_calls(registration, self._secret, self._accept_timeout) as calls:
-            worker = AttachedWorker(registration, calls)
+            worker = self._registry.meet(registration, calls)
             try:
                 self._registry.attach(worker)
             except KvbatonError as error:
@@ -83,7 +83,9 @@ async def _listen(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessa
             case "step":
                 worker.deliver(message.step)
             case "load":
-                worker.load = message.load
+                worker.report(message.load)
+            case "credit":
+                worker.report(message.credit)
             case "goodbye":
                 worker.is_leaving = True
                 return

@@ -37,6 +37,8 @@ class RouterMetrics(Collector):
         self._generation_tokens = self._counter("generation_tokens_total")
         self._success = self._counter("request_success_total", "finished_reason")
         self._errors = self._counter("request_errors_total", "kind")
+        self._replays = self._counter("request_replays_total", "kind")
+        self._local = self._counter("request_local_recomputes_total")
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._success.labels(reason.value)
 
@@ -65,6 +67,14 @@ class RouterMetrics(Collector):
     def failed(self, kind: ErrorKind) -> None:
         """A request ended with an error; a client that went away counts as cancelled."""
         self._errors.labels(kind.value).inc()
+
+    def replayed(self, kind: ErrorKind) -> None:
+        """An attempt failed like this, and another one follows."""
+        self._replays.labels(kind.value).inc()
+
+    def recomputed_locally(self) -> None:
+        """A decode worker computes the prompt of a replay itself."""
+        self._local.inc()
 
     def now(self, num_waiting: int, num_running: int, workers: Iterable[WorkerView]) -> None:
         """Set the gauges to this moment."""

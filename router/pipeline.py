@@ -3,15 +3,16 @@
 1. **Admit.** The ledger takes the request in, or the client is told to come back later.
 2. **Tokenize.** Chat template and tokenizer make token ids; defaults are filled in, the seed is drawn, ranges and the
    model's length are checked. From here on nothing but the answer is text.
-3. **Bind.** A policy picks a prefill and a decode worker (or one that is both) from the workers of this moment.
-4. **Send.** Entering the attempt sends ``Prefill`` and ``Decode`` at the same time; they name each other and meet
-   without the router.
-5. **Stream.** Token 0 comes from the prefill worker at once, all others from the decode worker, each exactly once and
-   in order. Every arrival becomes a delta: detokenized, end tokens hidden, cut at a stop string.
-6. **End.** Finish, a stop string, cancel, deadline, error and a worker's death all leave the attempt's block, which
+3. **Bind.** The request waits in the router's line until a prefill and a decode worker (or one that is both) have room.
+4. **Send.** ``Prefill`` and ``Decode`` go out at the same time; the workers meet without the router.
+5. **Stream.** The first token comes from the prefill worker at once, all others from the decode worker, each exactly
+   once and in order. Every arrival becomes a delta: detokenized, end tokens hidden, cut at a stop string.
+6. **Survive.** When a worker dies or a hand-over fails, the relay goes back to 3 with the prompt and the tokens that
+   were delivered; the client sees a pause.
+7. **End.** Finish, a stop string, cancel, deadline and an error that nothing mends all leave the relay's block, which
    cancels the request on every worker that may still hold something, and then the ledger's, which counts the outcome.
 
-A client that goes away cancels (or closes) the generator: that is step 6 from wherever the request is.
+A client that goes away cancels (or closes) the generator: that is step 7 from wherever the request is.
 """
 
 import asyncio
@@ -19,13 +20,11 @@ from collections.abc import AsyncGenerator
 
 from contract.errors import NotFoundError
 from router.answer import Answer, Delta, Usage
-from router.attempt import Attempt
 from router.ledger import Ledger
 from router.model_source import ModelSource
-from router.policy import place
 from router.registry import Registry
+from router.relay import Relays
 from router.request import GenerationRequest, PreparedRequest, prepare, tokenize
-from router.tasks import TaskSet
 from text.model_card import ModelCard
 
 _LONG_PROMPT_CHARACTERS = 10_000
@@ -35,14 +34,13 @@ class Pipeline:
     """Carries every request of HTTP and gRPC from its arrival to its end."""
 
     def __init__(
-        self, models: ModelSource, registry: Registry, ledger: Ledger, tasks: TaskSet, timeout_seconds: float
+        self, models: ModelSource, registry: Registry, ledger: Ledger, relays: Relays, timeout_seconds: float
     ) -> None:
         self._models = models
         self._registry = registry
         self._ledger = ledger
-        self._tasks = tasks
+        self._relays = relays
         self._timeout_seconds = timeout_seconds
-        self._turn = 0
 
     async def generate(self, asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """The answer as it is computed; the last delta has ``finish_reason``, ``usage`` and ``timings``.
@@ -52,20 +50,19 @@ class Pipeline:
         with self._ledger.open(asked) as record:
             card = self._model_asked_for(asked.model)
             request = await self._prepare(asked, card)
-            with self._bind(request) as attempt:
-                record.bound()
+            with self._relays.open(request, record) as relay:
                 answer = Answer(request, card.tokenizer)
                 while not answer.is_finished:
-                    delta = answer.push(await attempt.next())
+                    delta = answer.push(await relay.next())
                     record.arrived(delta)
                     if delta.finish_reason:
-                        attempt.close()
+                        relay.close()
                         usage = Usage(
                             num_prompt_tokens=len(request.prompt_token_ids),
                             num_completion_tokens=answer.num_tokens,
-                            num_cached_tokens=attempt.report.num_cached_tokens,
+                            num_cached_tokens=relay.report.num_cached_tokens,
                         )
-                        record.finish(delta, delta.finish_reason, usage, attempt.report)
+                        record.finish(delta, delta.finish_reason, usage, relay.report)
                     yield delta
 
     def _model_asked_for(self, name: str | None) -> ModelCard:
@@ -87,9 +84,3 @@ class Pipeline:
         return prepare(
             asked, prompt_ids, card, self._registry.max_model_len(card.max_model_len), self._timeout_seconds
         )
-
-    def _bind(self, request: PreparedRequest) -> Attempt:
-        placement = place(self._registry.snapshot(), self._turn)
-        self._turn += 1
-        prefill = self._registry.get(placement.prefill) if placement.prefill else None
-        return Attempt(request, prefill, self._registry.get(placement.decode), self._tasks)

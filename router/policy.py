@@ -1,26 +1,54 @@
-"""Which workers take a request: pure functions over a snapshot.
+"""Which workers take a request, and when they have room for it: pure functions over a snapshot.
 
-The rule: a prefill and a decode worker where both exist, else a worker that is both. Of the candidates the least
-loaded one; equally loaded ones take turns.
+The rule: a prefill and a decode worker, or one that is both if that one has less to do. Of the candidates the least
+loaded one; equally loaded ones take turns. A worker has room as long as its credit reaches: it says itself how many legs
+and tokens it takes on at once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contract.errors import UnavailableError
 from contract.identity import Role
+
+_FULL = 0.95
+"""Used share of a KV pool from which on it gets no new request: what runs there still grows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerView:
-    """What a policy sees of a worker. num_outstanding_tokens: of this router's requests; the rest it reports itself."""
+    """What a policy sees of a worker.
+
+    num_requests, num_tokens: legs of this router that are bound to it. max_requests, max_tokens: its credit. The rest it
+    reports itself.
+    """
 
     worker_id: str
     role: Role
-    num_outstanding_tokens: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
+    max_requests: int = 0
+    max_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What a request asks of its workers.
+
+    num_prompt_tokens: with the tokens that were delivered already. num_answer_tokens: kept free beside them on the decode
+    side. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed.
+    is_replay: an earlier attempt was begun, so where no prefill worker is left the decode worker computes the prompt
+    itself. is_local: it shall, because handing KV over has failed again and again.
+    """
+
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    prefer: str | None = None
+    avoid: frozenset[str] = frozenset()
+    is_replay: bool = False
+    is_local: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,39 +59,59 @@ class Placement:
     decode: str
 
 
-def place(workers: Sequence[WorkerView], turn: int) -> Placement:
-    """Pick the workers of one request. ``turn`` counts requests, for ties. Raises UnavailableError."""
-    prefill = _least_loaded(workers, Role.PREFILL, turn)
-    decode = _least_loaded(workers, Role.DECODE, turn)
+def place(workers: Sequence[WorkerView], wish: Wish, turn: int) -> Placement | None:
+    """Pick the workers of one request; None while none has room. ``turn`` counts requests, for ties."""
+    both = _best(workers, Role.BOTH, wish, turn)
+    decode = _best(workers, Role.DECODE, wish, turn)
+    if _computes_locally(workers, wish):
+        alone = min(filter(None, (decode, both)), key=lambda worker: _load(worker, wish), default=None)
+        return Placement(None, alone.worker_id) if alone else None
+    prefill = _best(workers, Role.PREFILL, wish, turn)
     if prefill and decode:
-        return Placement(prefill.worker_id, decode.worker_id)
-    both = _least_loaded(workers, Role.BOTH, turn)
-    if both:
-        return Placement(None, both.worker_id)
-    raise UnavailableError(f"no worker is ready: {can_serve(workers)}; try again later")
+        busier = max(prefill.num_tokens, decode.num_tokens)
+        if both is None or both.num_tokens >= busier:
+            return Placement(prefill.worker_id, decode.worker_id)
+    return Placement(None, both.worker_id) if both else None
 
 
-def can_serve(workers: Sequence[WorkerView]) -> str | None:
-    """None when a request can be placed, else what is missing."""
-    roles = {worker.role for worker in workers}
-    if Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles:
+def missing_role(workers: Sequence[WorkerView], *, is_replay: bool = False) -> str | None:
+    """None when a request can be placed sooner or later, else what is missing."""
+    roles = {worker.role for worker in workers if worker.max_requests}
+    if Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles or (is_replay and Role.DECODE in roles):
         return None
     missing = [role.value for role in (Role.PREFILL, Role.DECODE) if role not in roles]
-    return f"no {' and no '.join(missing)} worker has registered"
+    return f"no {' and no '.join(missing)} worker is attached"
 
 
-def _least_loaded(workers: Sequence[WorkerView], role: Role, turn: int) -> WorkerView | None:
-    candidates = [worker for worker in workers if worker.role == role]
+def _computes_locally(workers: Sequence[WorkerView], wish: Wish) -> bool:
+    has_prefill = any(worker.role is Role.PREFILL and worker.max_requests for worker in workers)
+    return wish.is_local or (wish.is_replay and not has_prefill)
+
+
+def _best(workers: Sequence[WorkerView], role: Role, wish: Wish, turn: int) -> WorkerView | None:
+    candidates = [worker for worker in workers if worker.role is role and _has_room(worker, wish)]
     if not candidates:
         return None
-    least = min(map(_load, candidates))
-    equals = [worker for worker in candidates if _load(worker) == least]
+    least = min(_load(worker, wish) for worker in candidates)
+    equals = [worker for worker in candidates if _load(worker, wish) == least]
     return equals[turn % len(equals)]
 
 
-def _load(worker: WorkerView) -> tuple[int, int, float]:
+def _has_room(worker: WorkerView, wish: Wish) -> bool:
+    """A prefill worker while its queue is below its limit; the others if the whole request fits, or they are idle."""
+    if worker.num_requests >= worker.max_requests:
+        return False
+    if worker.role is Role.PREFILL:
+        return worker.num_tokens < worker.max_tokens
+    needed = worker.num_tokens + wish.num_prompt_tokens + wish.num_answer_tokens
+    return worker.num_requests == 0 or (needed <= worker.max_tokens and worker.kv_cache_usage < _FULL)
+
+
+def _load(worker: WorkerView, wish: Wish) -> tuple[bool, bool, int, int, float]:
     return (
-        worker.num_outstanding_tokens,
+        worker.worker_id in wish.avoid,
+        worker.role is Role.PREFILL and worker.worker_id != wish.prefer,
+        worker.num_tokens,
         worker.num_waiting + worker.num_running,
         round(worker.kv_cache_usage, 2),
     )

@@ -5,17 +5,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from contract.errors import IncompatiblePeerError, InvalidRequestError, KvbatonError, WorkerLostError
+from contract.errors import IncompatiblePeerError, InvalidRequestError, WorkerLostError
 from contract.identity import Role
 from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
-from router.policy import WorkerView, can_serve
+from router.inbox import Event
+from router.policy import WorkerView, missing_role
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
 
-Event = pb.TokenEntry | KvbatonError
 LegKey = tuple[str, int]
 
 
@@ -24,16 +24,22 @@ class AttachedWorker:
 
     Owns the legs that are bound to it: (request id, attempt) → where its entries go. ``gone`` is set when it is
     detached; from then on it says nothing any more, even if it is still alive. is_leaving: one side has said goodbye.
+    on_change: called when it may have room that it had not.
     """
 
-    def __init__(self, registration: pb.Registration, calls: WorkerCalls) -> None:
+    def __init__(
+        self, registration: pb.Registration, calls: WorkerCalls, on_change: Callable[[], None]
+    ) -> None:
         self.registration = registration
         self.calls = calls
         self.load = pb.Load()
+        self.credit = pb.Credit()
         self.gone = asyncio.Event()
         self.is_leaving = False
-        self.num_outstanding_tokens = 0
-        self._legs: dict[LegKey, Callable[[Event], None]] = {}
+        self.num_tokens = 0
+        self.num_stale_entries = 0
+        self._on_change = on_change
+        self._legs: dict[LegKey, tuple[Callable[[Event], None], int]] = {}
 
     @property
     def name(self) -> str:
@@ -47,25 +53,36 @@ class AttachedWorker:
 
     def bind(self, key: LegKey, post: Callable[[Event], None], num_tokens: int) -> None:
         """Send this leg's entries to ``post``, and its end if the worker dies. ``num_tokens`` count as load."""
-        self._legs[key] = post
-        self.num_outstanding_tokens += num_tokens
+        self._legs[key] = post, num_tokens
+        self.num_tokens += num_tokens
 
-    def unbind(self, key: LegKey, num_tokens: int) -> None:
+    def unbind(self, key: LegKey) -> None:
         """Forget a leg; what still comes for it is dropped."""
-        if self._legs.pop(key, None):
-            self.num_outstanding_tokens -= num_tokens
+        if leg := self._legs.pop(key, None):
+            self.num_tokens -= leg[1]
+            self._on_change()
 
     def deliver(self, step: pb.StepOutput) -> None:
-        """Hand the entries of one step to their legs; entries of older attempts and unknown requests are dropped."""
+        """Hand the entries of one step to their legs; those of older attempts and unknown requests are dropped."""
         for entry in step.entries:
-            post = self._legs.get((entry.request_id, entry.attempt))
-            if post and not self.gone.is_set():
-                post(entry)
+            leg = self._legs.get((entry.request_id, entry.attempt))
+            if leg and not self.gone.is_set():
+                leg[0](entry)
+            else:
+                self.num_stale_entries += 1
+
+    def report(self, news: pb.Load | pb.Credit) -> None:
+        """It has told how busy it is, or how much it takes on."""
+        if isinstance(news, pb.Load):
+            self.load = news
+        else:
+            self.credit = news
+        self._on_change()
 
     def lose(self, reason: str) -> None:
         """The worker is dead: every leg bound to it ends with WorkerLostError."""
         self.gone.set()
-        for post in list(self._legs.values()):
+        for post, _ in list(self._legs.values()):
             post(WorkerLostError(f"worker {self.name} was lost with the request: {reason}"))
 
     def view(self) -> WorkerView:
@@ -73,7 +90,10 @@ class AttachedWorker:
         return WorkerView(
             worker_id=self.name,
             role=self.role,
-            num_outstanding_tokens=self.num_outstanding_tokens,
+            num_requests=len(self._legs),
+            num_tokens=self.num_tokens,
+            max_requests=0 if self.is_leaving else self.credit.max_requests,
+            max_tokens=self.credit.max_tokens,
             num_running=self.load.num_running,
             num_waiting=self.load.num_waiting,
             kv_cache_usage=self.load.kv_cache_usage,
@@ -93,16 +113,19 @@ class AttachedWorker:
             "num_running": self.load.num_running,
             "num_waiting": self.load.num_waiting,
             "kv_cache_usage": self.load.kv_cache_usage,
-            "num_outstanding_tokens": self.num_outstanding_tokens,
+            "max_requests": self.credit.max_requests,
+            "max_tokens": self.credit.max_tokens,
             "num_legs": len(self._legs),
+            "num_leg_tokens": self.num_tokens,
+            "num_stale_entries": self.num_stale_entries,
         }
 
 
 class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
-    ``changes`` is told when a worker comes or goes. The first worker decides
-    which model this router serves, for the router's whole life.
+    ``changes`` is told when a worker comes or goes, or may have room that it had not. The first worker decides which
+    model this router serves, for the router's whole life.
     """
 
     def __init__(self, changes: ChangeSignal) -> None:
@@ -124,12 +147,16 @@ class Registry:
         return self._workers[worker_id]
 
     def missing(self) -> str | None:
-        """None when a request can be placed, else what is missing."""
-        return can_serve(self.snapshot())
+        """None when a request can be placed sooner or later, else what is missing."""
+        return missing_role(self.snapshot())
 
     def max_model_len(self, otherwise: int) -> int:
         """Tokens that a request may have on every attached worker."""
         return min((w.registration.max_model_len for w in self._workers.values()), default=otherwise)
+
+    def meet(self, registration: pb.Registration, calls: WorkerCalls) -> AttachedWorker:
+        """A worker that wants to attach."""
+        return AttachedWorker(registration, calls, self._changes.tell)
 
     def attach(self, worker: AttachedWorker) -> None:
         """Take in a worker; an older incarnation of it is lost.

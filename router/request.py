@@ -11,6 +11,7 @@ from text.model_card import ModelCard
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
+_ANSWER_ROOM = 256
 _INT64 = 2**63
 _INT32 = 2**31
 
@@ -59,6 +60,11 @@ class PreparedRequest:
     cache_salt: str
     arrival: float
     deadline: float
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens that a decode worker shall have room for beside the prompt when the request is bound to it."""
+        return min(self.sampling.max_tokens, _ANSWER_ROOM)
 
 
 def new_request_id(prefix: str) -> str:

@@ -24,8 +24,10 @@ from router.metrics import RouterMetrics
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
+from router.relay import Relays
 from router.settings import RouterSettings
 from router.tasks import TaskSet
+from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
 from serving.grpc_options import internal_server_options, public_server_options
 from serving.grpc_server import start_grpc
@@ -65,8 +67,12 @@ class RouterService:
         self._metrics = RouterMetrics()
         self._ledger = Ledger(settings.max_queue, self._metrics)
         self._tasks = TaskSet()
+        self._line = WaitingLine(self._registry, self._changes, settings.worker_wait_seconds)
+        relays = Relays(
+            self._registry, self._line, self._tasks, settings.max_replays, settings.client_buffer_bytes
+        )
         self._pipeline = Pipeline(
-            self._models, self._registry, self._ledger, self._tasks, settings.request_timeout_seconds
+            self._models, self._registry, self._ledger, relays, settings.request_timeout_seconds
         )
         self._health = health.aio.HealthServicer()
         self._watchers: list[asyncio.Task[None]] = []
@@ -182,6 +188,8 @@ class RouterService:
             "is_ready": self.is_ready,
             "model": self._models.card().name if self._models.is_known else None,
             "requests": self._ledger.num_by_state(),
+            "num_in_line": len(self._line),
+            "num_tasks": len(self._tasks),
             "workers": [worker.debug_state() for worker in self._registry.workers],
         }
 

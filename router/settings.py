@@ -30,11 +30,17 @@ class RouterSettings(Settings):
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """Bytes of a request's body; larger ones are answered 413."""
     max_queue: int = Field(default=1024, ge=1)
-    """Requests that the router holds at once; more are answered 429."""
+    """Requests that wait for workers at once; more are answered 429."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Time from a request's arrival to its last token; then it ends with an error."""
     accept_timeout_seconds: float = Field(default=10.0, gt=0)
     """How long a worker may take to accept a request, a cancel or a router's question."""
+    worker_wait_seconds: float = Field(default=10.0, ge=0)
+    """How long requests wait for a role that has no worker (one may be starting again); then they are answered 503."""
+    max_replays: int = Field(default=5, ge=0)
+    """Failed attempts in a row, without a token between them, after which a request goes on with other workers."""
+    client_buffer_bytes: int = Field(default=2**20, ge=1024)
+    """Bytes of an answer that wait for a client that does not read; with more its request is cancelled."""
     client_stall_seconds: float = Field(default=60.0, gt=0)
     """How long a streaming client may read nothing before its request is cancelled."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)

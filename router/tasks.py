@@ -14,6 +14,9 @@ class TaskSet:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run ``work`` in the background. It handles its own errors; one that escapes is a bug and is logged."""
         task = asyncio.create_task(work, name=name)

@@ -67,6 +67,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         worker_id: str | None = None,
         model_files: Mapping[str, bytes] | None = None,
         registration: Mapping[str, Any] | None = None,
+        credit: pb.Credit | None = None,
     ) -> None:
         self.prefills: list[pb.PrefillRequest] = []
         self.decodes: list[pb.DecodeRequest] = []
@@ -78,10 +79,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._script = script
         self._model_files = dict(model_files or {})
         self._overrides = dict(registration or {})
+        self._credit = credit or pb.Credit(max_requests=256, max_tokens=2**20)
         self._heard = asyncio.Condition()
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._tasks = TaskSet()
-        self._legs: dict[str, list[asyncio.Task[None]]] = {}
+        self._legs: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._server: grpc.aio.Server | None = None
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
@@ -117,6 +119,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 await self._call.trailing_metadata(),
                 await self._call.details(),
             )
+        self.grant(self._credit)
 
     async def stop(self) -> None:
         """Detach and stop listening; does nothing the second time."""
@@ -146,10 +149,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         """Report a load."""
         self._outbox.put_nowait(pb.WorkerMessage(load=load))
 
+    def grant(self, credit: pb.Credit) -> None:
+        """Take on more or less from now on."""
+        self._outbox.put_nowait(pb.WorkerMessage(credit=credit))
+
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Say token 0."""
+        """Say the token of the task's first index."""
         self.prefills.append(request)
-        return await self._accept(request.task, 1, context)
+        return await self._accept(request.task, request.task.first_index + 1, context)
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Say the tokens from the task's first index on."""
@@ -157,10 +164,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         return await self._accept(request.task, None, context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Fall silent about a request."""
+        """Fall silent about a request's attempts up to this one."""
         self.cancels.append(request)
-        for leg in self._legs.pop(request.request_id, []):
-            leg.cancel()
+        for (request_id, attempt), leg in self._legs.items():
+            if request_id == request.request_id and attempt <= request.attempt:
+                leg.cancel()
         await self._tell()
         return pb.Accepted()
 
@@ -178,12 +186,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         await self._tell()
         if script.refuse:
             await context.abort(grpc_code(script.refuse.kind), script.refuse.message)
-        leg = self._tasks.spawn(self._play(task, script, end), f"{self.worker_id} plays {task.request_id}")
-        self._legs.setdefault(task.request_id, []).append(leg)
+        self._legs[task.request_id, task.attempt] = self._tasks.spawn(
+            self._play(task, script, end), f"{self.worker_id} plays {task.request_id}"
+        )
         return pb.Accepted()
 
     async def _play(self, task: pb.Task, script: Script, end: int | None) -> None:
-        """Say the tokens of this leg; a prefill leg (end 1) says the finish only if token 0 is the last one."""
+        """Say the tokens of this leg; a prefill leg says the finish only if its token is the last one."""
         total = min(len(script.tokens), task.sampling.max_tokens)
         stop = total if end is None else min(end, total)
         index = task.first_index

@@ -32,6 +32,7 @@ class RouterLink:
         router: str,
         secret: str,
         registration: pb.Registration,
+        credit: pb.Credit,
         on_lost: Callable[[], Awaitable[None]],
         peer_timeout_seconds: float,
     ) -> None:
@@ -39,6 +40,7 @@ class RouterLink:
         self._router = router
         self._secret = secret
         self._registration = registration
+        self._credit = credit
         self._on_lost = on_lost
         self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._attached = asyncio.Event()
@@ -102,6 +104,7 @@ class RouterLink:
                     logger.info("attached to router %s", message.welcome.router_id)
                     self._router_left = False
                     self._attached.set()
+                    self.send(pb.WorkerMessage(credit=self._credit))
                 elif message.HasField("goodbye"):
                     self._router_left = True
 

@@ -28,6 +28,8 @@ LOAD_INTERVAL_SECONDS = 0.1
 MAX_EARLY_CANCELS = 1024
 GOODBYE_SECONDS = 1.0
 _CHUNK_BYTES = 2**20
+_QUEUED_STEPS = 4
+"""Steps full of prompt tokens that a prefill worker takes on beforehand, so that it never waits for the router."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Worker:
             self._settings.router,
             self._settings.read_secret(),
             registration,
+            self._credit(),
             self.abort_all,
             self._settings.peer_timeout_seconds,
         )
@@ -144,8 +147,14 @@ class Worker:
                 yield pb.ModelFile(name=name, data=data[start : start + _CHUNK_BYTES])
 
     async def _pump(self, link: RouterLink) -> None:
-        """All new tokens of one step go to the router in one message."""
+        """All new tokens of one step go to the router in one message.
+
+        What a dead engine's requests end with stays here: they are not at fault, and the end of the stream tells the
+        router that it may go on with them elsewhere.
+        """
         async for outputs in self.engine.steps():
+            if self.engine.died.is_set():
+                break
             for output in outputs:
                 if output.is_leg_finished:
                     self._accepted.pop(output.key, None)
@@ -168,6 +177,16 @@ class Worker:
             )
             link.send(pb.WorkerMessage(load=load))
             await asyncio.sleep(LOAD_INTERVAL_SECONDS)
+
+    def _credit(self) -> pb.Credit:
+        """What this worker takes on at once: prompts up to its queue's limit, or what its KV cache holds."""
+        settings, info = self._settings, self.engine.info
+        kv_tokens = (info.num_blocks - 1) * info.layout.block_size
+        queued = settings.max_queued_tokens or _QUEUED_STEPS * settings.max_num_batched_tokens
+        is_prefill = self.identity.role is Role.PREFILL
+        return pb.Credit(
+            max_requests=settings.max_num_seqs, max_tokens=min(queued, kv_tokens) if is_prefill else kv_tokens
+        )
 
     def _registration(self, address: str, admin_address: str) -> pb.Registration:
         info = self.engine.info

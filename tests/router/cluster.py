@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,7 @@ class Cluster:
         )
         await self.stack.enter_async_context(worker)
         self.workers[worker.worker_id] = worker
+        await self.until(lambda state: _has_credit(state, worker.worker_id))
         return worker
 
     def url(self, path: str) -> str:
@@ -84,6 +85,13 @@ class Cluster:
         async with self.session.get(f"http://{self.service.addresses.admin}/debug/state") as response:
             return dict(await response.json())
 
+    async def until(self, is_true: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """Block until the debug state looks like this; returns it."""
+        async with asyncio.timeout(20):
+            while not is_true(state := await self.debug_state()):
+                await asyncio.sleep(0.01)
+        return state
+
     async def metrics(self) -> dict[str, float]:
         """The samples of /metrics by their written names."""
         async with self.session.get(self.url("/metrics")) as response:
@@ -95,6 +103,10 @@ class Cluster:
         }
 
 
+def _has_credit(state: dict[str, Any], worker_id: str) -> bool:
+    return any(w["worker_id"] == worker_id and w["max_requests"] for w in state["workers"])
+
+
 @asynccontextmanager
 async def running_cluster(
     script: Script | Writer, roles: tuple[Role, ...] = PAIR, **settings: Any
@@ -102,7 +114,8 @@ async def running_cluster(
     """A router that is ready (when it got workers), stopped at the end."""
     writer = script if not isinstance(script, Script) else (lambda _: script)
     addresses = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
-    service = RouterService(RouterSettings(**{**addresses, "secret": SECRET, **settings}))
+    given = {"worker_wait_seconds": 0, "secret": SECRET, **addresses, **settings}
+    service = RouterService(RouterSettings(**given))
     await service.start()
     try:
         async with AsyncExitStack() as stack:

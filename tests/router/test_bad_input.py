@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
+from protos.worker_pb2 import Credit
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, write_model
@@ -272,7 +273,7 @@ async def test_no_worker_is_503() -> None:
         assert (await cluster.get("/health"))[0] == 503
         await cluster.add(Role.PREFILL)
         status, health = await cluster.get("/health")
-        assert (status, health["reason"]) == (503, "no decode worker has registered")
+        assert (status, health["reason"]) == (503, "no decode worker is attached")
 
 
 async def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
@@ -289,7 +290,12 @@ async def test_more_requests_than_max_queue_are_429() -> None:
     async with running_cluster(script, (Role.BOTH,), max_queue=1) as cluster:
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
         await cluster.workers["both-0"].wait_for(lambda worker: len(worker.decodes) == 1)
+        cluster.workers["both-0"].grant(Credit(max_requests=1, max_tokens=100))
+        await cluster.until(lambda state: state["workers"][0]["max_requests"] == 1)
+        second = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
+        await cluster.until(lambda state: state["num_in_line"] == 1)
         async with cluster.session.post(cluster.url(TEXT), json={"prompt": "hello"}) as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "1")
             assert (await response.json())["error"]["type"] == "rate_limit_error"
+        second.cancel()
         first.cancel()

@@ -26,9 +26,7 @@ async def nothing_is_left(cluster: Cluster) -> None:
     """Every request has left the router, every leg its worker's list."""
     state = await cluster.debug_state()
     assert set(state["requests"].values()) == {0}
-    assert all(
-        worker["num_legs"] == 0 and worker["num_outstanding_tokens"] == 0 for worker in state["workers"]
-    )
+    assert all(worker["num_legs"] == 0 and worker["num_leg_tokens"] == 0 for worker in state["workers"])
 
 
 async def cancelled_on(*workers: ScriptedWorker) -> None:
@@ -101,7 +99,7 @@ async def ask(cluster: Cluster, stream: bool) -> tuple[int, list[dict[str, Any]]
 @pytest.mark.parametrize("die_at", [0, 1, 4])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_workers_death_is_one_clear_error(die_at: int, stream: bool, roles: tuple[Role, ...]) -> None:
-    async with running_cluster(Script(tokens=TOKENS, die_at=die_at), roles) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, die_at=die_at), roles, max_replays=0) as cluster:
         dead = "prefill-0" if die_at == 0 and Role.PREFILL in roles else [*cluster.workers][-1]
         status, events = await ask(cluster, stream)
         error = events[-1]["error"]
@@ -115,7 +113,7 @@ async def test_a_workers_death_is_one_clear_error(die_at: int, stream: bool, rol
 
 
 async def test_the_other_leg_of_a_dead_worker_is_cancelled() -> None:
-    async with running_cluster(Script(tokens=TOKENS, die_at=0, stall_at=1)) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, die_at=0, stall_at=1), max_replays=0) as cluster:
         status, _ = await cluster.post(TEXT, {"prompt": "x"})
         assert status == 503
         await cancelled_on(cluster.workers["decode-0"])
@@ -130,7 +128,7 @@ async def test_a_workers_own_error_reaches_the_client(
 ) -> None:
     error = TransferError("the digest differs")
     async with running_cluster(
-        Script(tokens=TOKENS, fail_at=fail_at, stall_at=stall_at, error=error)
+        Script(tokens=TOKENS, fail_at=fail_at, stall_at=stall_at, error=error), max_replays=0
     ) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert status == 500
@@ -152,7 +150,7 @@ async def test_a_refused_leg_ends_the_request_and_the_other_leg(refusal: Any, st
     def script(task: worker_pb2.Task) -> Script:
         return Script(tokens=TOKENS, refuse=refusal) if task.first_index else Script(tokens=TOKENS)
 
-    async with running_cluster(script) as cluster:
+    async with running_cluster(script, max_replays=0) as cluster:
         # The decode worker refuses; the prefill worker has accepted.
         got, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert got == status
@@ -163,7 +161,7 @@ async def test_a_refused_leg_ends_the_request_and_the_other_leg(refusal: Any, st
 
 
 async def test_a_gap_in_a_workers_stream_is_the_workers_loss() -> None:
-    async with running_cluster(Script(tokens=TOKENS, gap_at=2)) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, gap_at=2), max_replays=0) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "worker_lost")
         assert "token 3 after token 1" in answer["error"]["message"]
@@ -212,8 +210,9 @@ async def test_entries_of_other_attempts_unknown_requests_and_repeats_are_droppe
     assert answer["choices"][0]["token_ids"] == [*byte_ids(b"abcd"), END]
 
 
-async def test_a_client_that_reads_nothing_is_cancelled() -> None:
-    """It is bounded in seconds; what it may hold up in bytes is the socket's buffers."""
+@pytest.mark.parametrize("bound", [{"client_stall_seconds": 0.3}, {"client_buffer_bytes": 65536}])
+async def test_a_client_that_reads_nothing_is_cancelled(bound: dict[str, Any]) -> None:
+    """It is bounded in seconds and in bytes."""
     best = {token: -0.1 * token for token in range(5, 25)}
     script = Script(tokens=byte_ids(b"x" * 20_000), tokens_per_step=50, logprobs=best)
     body = json.dumps(
@@ -225,7 +224,7 @@ async def test_a_client_that_reads_nothing_is_cancelled() -> None:
         }
     ).encode()
     head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    async with running_cluster(script, (), client_stall_seconds=0.3) as cluster:
+    async with running_cluster(script, (), **bound) as cluster:
         both = await cluster.add(Role.BOTH, max_model_len=30_000)
         await cluster.service.wait_ready()
         host, port = cluster.service.addresses.http.split(":")
@@ -234,12 +233,15 @@ async def test_a_client_that_reads_nothing_is_cancelled() -> None:
             client.connect((host, int(port)))
             client.sendall(head % (CHAT.encode(), len(body)) + body)
             await cancelled_on(both)
+        await cluster.until(lambda state: not any(state["requests"].values()))
         await nothing_is_left(cluster)
 
 
 async def test_grpc_errors_have_their_codes() -> None:
     async with (
-        running_cluster(Script(tokens=TOKENS, fail_at=1, error=TransferError("torn"))) as cluster,
+        running_cluster(
+            Script(tokens=TOKENS, fail_at=1, error=TransferError("torn")), max_replays=0
+        ) as cluster,
         cluster.channel() as channel,
     ):
         stub = cluster.inference(channel)

@@ -86,7 +86,7 @@ async def test_a_first_message_that_is_no_registration_is_refused() -> None:
 
 async def test_a_new_incarnation_replaces_the_old_one() -> None:
     stall = Script(tokens=SAY.tokens, stall_at=1)
-    async with running_cluster(stall) as cluster:
+    async with running_cluster(stall, max_replays=0) as cluster:
         old = cluster.workers["decode-0"]
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
         await old.wait_for(lambda worker: len(worker.decodes) == 1)

@@ -1,33 +1,43 @@
-"""Which workers a request gets."""
+"""Which workers a request gets, and when."""
+
+from dataclasses import replace
 
 import pytest
 
-from contract.errors import UnavailableError
 from contract.identity import Role
-from router.policy import Placement, WorkerView, place
+from router.policy import Placement, Wish, WorkerView, missing_role, place
+
+P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+WISH = Wish(num_prompt_tokens=20, num_answer_tokens=10)
 
 
 def worker(role: Role, number: int, tokens: int = 0, running: int = 0, usage: float = 0.0) -> WorkerView:
     return WorkerView(
         worker_id=f"{role.value}-{number}",
         role=role,
-        num_outstanding_tokens=tokens,
+        num_requests=1 if tokens else 0,
+        num_tokens=tokens,
+        max_requests=4,
+        max_tokens=100,
         num_running=running,
         kv_cache_usage=usage,
     )
 
 
-P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+def chosen(workers: list[WorkerView], wish: Wish = WISH, turn: int = 0) -> Placement | None:
+    return place(workers, wish, turn)
 
 
-def test_the_pair_goes_before_both() -> None:
-    workers = [worker(B, 0), worker(P, 0, tokens=100), worker(D, 0, tokens=100)]
-    assert place(workers, 0) == Placement("prefill-0", "decode-0")
-    assert place(workers[:2], 0) == Placement(None, "both-0")
+def test_the_pair_goes_before_both_unless_both_have_less_to_do() -> None:
+    assert chosen([worker(B, 0), worker(P, 0), worker(D, 0)]) == Placement("prefill-0", "decode-0")
+    assert chosen([worker(B, 0, tokens=9), worker(P, 0, tokens=10), worker(D, 0)]) == Placement(
+        None, "both-0"
+    )
+    assert chosen([worker(B, 0), worker(P, 0)]) == Placement(None, "both-0")
 
 
 @pytest.mark.parametrize(
-    ("workers", "chosen"),
+    ("workers", "best"),
     [
         ([worker(B, 0, tokens=5), worker(B, 1, tokens=4)], "both-1"),
         ([worker(B, 0, running=2), worker(B, 1, running=1)], "both-1"),
@@ -35,25 +45,75 @@ def test_the_pair_goes_before_both() -> None:
         ([worker(B, 0, tokens=1), worker(B, 1, running=9, usage=0.9)], "both-1"),
     ],
 )
-def test_the_least_loaded_worker_is_taken(workers: list[WorkerView], chosen: str) -> None:
-    assert [place(workers, turn).decode for turn in range(3)] == [chosen] * 3
+def test_the_least_loaded_worker_is_taken(workers: list[WorkerView], best: str) -> None:
+    assert [chosen(workers, turn=turn) for turn in range(3)] == [Placement(None, best)] * 3
 
 
 def test_equally_loaded_workers_take_turns() -> None:
     workers = [*[worker(P, i) for i in range(2)], *[worker(D, i) for i in range(3)]]
-    placements = [place(workers, turn) for turn in range(6)]
-    assert [p.prefill for p in placements] == ["prefill-0", "prefill-1"] * 3
-    assert [p.decode for p in placements] == ["decode-0", "decode-1", "decode-2"] * 2
+    placements = [place(workers, WISH, turn) for turn in range(6)]
+    assert [p and p.prefill for p in placements] == ["prefill-0", "prefill-1"] * 3
+    assert [p and p.decode for p in placements] == ["decode-0", "decode-1", "decode-2"] * 2
 
 
 @pytest.mark.parametrize(
-    ("workers", "missing"),
+    ("prefill", "decode", "has_room"),
     [
-        ([], "no prefill and no decode worker"),
-        ([worker(P, 0)], "no decode worker"),
-        ([worker(D, 0)], "no prefill worker"),
+        (worker(P, 0, tokens=99), worker(D, 0, tokens=70), True),
+        (worker(P, 0, tokens=100), worker(D, 0), False),
+        (worker(P, 0), worker(D, 0, tokens=71), False),
+        (worker(P, 0), replace(worker(D, 0, tokens=1), num_requests=4), False),
+        (replace(worker(P, 0, tokens=1), num_requests=4), worker(D, 0), False),
+        (worker(P, 0), worker(D, 0, tokens=1, usage=0.96), False),
+        (worker(P, 0), replace(worker(D, 0), max_tokens=5), True),
+        (worker(P, 0), replace(worker(D, 0), max_requests=0), False),
     ],
 )
-def test_what_is_missing_is_named(workers: list[WorkerView], missing: str) -> None:
-    with pytest.raises(UnavailableError, match=missing):
-        place(workers, 0)
+def test_a_request_waits_until_the_credits_of_both_reach(
+    prefill: WorkerView, decode: WorkerView, has_room: bool
+) -> None:
+    """A prefill worker's queue must be below its limit, a decode leg must fit, unless its worker is idle."""
+    assert chosen([prefill, decode]) == (Placement("prefill-0", "decode-0") if has_room else None)
+
+
+def test_a_replay_prefers_the_cache_and_avoids_suspects() -> None:
+    workers = [worker(P, 0), worker(P, 1, tokens=50), worker(D, 0), worker(D, 1, tokens=50)]
+    wish = replace(WISH, is_replay=True, prefer="prefill-1", avoid=frozenset({"decode-0"}))
+    assert chosen(workers, wish) == Placement("prefill-1", "decode-1")
+    assert chosen(workers[:3], replace(wish, avoid=frozenset({"decode-0", "prefill-1"}))) == Placement(
+        "prefill-0", "decode-0"
+    )
+
+
+def test_a_replay_without_prefill_worker_is_computed_where_it_is_decoded() -> None:
+    replay = replace(WISH, is_replay=True)
+    assert chosen([worker(D, 0)]) is None
+    assert chosen([worker(D, 0)], replay) == Placement(None, "decode-0")
+    assert chosen([worker(D, 0), worker(P, 0, tokens=100)], replay) is None
+    assert chosen([worker(D, 0), worker(P, 0)], replace(replay, is_local=True)) == Placement(None, "decode-0")
+    assert chosen([worker(D, 0, tokens=1), worker(B, 0)], replay) == Placement(None, "both-0")
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing", "missing_for_replay"),
+    [
+        ([], "no prefill and no decode worker", "no prefill and no decode worker"),
+        ([worker(P, 0)], "no decode worker", "no decode worker"),
+        ([worker(D, 0)], "no prefill worker", None),
+        ([worker(D, 0), worker(P, 0)], None, None),
+        ([worker(B, 0)], None, None),
+        (
+            [replace(worker(B, 0), max_requests=0)],
+            "no prefill and no decode worker",
+            "no prefill and no decode worker",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(
+    workers: list[WorkerView], missing: str | None, missing_for_replay: str | None
+) -> None:
+    for found, expected in (
+        (missing_role(workers), missing),
+        (missing_role(workers, is_replay=True), missing_for_replay),
+    ):
+        assert found == (f"{expected} is attached" if expected else None)

@@ -113,6 +113,7 @@ async def test_a_request_shows_in_the_gauges_and_in_the_debug_state() -> None:
     assert metrics["kvbaton_num_requests_waiting"] == 0
     assert state["requests"] == {
         "preparing": 0,
+        "waiting_for_workers": 0,
         "waiting_for_first_token": 0,
         "streaming": 1,
         "finished": 0,
@@ -121,7 +122,7 @@ async def test_a_request_shows_in_the_gauges_and_in_the_debug_state() -> None:
     assert (state["is_ready"], state["model"]) == (True, "tiny")
     assert {worker["role"] for worker in state["workers"]} == {"prefill", "decode"}
     decode = next(worker for worker in state["workers"] if worker["role"] == "decode")
-    assert decode["num_outstanding_tokens"] == 17
+    assert decode["num_leg_tokens"] == 17
     assert state["process"]["num_open_fds"] > 0
 
 

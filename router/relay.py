@@ -1,0 +1,154 @@
+"""One request over as many attempts as it takes: a worker's death is not the request's (law 5).
+
+An attempt that fails is closed, which cancels what is left of it, and the next one begins where it stopped: with the
+prompt and the tokens that were delivered, on other workers where there are any. It waits for them in the same line as
+everybody, at the place that its arrival gives it. Tokens of older attempts that still come are dropped.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Self
+
+from contract.errors import DeadlineError, ErrorKind, KvbatonError, UnavailableError
+from router.attempt import Arrival, Attempt, LegReport
+from router.ledger import Record
+from router.policy import Placement, Wish
+from router.registry import Registry
+from router.request import PreparedRequest
+from router.tasks import TaskSet
+from router.waiting_line import WaitingLine
+
+logger = logging.getLogger(__name__)
+
+_CURABLE = (
+    ErrorKind.WORKER_LOST,
+    ErrorKind.UNAVAILABLE,
+    ErrorKind.OVERLOADED,
+    ErrorKind.TRANSFER_FAILED,
+    ErrorKind.INCOMPATIBLE,
+    ErrorKind.DEADLINE,
+)
+"""Kinds of a worker's error that other workers may not have. The request's own deadline is checked apart."""
+_TRANSFER_KINDS = (ErrorKind.TRANSFER_FAILED, ErrorKind.INCOMPATIBLE)
+_MAX_TRANSFER_FAILURES = 2
+
+
+@dataclass(frozen=True)
+class Relays:
+    """What every relay runs on.
+
+    max_replays: attempts in a row that may fail without a new token. max_unread_bytes: of an answer that waits in the
+    router because its client does not read.
+    """
+
+    registry: Registry
+    line: WaitingLine
+    tasks: TaskSet
+    max_replays: int
+    max_unread_bytes: int
+
+    def open(self, request: PreparedRequest, record: Record) -> "Relay":
+        """A relay for this request; use it as a context manager."""
+        return Relay(self, request, record)
+
+
+class Relay:
+    """Owns a request's attempts, one at a time, and the tokens that were delivered."""
+
+    def __init__(self, parts: Relays, request: PreparedRequest, record: Record) -> None:
+        self._parts, self._request, self._record = parts, request, record
+        self._delivered: list[int] = []
+        self._attempt: Attempt | None = None
+        self._num_attempts = 0
+        self._num_failures = 0
+        self._num_transfer_failures = 0
+        self._avoid: set[str] = set()
+        self._prefer: str | None = None
+        self._failure: KvbatonError | None = None
+        self.report = LegReport()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the attempt that runs. Does nothing the second time."""
+        attempt, self._attempt = self._attempt, None
+        if attempt:
+            attempt.close()
+
+    async def next(self) -> Arrival:
+        """The next tokens, from whichever attempt. Raises the error that no further attempt can mend."""
+        try:
+            async with asyncio.timeout(max(0.0, self._request.deadline - time.monotonic())):
+                arrival = await self._next()
+        except TimeoutError:
+            raise DeadlineError(
+                f"the request ran into its deadline with {len(self._delivered)} tokens delivered"
+            ) from None
+        self._delivered += [token.token_id for token in arrival.tokens]
+        self._num_failures = self._num_transfer_failures = 0
+        return arrival
+
+    async def _next(self) -> Arrival:
+        while True:
+            if self._attempt is None:
+                self._attempt = await self._bind()
+            try:
+                return await self._attempt.next()
+            except KvbatonError as error:
+                self._survive(self._attempt, error)
+
+    async def _bind(self) -> Attempt:
+        request = self._request
+        wish = Wish(
+            num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
+            num_answer_tokens=request.num_answer_tokens,
+            prefer=self._prefer,
+            avoid=frozenset(self._avoid),
+            is_replay=self._num_attempts > 0,
+            is_local=self._num_transfer_failures >= _MAX_TRANSFER_FAILURES,
+        )
+        self._record.queued()
+        try:
+            attempt = await self._parts.line.bind(wish, request.priority, request.arrival, self._begin)
+        except UnavailableError as error:
+            if self._failure is None:
+                raise
+            raise type(self._failure)(f"{self._failure.message}; then {error.message}") from error
+        self._record.bound()
+        return attempt
+
+    def _begin(self, placement: Placement) -> Attempt:
+        get = self._parts.registry.get
+        number, self._num_attempts = self._num_attempts, self._num_attempts + 1
+        if number and placement.prefill is None:
+            self._record.recomputed_locally()
+        attempt = Attempt(
+            self._request,
+            self._delivered,
+            number,
+            get(placement.prefill) if placement.prefill else None,
+            get(placement.decode),
+            self._parts.tasks,
+            self.report,
+            self._parts.max_unread_bytes,
+        )
+        return attempt.begin()
+
+    def _survive(self, attempt: Attempt, error: KvbatonError) -> None:
+        """Close a failed attempt. Raises its error where another one could not help, or too many have failed."""
+        self.close()
+        self._num_failures += 1
+        self._num_transfer_failures += error.kind in _TRANSFER_KINDS
+        if error.kind not in _CURABLE or self._num_failures > self._parts.max_replays:
+            raise error
+        self._failure = error
+        self._avoid |= attempt.suspects
+        if attempt.prefill_worker not in self._avoid:
+            self._prefer = attempt.prefill_worker
+        self._record.replayed(error, len(self._delivered))

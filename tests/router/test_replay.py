@@ -1,0 +1,202 @@
+"""A worker's death, or a failed hand-over, is not the request's end: it goes on elsewhere where it stopped (law 5)."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from contract.errors import IncompatiblePeerError, InternalError, KvbatonError, OverloadedError, TransferError
+from contract.identity import Role
+from protos import worker_pb2 as pb
+from router.testing import Script
+from tests.router.cluster import PAIR, Cluster, running_cluster
+from tests.router.test_ends import TEXT, TOKENS, cancelled_on, nothing_is_left
+
+ANSWER = "abcdef"
+TWO_EACH = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+
+
+def at_first(**trouble: Any) -> Any:
+    """The first attempt is in trouble, later ones are not."""
+    return lambda task: Script(tokens=TOKENS, **({} if task.attempt else trouble))
+
+
+def on_leg(role: Role, **trouble: Any) -> Any:
+    """Only the first attempt's prefill (first index 0) or decode leg is in trouble."""
+
+    def script(task: pb.Task) -> Script:
+        is_prefill = task.first_index == 0
+        is_bad = task.attempt == 0 and is_prefill == (role is Role.PREFILL)
+        return Script(tokens=TOKENS, **(trouble if is_bad else {}))
+
+    return script
+
+
+async def add_twins(cluster: Cluster, *roles: Role) -> None:
+    for role in roles:
+        await cluster.add(role, f"{role.value}-1")
+
+
+async def texts(cluster: Cluster) -> list[str]:
+    """One streamed completion: its chunks' texts, without an error."""
+    async with asyncio.timeout(30):
+        events = await cluster.stream(TEXT, {"prompt": "x"})
+    assert events[-1] == "[DONE]"
+    assert not any("error" in event for event in events[:-1])
+    return [event["choices"][0]["text"] for event in events[:-1]]
+
+
+@pytest.mark.parametrize("die_at", range(7))
+async def test_the_answer_goes_on_when_its_worker_dies(die_at: int) -> None:
+    """Index 0 is the prefill worker's, all others are the decode worker's; nothing is lost and nothing comes twice."""
+    async with running_cluster(at_first(die_at=die_at)) as cluster:
+        await add_twins(cluster, *PAIR)
+        assert "".join(await texts(cluster)) == ANSWER
+        await nothing_is_left(cluster)
+        metrics = await cluster.metrics()
+        assert metrics['kvbaton_request_replays_total{kind="worker_lost"}'] == 1
+        assert 'kvbaton_request_errors_total{kind="worker_lost"}' not in metrics
+        tasks = [call.task for worker in cluster.workers.values() for call in worker.decodes]
+        replay = next(task for task in tasks if task.attempt == 1)
+        prompt = len(next(task for task in tasks if task.attempt == 0).prompt_token_ids)
+        delivered = list(replay.prompt_token_ids[prompt:])
+        assert delivered == TOKENS[: len(delivered)]
+        assert replay.first_index == len(delivered) + 1
+
+
+async def test_a_prefill_workers_death_behind_token_0_costs_no_token() -> None:
+    """The KV had not arrived yet: both legs begin anew behind token 0."""
+    stall = on_leg(Role.DECODE, stall_at=1)
+    async with running_cluster(stall) as cluster:
+        await add_twins(cluster, Role.PREFILL)
+        asking = asyncio.create_task(texts(cluster))
+        await cluster.until(lambda state: state["requests"]["streaming"])
+        first = next(worker for worker in cluster.workers.values() if worker.prefills)
+        await first.die()
+        assert "".join(await asking) == ANSWER
+        await nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize("replays", [1, 4])
+async def test_a_stream_survives_several_deaths(replays: int) -> None:
+    script = lambda task: Script(tokens=TOKENS, die_at=task.attempt + 1 if task.attempt < replays else None)  # noqa: E731
+    async with running_cluster(script, (Role.BOTH,)) as cluster:
+        for number in range(1, replays + 1):
+            await cluster.add(Role.BOTH, f"both-{number}")
+        assert "".join(await texts(cluster)) == ANSWER
+        assert (await cluster.metrics())['kvbaton_request_replays_total{kind="worker_lost"}'] == replays
+
+
+@pytest.mark.parametrize(
+    "error", [TransferError("torn"), IncompatiblePeerError("other layout"), OverloadedError("no room")]
+)
+@pytest.mark.parametrize("role", PAIR)
+async def test_trouble_that_other_workers_may_not_have_is_replayed(role: Role, error: KvbatonError) -> None:
+    index = 0 if role is Role.PREFILL else 1
+    async with running_cluster(on_leg(role, fail_at=index, error=error)) as cluster:
+        await add_twins(cluster, *PAIR)
+        assert "".join(await texts(cluster)) == ANSWER
+        assert (await cluster.metrics())[f'kvbaton_request_replays_total{{kind="{error.kind}"}}'] == 1
+        await nothing_is_left(cluster)
+
+
+async def test_a_leg_that_is_refused_is_sent_elsewhere() -> None:
+    async with running_cluster(on_leg(Role.DECODE, refuse=OverloadedError("no room"))) as cluster:
+        await add_twins(cluster, *PAIR)
+        assert "".join(await texts(cluster)) == ANSWER
+        decodes = [name for name, worker in cluster.workers.items() for _ in worker.decodes]
+        assert sorted(decodes) == ["decode-0", "decode-1"]
+
+
+async def test_a_bug_is_not_replayed() -> None:
+    async with running_cluster(at_first(fail_at=1, error=InternalError("a bug"))) as cluster:
+        await add_twins(cluster, *PAIR)
+        status, answer = await cluster.post(TEXT, {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (500, "internal")
+
+
+async def test_without_prefill_worker_a_replay_is_computed_where_it_is_decoded() -> None:
+    async with running_cluster(on_leg(Role.PREFILL, die_at=0)) as cluster:
+        assert "".join(await texts(cluster)) == ANSWER
+        replay = cluster.workers["decode-0"].decodes[1]
+        assert not replay.HasField("source")
+        assert (replay.task.attempt, replay.task.first_index) == (1, 0)
+        assert (await cluster.metrics())["kvbaton_request_local_recomputes_total"] == 1
+
+
+async def test_two_failed_hand_overs_in_a_row_are_enough() -> None:
+    """The third attempt moves no KV."""
+
+    def script(task: pb.Task) -> Script:
+        return Script(tokens=TOKENS, fail_at=1 if task.attempt < 2 else None, error=TransferError("torn"))
+
+    async with running_cluster(script) as cluster:
+        assert "".join(await texts(cluster)) == ANSWER
+        last = cluster.workers["decode-0"].decodes[-1]
+        assert (last.task.attempt, last.HasField("source")) == (2, False)
+        assert len(cluster.workers["prefill-0"].prefills) == 2
+
+
+async def test_too_many_failures_without_a_token_are_one_clear_error() -> None:
+    script = Script(tokens=TOKENS, fail_at=2, error=OverloadedError("no room"))
+    async with running_cluster(script, (Role.BOTH,), max_replays=3) as cluster:
+        status, answer = await cluster.post(TEXT, {"prompt": "x"})
+        assert (status, answer["error"]["message"]) == (429, "worker both-0: no room")
+        assert [call.task.attempt for call in cluster.workers["both-0"].decodes] == [0, 1, 2, 3]
+        await nothing_is_left(cluster)
+
+
+async def test_a_replay_waits_for_a_worker_that_starts_again() -> None:
+    async with running_cluster(at_first(die_at=3), worker_wait_seconds=30) as cluster:
+        asking = asyncio.create_task(texts(cluster))
+        await cluster.until(lambda state: state["num_in_line"] == 1)
+        await cluster.add(Role.DECODE, "decode-0")
+        assert "".join(await asking) == ANSWER
+
+
+async def test_the_first_error_is_told_where_no_other_worker_comes() -> None:
+    async with running_cluster(at_first(die_at=3), worker_wait_seconds=0.1) as cluster:
+        status, answer = await cluster.post(TEXT, {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (503, "worker_lost")
+        assert "decode-0 was lost" in answer["error"]["message"]
+        assert "no decode worker is attached" in answer["error"]["message"]
+
+
+async def test_a_worker_that_wakes_up_says_nothing_twice() -> None:
+    """It was thought dead, its request goes on elsewhere, and it is heard again: all that it says is dropped."""
+    stall = at_first(stall_at=2)
+    async with running_cluster(stall, (Role.BOTH,)) as cluster:
+        asking = asyncio.create_task(texts(cluster))
+        old = cluster.workers["both-0"]
+        await old.wait_for(lambda worker: len(worker.decodes) == 1)
+        await cluster.until(lambda state: state["requests"]["streaming"])
+        task = old.decodes[0].task
+        other = await cluster.add(Role.BOTH, "both-1")
+        again = await cluster.add(Role.BOTH, "both-0")
+        late = pb.TokenEntry(
+            request_id=task.request_id, attempt=0, first_index=2, token_ids=TOKENS[2:], finish_reason="stop"
+        )
+        again.send(late)
+        other.send(late)
+        assert "".join(await asking) == ANSWER
+        await cluster.until(
+            lambda state: sum(worker["num_stale_entries"] for worker in state["workers"]) == 2
+        )
+
+
+async def test_the_failed_attempt_is_cancelled_where_it_may_still_run() -> None:
+    async with running_cluster(on_leg(Role.PREFILL, die_at=0, stall_at=None)) as cluster:
+        await add_twins(cluster, Role.PREFILL)
+        assert "".join(await texts(cluster)) == ANSWER
+        decode = cluster.workers["decode-0"]
+        await cancelled_on(decode)
+        assert decode.cancels[0].attempt == 0
+
+
+async def test_the_deadline_counts_over_all_attempts() -> None:
+    script = at_first(die_at=2)
+    async with running_cluster(script, worker_wait_seconds=60, request_timeout_seconds=1) as cluster:
+        status, answer = await cluster.post(TEXT, {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (504, "deadline")
+        assert "tokens delivered" in answer["error"]["message"]
+        await nothing_is_left(cluster)

@@ -1,0 +1,115 @@
+"""Late binding: requests wait in the router until workers have room, and are bound in order."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from contract.identity import Role
+from protos.worker_pb2 import Credit
+from router.testing import Script
+from tests.router.cluster import PAIR, Cluster, running_cluster
+from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
+
+ONE = Credit(max_requests=1, max_tokens=1000)
+
+
+def _is_in_line(count: int, state: dict[str, Any]) -> bool:
+    return bool(state["num_in_line"] == count)
+
+
+async def grant_one(cluster: Cluster, name: str) -> None:
+    cluster.workers[name].grant(ONE)
+    await cluster.until(
+        lambda state: any(w["worker_id"] == name and w["max_requests"] == 1 for w in state["workers"])
+    )
+
+
+async def test_a_worker_gets_no_more_requests_than_its_credit() -> None:
+    async with running_cluster(Script(tokens=TOKENS, token_delay_seconds=0.01)) as cluster:
+        await grant_one(cluster, "decode-0")
+        asking = [asyncio.create_task(cluster.post(TEXT, {"prompt": "x"})) for _ in range(5)]
+        seen = set()
+        while not all(task.done() for task in asking):
+            state = await cluster.debug_state()
+            seen.add(max(worker["num_legs"] for worker in state["workers"]))
+        assert seen <= {0, 1}
+        assert {(await task)[1]["choices"][0]["text"] for task in asking} == {"abcdef"}
+        await nothing_is_left(cluster)
+
+
+async def test_the_line_goes_by_priority_then_by_arrival() -> None:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+        await grant_one(cluster, "both-0")
+        first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await cluster.until(lambda state: state["requests"]["streaming"] == 1)
+        cluster.script = lambda _: Script(tokens=TOKENS)
+        asking = []
+        for number, priority in enumerate((0, 5, 0, 5)):
+            body = {"prompt": "x", "seed": number, "priority": priority}
+            asking.append(asyncio.create_task(cluster.post(TEXT, body)))
+            await cluster.until(partial(_is_in_line, number + 1))
+        first.cancel()
+        await asyncio.gather(*asking)
+        seeds = [call.task.sampling.seed for call in cluster.workers["both-0"].decodes[1:]]
+        assert seeds == [1, 3, 0, 2]
+
+
+async def test_a_big_request_at_the_head_is_not_passed() -> None:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+        worker = cluster.workers["both-0"]
+        worker.grant(Credit(max_requests=9, max_tokens=60))
+        await cluster.until(lambda state: state["workers"][0]["max_tokens"] == 60)
+        first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "max_tokens": 20}))
+        await cluster.until(lambda state: state["requests"]["streaming"] == 1)
+        cluster.script = lambda _: Script(tokens=TOKENS)
+        big = asyncio.create_task(cluster.post(TEXT, {"prompt": "x" * 40, "max_tokens": 10}))
+        await cluster.until(lambda state: state["num_in_line"] == 1)
+        small = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "max_tokens": 7}))
+        await cluster.until(lambda state: state["num_in_line"] == 2)
+        first.cancel()
+        await asyncio.gather(big, small)
+        assert [len(call.task.prompt_token_ids) for call in worker.decodes] == [1, 40, 1]
+
+
+async def test_a_client_that_goes_away_leaves_the_line() -> None:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+        await grant_one(cluster, "both-0")
+        asking = [asyncio.create_task(cluster.post(TEXT, {"prompt": "x"})) for _ in range(3)]
+        await cluster.until(lambda state: state["num_in_line"] == 2)
+        for task in asking:
+            task.cancel()
+        await cluster.until(lambda state: state["num_in_line"] == 0)
+        await cluster.until(lambda state: state["workers"][0]["num_legs"] == 0)
+        assert len(cluster.workers["both-0"].decodes) == 1
+
+
+async def test_requests_wait_for_a_role_that_comes_soon() -> None:
+    async with running_cluster(Script(tokens=TOKENS), PAIR, worker_wait_seconds=30) as cluster:
+        await cluster.workers["decode-0"].die()
+        await cluster.service.wait_for_workers(1)
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await cluster.until(lambda state: state["num_in_line"] == 1)
+        await cluster.add(Role.DECODE, "decode-1")
+        assert (await asking)[0] == 200
+
+
+async def test_after_that_they_are_refused_at_once_until_it_is_there() -> None:
+    async with running_cluster(Script(tokens=TOKENS), PAIR, worker_wait_seconds=0.05) as cluster:
+        await cluster.workers["decode-0"].die()
+        await cluster.service.wait_for_workers(1)
+        for _ in range(2):
+            status, answer = await cluster.post(TEXT, {"prompt": "x"})
+            assert (status, answer["error"]["code"]) == (503, "unavailable")
+            assert "no decode worker is attached" in answer["error"]["message"]
+        await cluster.add(Role.DECODE, "decode-1")
+        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
+
+
+async def test_the_deadline_ends_a_request_in_the_line() -> None:
+    async with running_cluster(
+        Script(tokens=TOKENS, stall_at=1), (Role.BOTH,), request_timeout_seconds=1
+    ) as cluster:
+        await grant_one(cluster, "both-0")
+        answers = await asyncio.gather(*(cluster.post(TEXT, {"prompt": "x"}) for _ in range(2)))
+        assert [(status, answer["error"]["code"]) for status, answer in answers] == [(504, "deadline")] * 2
+        await nothing_is_left(cluster)
