@@ -18,7 +18,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
 
 .PHONY: help install demo test test-slow check format format-check lint types imports sizes protos \
-	protos-check gpu-check lock clean
+	protos-check settings-docs settings-docs-check gpu-check test-docker lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -43,15 +43,18 @@ demo: install ## start 1 prefill + 1 decode worker on the demo model, ask it twi
 	@exec $(BIN)/kvbaton demo $(ARGS)
 
 test: install ## run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not docker" $(ARGS)
 
 test-slow: install ## run the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not docker" $(ARGS)
+
+test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
+	$(BIN)/python -m pytest -m docker $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,install) ## run the tests that need a CUDA device (GPU_PYTHON=python3: without install)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu $(ARGS)
 
-check: format-check lint types imports sizes protos-check ## the one definition of clean: what CI and pre-commit run
+check: format-check lint types imports sizes protos-check settings-docs-check ## the one definition of clean: what CI and pre-commit run
 
 format-check: install
 	$(BIN)/ruff format --check .
@@ -71,12 +74,18 @@ sizes: install
 protos-check: install
 	$(BIN)/python -m tools.generate_protos --check
 
+settings-docs-check: install
+	$(BIN)/python -m tools.generate_settings_docs --check
+
 format: install ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 protos: install ## generate the Python code of protos/*.proto
 	$(BIN)/python -m tools.generate_protos
+
+settings-docs: install ## write docs/settings.md from the settings classes
+	$(BIN)/python -m tools.generate_settings_docs
 
 lock: install ## write the versions in .venv to constraints/cpu.txt
 	$(BIN)/python -m tools.lock > constraints/cpu.txt.new

@@ -1,17 +1,20 @@
-"""From ``argv`` and the environment to one settings object, with errors of one line."""
+"""From ``argv``, the environment and a file to one settings object, with errors of one line."""
 
 import argparse
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import CliApp, CliSettingsSource, SettingsError
+from pydantic_settings import CLI_SUPPRESS, CliApp, CliSettingsSource, EnvSettingsSource, SettingsError
 
-from cli.settings import refuse_unknown_variables
+from cli.commands import NEVER_IN_A_FILE, all_setting_names, setting_names
+from cli.settings import refuse_unknown_variables, variable
 from contract.errors import SettingError
-from serving.settings import Settings
+from serving.settings import FLAG, Settings, Sources
+from serving.settings_file import SettingsFile, is_secret, read_settings_file
 
 S = TypeVar("S", bound=Settings)
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
@@ -25,10 +28,36 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
-    """Flags over environment over defaults; ``--help`` prints and ends the process.
+    """Flags over environment over file over defaults; ``--help`` prints and ends the process. ``prog``: "kvbaton COMMAND".
 
     Raises SettingError, one line that holds the names, the values and the allowed ranges of everything wrong.
     """
+    source = _command_line(settings_class, prog)
+    refuse_unknown_variables(
+        settings_class.model_fields, lambda: NEVER_IN_A_FILE.union(*all_setting_names().values())
+    )
+    command = prog.rpartition(" ")[2]
+    origins: dict[str, str] = {}
+    try:
+        flags = source(args=list(arguments))()
+        variables = EnvSettingsSource(settings_class)()
+        file = _file(flags.get("config") or variables.get("config"))
+        given = file.given(command, setting_names(command)) if file else {}
+        origins |= {name: given[name].place for name in given}
+        origins |= {name: variable(name) for name in variables} | dict.fromkeys(flags, FLAG)
+        from_file = {name: given[name].value for name in given if origins[name] == given[name].place}
+        _refuse_booleans(settings_class, from_file, origins)
+        settings = CliApp.run(
+            settings_class, cli_args=list(arguments), cli_settings_source=source, **from_file
+        )
+    except ValidationError as error:
+        raise SettingError(_explain(settings_class, error, origins)) from error
+    except SettingsError as error:
+        raise SettingError(str(error)) from error
+    return settings.from_sources(Sources(origins, file))
+
+
+def _command_line(settings_class: type[Settings], prog: str) -> CliSettingsSource[Any]:
     parser = _Parser(
         prog=prog,
         description=inspect.getdoc(settings_class),
@@ -37,7 +66,7 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
         ),
         allow_abbrev=False,
     )
-    source = CliSettingsSource[Any](
+    return CliSettingsSource[Any](
         settings_class,
         root_parser=parser,
         cli_parse_none_str="unset",
@@ -45,13 +74,23 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
         cli_show_env_vars=True,
         cli_exit_on_error=False,
     )
-    refuse_unknown_variables(settings_class)
-    try:
-        return CliApp.run(settings_class, cli_args=list(arguments), cli_settings_source=source)
-    except ValidationError as error:
-        raise SettingError(_explain(settings_class, error)) from error
-    except SettingsError as error:
-        raise SettingError(str(error)) from error
+
+
+def _file(path: str | None) -> SettingsFile | None:
+    return read_settings_file(Path(path), all_setting_names()) if path else None
+
+
+def _refuse_booleans(
+    settings_class: type[Settings], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> None:
+    """Raise SettingError for a true or false where a number or a text belongs: 1 would be taken for true."""
+    for name, value in values.items():
+        field = settings_class.model_fields[name]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise SettingError(
+                f"{name} is {str(value).lower()}: it is no switch{_allowed(field)} ({origins[name]})",
+                param=name,
+            )
 
 
 def to_arguments(values: Mapping[str, Any]) -> list[str]:
@@ -66,37 +105,56 @@ def _flag(name: str, value: object) -> Iterable[str]:
     return (f"--{flag}", str(value))
 
 
-def _explain(settings_class: type[Settings], error: ValidationError) -> str:
+def _explain(settings_class: type[Settings], error: ValidationError, origins: Mapping[str, str]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
-        name = str(problem["loc"][0]) if problem["loc"] else "settings"
-        field = settings_class.model_fields.get(name)
-        if problem["type"] == "missing":
-            lines.append(f"{name} is not set; give {_how_to_set(name, field)}")
-            continue
         reason = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            lines.append(reason)
+            continue
+        name = str(problem["loc"][0])
+        field = settings_class.model_fields.get(name)
+        how = _how_to_set(name, field)
+        if problem["type"] == "missing":
+            lines.append(f"{name} is not set; give {how}")
+            continue
+        place = origins.get(name, "")
+        value = "***" if is_secret(name) else repr(problem["input"])
         lines.append(
-            f"{name} is {problem['input']!r}: {reason}{_allowed(field)} ({_how_to_set(name, field)})"
+            f"{name} is {value}: {reason}{_allowed(field)} ({how if place in ('', FLAG) else place})"
         )
     return "; ".join(lines)
 
 
 def _how_to_set(name: str, field: FieldInfo | None) -> str:
-    positional = field is not None and any("Positional" in str(part) for part in field.metadata)
-    flag = name.upper() if positional else f"--{name.replace('_', '-')}"
-    return f"{flag} or KVBATON_{name.upper()}"
+    flag = name.upper() if field and is_positional(field) else f"--{name.replace('_', '-')}"
+    return f"{flag} or {variable(name)}"
 
 
 def _allowed(field: FieldInfo | None) -> str:
     """What the field accepts, as ", allowed: at least 0, at most 64"; empty where it has no range."""
     if field is None:
         return ""
-    told = [
+    choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
+    allowed = ", ".join(bounds(field) or choices)
+    return f", allowed: {allowed}" if allowed else ""
+
+
+def bounds(field: FieldInfo) -> list[str]:
+    """The range of a number, as ["at least 0", "at most 64"]."""
+    return [
         f"{word} {bound}"
         for part in field.metadata
         for attribute, word in _BOUNDS
         if (bound := getattr(part, attribute, None)) is not None
     ]
-    choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
-    allowed = ", ".join(told or choices)
-    return f", allowed: {allowed}" if allowed else ""
+
+
+def is_positional(field: FieldInfo) -> bool:
+    """Whether the setting is given without a flag."""
+    return any("Positional" in str(part) for part in field.metadata)
+
+
+def is_hidden(field: FieldInfo) -> bool:
+    """Whether the setting is left out of the help: commands tell it to their children only."""
+    return CLI_SUPPRESS in field.metadata

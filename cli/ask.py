@@ -13,6 +13,7 @@ from contract.errors import KvbatonError, UnavailableError
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 
+_CONNECT_SECONDS = 10.0
 TIMING_NAMES = ("queue", "prefill", "transfer", "first_decode_step", "decode", "end_to_end")
 
 
@@ -29,9 +30,9 @@ class Answer:
 
 async def served_model(url: str) -> str:
     """The id of the first model that ``url`` serves. Raises UnavailableError when nobody answers there, or none is."""
-    async with _session() as session:
+    async with open_session() as session:
         reply = await _json(url, session.get(f"{url.rstrip('/')}/v1/models"))
-    with _openai_shape(url):
+    with openai_shape(url):
         models = reply["data"]
         if not models:
             raise UnavailableError(f"{url} serves no model yet; try again when its workers are ready")
@@ -44,9 +45,9 @@ async def ask_http(url: str, path: str, body: Mapping[str, Any]) -> Answer:
     ``"timings": true`` in the body asks our own services for the latency split.
     Raises UnavailableError when nobody answers there, KvbatonError with the service's own message for an error.
     """
-    async with _session() as session:
+    async with open_session() as session:
         reply = await _json(url, session.post(f"{url.rstrip('/')}/v1/{path}", json=dict(body)))
-    with _openai_shape(url):
+    with openai_shape(url):
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         return Answer(
@@ -58,24 +59,25 @@ async def ask_http(url: str, path: str, body: Mapping[str, Any]) -> Answer:
         )
 
 
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+def open_session() -> aiohttp.ClientSession:
+    """A session for one question: connecting is bounded; how long an answer may take is the service's decision."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS))
 
 
 async def _json(url: str, request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:
     try:
         async with request as response:
             reply: dict[str, Any] = await response.json(content_type=None)
-    except (aiohttp.ClientError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise UnavailableError(f"{url} does not answer as an OpenAI service: {error}") from error
-    with _openai_shape(url):
+    with openai_shape(url):
         if "error" in reply:
             raise KvbatonError(f"{url} answered {response.status}: {reply['error']['message']}")
     return reply
 
 
 @contextmanager
-def _openai_shape(url: str) -> Iterator[None]:
+def openai_shape(url: str) -> Iterator[None]:
     """Turns what goes wrong in reading a reply of another shape into UnavailableError."""
     try:
         yield

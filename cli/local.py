@@ -33,28 +33,39 @@ def cluster_secret(given: Path | None) -> Iterator[Path]:
 
 
 async def run_local(settings: LocalSettings, when_ready: WhenReady, listener: Listener | None = None) -> None:
-    """Start the processes that ``settings`` ask for, await ``when_ready``, then stop them; a signal stops them too.
-
-    ``when_ready`` gets the facts of every process and the event that a signal sets; it is cancelled when the
-    processes have stopped. No process is left when this returns or raises. Raises SettingError when the model cannot
-    be found, UnavailableError when a process cannot start, and whatever ``when_ready`` raises.
-    """
+    """Find the model, ``serve_until`` a signal. Main thread only; raises what ``find_model`` and ``serve_until`` raise."""
     model = await asyncio.to_thread(find_model, settings.model)
     async with until_stopped() as stopped:
-        with cluster_secret(settings.secret_file) as secret_file:
-            specs = local_processes(settings, model, secret_file)
-            supervisor = Supervisor(specs, ready_file=settings.ready_file, listener=listener)
-            run = asyncio.create_task(supervisor.run(stopped))
-            use = asyncio.create_task(_use(supervisor, when_ready, stopped))
-            try:
-                await asyncio.wait({run, use}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                stopped.set()
-                use.cancel()
-                results = await asyncio.gather(run, use, return_exceptions=True)
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
+        await serve_until(stopped, settings, model, when_ready, listener)
+
+
+async def serve_until(
+    stopped: asyncio.Event,
+    settings: LocalSettings,
+    model: Path,
+    when_ready: WhenReady,
+    listener: Listener | None = None,
+) -> None:
+    """Start the processes that ``settings`` ask for, await ``when_ready``, then stop them; ``stopped`` stops them too.
+
+    model: its folder. ``when_ready`` gets the facts of every process and ``stopped``; it is cancelled when the processes
+    have stopped. No process is left when this returns or raises. Raises SettingError where the settings file contradicts
+    itself, UnavailableError when a process cannot start, and whatever ``when_ready`` raises.
+    """
+    with cluster_secret(settings.secret_file) as secret_file:
+        specs = local_processes(settings, model, secret_file)
+        supervisor = Supervisor(specs, ready_file=settings.ready_file, listener=listener)
+        run = asyncio.create_task(supervisor.run(stopped))
+        use = asyncio.create_task(_use(supervisor, when_ready, stopped))
+        try:
+            await asyncio.wait({run, use}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.set()
+            use.cancel()
+            results = await asyncio.gather(run, use, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
 
 
 async def _use(supervisor: Supervisor, when_ready: WhenReady, stopped: asyncio.Event) -> None:

@@ -4,23 +4,20 @@ Exit codes: 0 stopped as asked, 1 an error, 2 a bad command line or setting.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
+from itertools import groupby
 
+from cli.commands import COMMANDS
 from contract.errors import KvbatonError, SettingError
 from kvbaton import __version__
+from serving.settings_file import nearest
 
-COMMANDS = {
-    "up": ("cli.up", "up", "start a router and its workers on this machine"),
-    "serve": ("cli.up", "serve", "serve one model by one aggregated worker"),
-    "run": ("cli.run", "run", "answer one prompt and end"),
-    "demo": ("cli.demo", "demo", "show the relay on the demo model"),
-    "router": ("cli.router", "router", "start one router"),
-    "prefill": ("cli.workers", "prefill", "start one prefill worker"),
-    "decode": ("cli.workers", "decode", "start one decode worker"),
-    "both": ("cli.workers", "both", "start one aggregated worker"),
-}
-"""Command → its module, its function, and what it does."""
+_ABOUT = "kvbaton: an LLM server that splits prefill from decode and hands the KV cache over like a baton"
+_MORE = """`kvbaton COMMAND --help` lists a command's settings with their defaults. Each is a flag (--max-num-seqs), an
+environment variable (KVBATON_MAX_NUM_SEQS) and a key of the TOML file of --config (max_num_seqs): the flag wins over the
+variable, the variable over the file. `kvbaton up` without any serves the demo model at http://127.0.0.1:8000/v1.
+
+  --version  print the version"""
 
 
 def main() -> None:
@@ -38,7 +35,11 @@ def run_command(arguments: Sequence[str]) -> int:
         print(f"kvbaton {__version__}")
         return 0
     try:
-        _command(name)(rest)
+        if name not in COMMANDS:
+            raise SettingError(
+                f"{name!r} is no command{nearest(name, COMMANDS)}; choose one of {', '.join(COMMANDS)}"
+            )
+        COMMANDS[name].run(rest)
     except SettingError as error:
         print(f"kvbaton: {error.message}", file=sys.stderr)
         return 2
@@ -49,31 +50,11 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """What ``kvbaton --help`` prints."""
-    lines = [f"  {name:<9} {text}" for name, (_, _, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "kvbaton: an LLM server that splits prefill from decode and hands the KV cache over like a baton",
-            "",
-            "usage: kvbaton COMMAND [--flag VALUE ...]",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`kvbaton COMMAND --help` lists a command's settings. Each is a flag (--max-num-seqs) and an environment",
-            "variable (KVBATON_MAX_NUM_SEQS); the flag wins. `kvbaton up` without any serves the demo model.",
-            "",
-            "  --version  print the version",
-        ]
-    )
-
-
-def _command(name: str) -> Callable[[Sequence[str]], None]:
-    if name not in COMMANDS:
-        raise SettingError(f"{name!r} is no command; choose one of {', '.join(COMMANDS)}")
-    module, function, _ = COMMANDS[name]
-    command: Callable[[Sequence[str]], None] = getattr(import_module(module), function)
-    return command
+    """What ``kvbaton --help`` prints: the commands by group."""
+    lines = [_ABOUT, "", "usage: kvbaton COMMAND [--flag VALUE ...]", ""]
+    for group, commands in groupby(COMMANDS.items(), lambda item: item[1].group):
+        lines += [f"{group}:", *(f"  {name:<9} {command.summary}" for name, command in commands), ""]
+    return "\n".join([*lines, _MORE])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.arguments import to_arguments
+from cli.child_settings import from_file
 from cli.model import model_name
 from cli.settings import LocalSettings, available_cores, child_environment
 from contract.identity import Role
@@ -16,6 +17,7 @@ _LOOPBACK = "127.0.0.1:0"
 _WORKER_FLAGS = (
     "device",
     "transport",
+    "shm_dir",
     "dtype",
     "max_model_len",
     "max_num_seqs",
@@ -42,26 +44,33 @@ def local_processes(settings: LocalSettings, model: Path, secret_file: Path) -> 
         "num_threads": settings.num_threads or max(1, available_cores() // num_workers),
         "admin": _LOOPBACK,
     }
-    env = child_environment()
-    specs = [ProcessSpec(ROUTER, Role.ROUTER, _router_command(settings, shared), env=env)]
+    given = from_file(settings, Role.ROUTER)
+    router = _router_command(settings, shared, given)
+    specs = [ProcessSpec(ROUTER, Role.ROUTER, router, env=child_environment(given))]
     for role, count in pools.items():
+        given = from_file(settings, role) if count else {}
+        flags = _without(worker_flags, given)
         for index in range(count):
             worker = f"{role.value}-{index}"
-            command = _worker_command(role, {**worker_flags, "worker_id": worker})
-            specs.append(ProcessSpec(worker, role, command, needs=(ROUTER,), env=env))
+            command = _worker_command(role, {**flags, "worker_id": worker})
+            specs.append(ProcessSpec(worker, role, command, needs=(ROUTER,), env=child_environment(given)))
     return specs
 
 
 def _router_command(
-    settings: LocalSettings, shared: Mapping[str, Any]
+    settings: LocalSettings, shared: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Facts]], list[str]]:
     def command(known: Mapping[str, Facts]) -> list[str]:
         asked = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
-        earlier = known.get(ROUTER, {})
-        addresses = {name: earlier.get(name, address) for name, address in asked.items()}
-        return _python(Role.ROUTER, {**shared, **addresses})
+        earlier = {name: known[ROUTER][name] for name in asked} if ROUTER in known else {}
+        return _python(Role.ROUTER, {**_without({**shared, **asked}, given), **earlier})
 
     return command
+
+
+def _without(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that the file does not give to this process more closely."""
+    return {name: value for name, value in flags.items() if name not in given}
 
 
 def _worker_command(role: Role, flags: Mapping[str, Any]) -> Callable[[Mapping[str, Facts]], list[str]]:

@@ -1,5 +1,6 @@
 """``kvbaton router``."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,10 @@ from cli.service import enter_service, model_folder, run_service
 from cli.settings import ServiceSettings
 from contract.identity import Role
 from router.settings import RouterSettings
+from serving.logs import log_settings
 from serving.settings import Address
+
+logger = logging.getLogger(__name__)
 
 
 class RouterCommand(ServiceSettings, RouterSettings):
@@ -30,6 +34,7 @@ class RouterCommand(ServiceSettings, RouterSettings):
 def router(arguments: Sequence[str]) -> None:
     """``kvbaton router``."""
     settings = enter_service(RouterCommand, Role.ROUTER, arguments)
+    log_settings(logger, settings)
     from router.service import serve
 
     run_service(settings, lambda told, ready: serve(told, lambda addresses: ready(addresses.as_dict())))

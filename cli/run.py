@@ -15,6 +15,7 @@ from worker.launch import Facts
 def run(arguments: Sequence[str]) -> None:
     """``kvbaton run``."""
     settings = parse(RunSettings, "kvbaton run", arguments)
+    settings.refuse_contradictions()
     configure_logs("run", settings.log_level)
     asyncio.run(_answer_once(settings))
 
@@ -35,6 +36,8 @@ async def _ask(settings: RunSettings, url: str) -> Answer:
     body: dict[str, Any] = {"model": model, "temperature": settings.temperature}
     if settings.max_tokens is not None:
         body["max_tokens"] = settings.max_tokens
+    if settings.seed is not None:
+        body["seed"] = settings.seed
     if settings.raw:
         return await ask_http(url, "completions", {**body, "prompt": settings.prompt})
     messages = [{"role": "user", "content": settings.prompt}]

@@ -1,8 +1,8 @@
 """The settings of the commands that are more than one service, and the environment that all of them read."""
 
+import json
 import os
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,14 +10,14 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, CliSuppress
 
 from contract.errors import SettingError
-from serving.settings import Address, Settings
+from serving.settings import FLAG, Address, Settings
+from serving.settings_file import nearest
 
 DEMO = "demo"
 """The name of the model that is shipped with the package."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 PREFIX = "KVBATON_"
-_SERVICE_SETTINGS = (("router.settings", "RouterSettings"), ("worker.settings", "WorkerSettings"))
 
 
 def _check_ready_file(path: Path | None) -> Path | None:
@@ -29,18 +29,37 @@ def _check_ready_file(path: Path | None) -> Path | None:
     return path
 
 
-class ServiceSettings(Settings):
-    """What every single-service command adds to its service's own settings."""
+def _as_url(value: str) -> str:
+    url = value if "://" in value else f"http://{value}"
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("http", "https") or not rest or any(character.isspace() for character in url):
+        raise ValueError("it must be http://HOST:PORT, https://HOST or HOST:PORT")
+    return url.rstrip("/")
 
+
+Url = Annotated[str, AfterValidator(_as_url)]
+"""Where a service listens; HOST:PORT is taken as http://HOST:PORT."""
+
+
+class CommandSettings(Settings):
+    """What every command has."""
+
+    config: Path | None = None
+    """TOML file with settings; a table named after a command is for that command only."""
     log_level: LogLevel = "info"
     """The least important log records that are written."""
+
+
+class ServiceSettings(CommandSettings):
+    """What every single-service command adds to its service's own settings."""
+
     ready_fd: CliSuppress[int | None] = None
     """Open file descriptor that gets one JSON line when the service is ready; used by `kvbaton up`."""
     parent_pid: CliSuppress[int | None] = None
     """The process that this one shall not outlive; used by `kvbaton up`."""
 
 
-class LocalSettings(Settings):
+class LocalSettings(CommandSettings):
     """The processes of one machine: how many, on which model, how the workers run."""
 
     model: str = DEMO
@@ -55,8 +74,10 @@ class LocalSettings(Settings):
     """Aggregated workers, which do both without a hand-over."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""
-    transport: Literal["auto", "tcp"] = "auto"
-    """How KV blocks travel; auto is tcp in this version."""
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    """How KV blocks travel: shm (workers on one machine), tcp, or auto, the best that both workers can do."""
+    shm_dir: Path | None = None
+    """Folder of the sockets of transport shm; containers share it by a volume. Unset: one of this user's in /tmp."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto is the checkpoint's own."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -77,8 +98,6 @@ class LocalSettings(Settings):
     """File that says, once the service can answer, where everything listens (JSON)."""
     secret_file: Path | None = None
     """File with the cluster's secret; unset: a fresh one, private to these processes."""
-    log_level: LogLevel = "info"
-    """The least important log records that are written."""
 
     @model_validator(mode="after")
     def _check_pools(self) -> "LocalSettings":
@@ -125,7 +144,43 @@ class ServeSettings(LocalSettings):
     """Aggregated workers, which compute prompts and decode them without a hand-over."""
 
 
-class RunSettings(LocalSettings):
+class AskSettings(LocalSettings):
+    """What the commands that ask a model share: the service at --url, or without one their own on free ports."""
+
+    url: Url | None = None
+    """A running service (http://127.0.0.1:8000); unset: this command starts its own, and ends it."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """0 always takes the most likely token."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """At most this many new tokens; unset: what fits the model."""
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    """Seed of the sampling; unset: drawn by the router."""
+    http: Address = "127.0.0.1:0"
+    """HOST:PORT of the OpenAI API; port 0 picks a free one."""
+    grpc: Address = "127.0.0.1:0"
+    """HOST:PORT of the gRPC API; port 0 picks a free one."""
+    log_level: LogLevel = "error"
+    """The least important log records that are written."""
+
+    def refuse_contradictions(self) -> None:
+        """Raise SettingError for flags that say how to start a service, where --url names a running one."""
+        if self.url is None:
+            return
+        flags = {name for name, origin in self.sources.origins.items() if origin == FLAG}
+        useless = sorted((flags & LocalSettings.model_fields.keys()) - _USEFUL_WITH_URL)
+        if useless:
+            names = ", ".join(f"--{name.replace('_', '-')} {getattr(self, name)}" for name in useless)
+            raise SettingError(
+                f"url is {self.url}, a service that runs already, so {names} would change nothing: leave out either"
+                " (--served-model-name is the name to ask a running service for)",
+                param=useless[0],
+            )
+
+
+_USEFUL_WITH_URL = frozenset({"served_model_name", "config", "log_level"})
+
+
+class RunSettings(AskSettings):
     """Answer one prompt and end.
 
     Asks the service at --url, or without one starts the model on free ports for this one answer.
@@ -137,20 +192,24 @@ class RunSettings(LocalSettings):
 
     prompt: CliPositionalArg[str]
     """What to answer."""
-    url: str | None = Field(default=None, pattern=r"^https?://\S+$")
-    """A running service, as http://HOST:PORT."""
     raw: bool = False
     """Continue the prompt as it stands, without the model's chat template."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """At most this many new tokens; unset: what fits the model."""
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    """0 always takes the most likely token."""
-    http: Address = "127.0.0.1:0"
-    """HOST:PORT of the OpenAI API; port 0 picks a free one."""
-    grpc: Address = "127.0.0.1:0"
-    """HOST:PORT of the gRPC API; port 0 picks a free one."""
-    log_level: LogLevel = "error"
-    """The least important log records that are written."""
+
+
+class ChatSettings(AskSettings):
+    """Chat in the terminal, with the service at --url, or with a model that is started on free ports.
+
+    Ctrl-C stops the answer, Ctrl-D or /exit leaves, /help lists the other commands; a line that ends with a backslash
+    goes on in the next one. With piped input each line is one message.
+
+    Examples:
+      kvbaton chat
+      kvbaton chat --url 127.0.0.1:8000 --temperature 0.7 --system "Answer in one sentence."
+      echo "What do you know?" | kvbaton chat --url 127.0.0.1:8000
+    """
+
+    system: str | None = None
+    """System message that the conversation begins with."""
 
 
 class DemoSettings(LocalSettings):
@@ -160,27 +219,45 @@ class DemoSettings(LocalSettings):
     """The least important log records that are written."""
 
 
-def refuse_unknown_variables(settings_class: type[Settings]) -> None:
-    """Raise SettingError for a ``KVBATON_*`` variable that is no setting of any command: a typo sets nothing."""
+def refuse_unknown_variables(own: Collection[str], every: Callable[[], Collection[str]]) -> None:
+    """Raise SettingError for a ``KVBATON_*`` variable that is no setting of any command: a typo sets nothing.
+
+    own: names of this command's settings; every: those of all commands, asked only where ``own`` is not enough.
+    """
     asked = {name[len(PREFIX) :].lower() for name in os.environ if name.upper().startswith(PREFIX)}
-    unknown = asked - settings_class.model_fields.keys()
-    if unknown and (unknown := unknown - set(_all_settings())):
-        names = ", ".join(sorted(f"{PREFIX}{name.upper()}" for name in unknown))
+    if not (asked := asked - set(own)):
+        return
+    known = set(every())
+    if unknown := sorted(asked - known):
+        names = ", ".join(variable(name) for name in unknown)
+        near = nearest(variable(unknown[0]), [variable(name) for name in known])
         raise SettingError(
-            f"{names} in the environment is no setting of kvbaton; see `kvbaton COMMAND --help`"
+            f"{names} in the environment is no setting of kvbaton{near}; see `kvbaton COMMAND --help`"
         )
 
 
-def _all_settings() -> Iterator[str]:
-    for own in (ServiceSettings, UpSettings, ServeSettings, RunSettings, DemoSettings):
-        yield from own.model_fields
-    for module, name in _SERVICE_SETTINGS:
-        yield from getattr(import_module(module), name).model_fields
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"{PREFIX}{name.upper()}"
 
 
-def child_environment() -> dict[str, str]:
-    """What child processes inherit: this environment, without gRPC's own chatter unless it was asked for."""
-    return {"GRPC_VERBOSITY": "ERROR", **os.environ}
+def child_environment(settings: Mapping[str, object] | None = None) -> dict[str, str]:
+    """What child processes inherit: this environment over ``settings`` (by name), without the settings file.
+
+    They get what the file says by this, read once, and not the file. gRPC's own chatter is off unless it was asked for.
+    """
+    own = {name: value for name, value in os.environ.items() if name.upper() != variable("config")}
+    taken = {name.upper() for name in own}
+    given = {variable(name): _as_variable(value) for name, value in (settings or {}).items()}
+    return {
+        "GRPC_VERBOSITY": "ERROR",
+        **{name: value for name, value in given.items() if name not in taken},
+        **own,
+    }
+
+
+def _as_variable(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def available_cores() -> int:

@@ -45,6 +45,10 @@ def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None
 
 
 def log_settings(logger: logging.Logger, settings: Settings) -> None:
-    """Log all settings in one record, secrets masked."""
-    told = " ".join(f"{name}={value!r}" for name, value in settings.masked().items())
+    """Log all settings in one record, secrets masked, each with where it came from unless it is the default."""
+    origins = settings.sources.origins
+    told = " ".join(
+        f"{name}={value!r}" + (f" ({origins[name]})" if name in origins else "")
+        for name, value in settings.masked().items()
+    )
     logger.info("settings: %s", told)

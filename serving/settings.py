@@ -1,16 +1,22 @@
-"""The root of every service's settings: flag over environment over default, the same name in all of them.
+"""The root of every service's settings: flag over environment over file over default, the same name in all of them.
 
 ``--max-num-seqs`` is ``KVBATON_MAX_NUM_SEQS`` is ``max_num_seqs``. A bad value stops the process with its name, its
 value and the allowed range. This module and its like are the only places that read the environment.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, PrivateAttr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import SettingError
+from serving.settings_file import SettingsFile, is_secret
+
+FLAG = "flag"
+"""The origin of what was given on the command line."""
 
 
 def _check_address(value: str) -> str:
@@ -43,6 +49,14 @@ def read_secret_file(path: Path | None) -> str:
     return secret
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Where settings came from. origins: by name FLAG, "KVBATON_NAME" or the place in the file; defaults have none."""
+
+    origins: Mapping[str, str] = field(default_factory=dict)
+    file: SettingsFile | None = None
+
+
 class Settings(BaseSettings):
     """Frozen settings that name every unknown or bad value. Subclasses add fields with descriptions and ranges."""
 
@@ -56,9 +70,22 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
+    _sources: Sources = PrivateAttr(default_factory=Sources)
+
+    @property
+    def sources(self) -> Sources:
+        """Where the values came from; empty for settings that were made in code."""
+        return self._sources
+
+    def from_sources(self, sources: Sources) -> Self:
+        """The same settings with a note where they came from. Raises nothing, checks nothing."""
+        known = self.model_copy()
+        known._sources = sources
+        return known
+
     def masked(self) -> dict[str, Any]:
         """All settings for the log, secrets masked."""
         return {
-            name: "***" if "secret" in name and value else value
+            name: "***" if is_secret(name) and value else value
             for name, value in self.model_dump(mode="json").items()
         }

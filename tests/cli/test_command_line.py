@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cli.main import COMMANDS
+from cli.commands import COMMANDS
 
 
 def kvbaton(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -35,6 +35,7 @@ def test_help_lists_every_command() -> None:
     text = kvbaton("--help").stdout
     assert all(f"\n  {command} " in text for command in COMMANDS)
     assert kvbaton().stdout == text
+    assert all(f"\n{command.group}:\n" in text for command in COMMANDS.values())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -46,6 +47,9 @@ def test_help_of_a_command_says_what_it_does_and_how_to_set_everything(command: 
     flags = re.findall(r"^  --([a-z-]+)", options, re.MULTILINE)
     unwrapped = re.sub(r"\s+", " ", options)
     assert "model" in flags or command == "serve"
+    assert all(
+        re.search(rf"--{flag}\b[^[]* \((?:default: [^[]+|required)\) \[env", unwrapped) for flag in flags
+    )
     assert all(f"[env: KVBATON_{flag.upper().replace('-', '_')}]" in unwrapped for flag in flags)
 
 
@@ -54,7 +58,9 @@ def test_version() -> None:
 
 
 def test_an_unknown_command_gets_the_list_of_right_ones() -> None:
-    assert refusal("upp") == f"'upp' is no command; choose one of {', '.join(COMMANDS)}"
+    choice = f"choose one of {', '.join(COMMANDS)}"
+    assert refusal("upp") == f"'upp' is no command (did you mean up?); {choice}"
+    assert refusal("zzzz") == f"'zzzz' is no command; {choice}"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,9 @@ def test_a_bad_variable_is_named_like_a_flag() -> None:
 
 def test_an_unknown_variable_is_refused() -> None:
     line = refusal("up", KVBATON_PREFIL="2")
-    assert line == "KVBATON_PREFIL in the environment is no setting of kvbaton; see `kvbaton COMMAND --help`"
+    assert line.startswith(
+        "KVBATON_PREFIL in the environment is no setting of kvbaton (did you mean KVBATON_PREFILL?)"
+    )
 
 
 def test_a_variable_of_another_command_is_no_error() -> None:
@@ -102,6 +110,20 @@ def test_a_variable_of_another_command_is_no_error() -> None:
 def test_the_flag_wins_over_the_variable() -> None:
     assert "'/flag'" in refusal("up", "--model", "/flag", KVBATON_MODEL="/variable")
     assert "'/variable'" in refusal("up", KVBATON_MODEL="/variable")
+
+
+@pytest.mark.parametrize("command", [("run", "hi"), ("chat",)])
+def test_flags_that_start_a_service_contradict_the_url_of_one(command: tuple[str, ...]) -> None:
+    line = refusal(*command, "--url", "127.0.0.1:1", "--model", "demo", "--both", "2")
+    assert line.startswith(
+        "url is http://127.0.0.1:1, a service that runs already, so --both 2, --model demo would change nothing"
+    )
+    line = refusal(*command, "--http", "127.0.0.1:0", KVBATON_URL="127.0.0.1:1")
+    assert "--http 127.0.0.1:0 would change nothing" in line
+
+
+def test_a_url_of_another_kind_is_refused() -> None:
+    assert "url is 'ftp://x': it must be http://HOST:PORT" in refusal("chat", "--url", "ftp://x")
 
 
 def test_a_router_without_a_secret_is_refused() -> None:

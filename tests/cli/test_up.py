@@ -136,6 +136,28 @@ async def test_run_answers_once(model: Path) -> None:
     assert output.strip()
 
 
+async def test_chat_starts_its_own_service_by_a_file_and_leaves_nothing_behind(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "kvbaton.toml"
+    file.write_text(
+        f'model = "{model}"\n[chat]\nmax_tokens = 4\nlog_level = "info"\n[decode]\nmax_num_seqs = 3\n'
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli.main", "chat", "--config", str(file)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await process.communicate(b"one two\n/stats\n")
+    assert process.returncode == 0, errors.decode()
+    assert "4 out (length)" in output.decode()
+    assert re.search(
+        r"decode-0 worker.service: settings: .*max_num_seqs=3 \(KVBATON_MAX_NUM_SEQS\)", errors.decode()
+    )
+    assert all(wait_gone(int(pid)) for pid in re.findall(r"started \(pid (\d+)\)", errors.decode()))
+
+
 async def test_demo_shows_two_answers_and_where_their_time_went(model: Path) -> None:
     async with kvbaton("demo", *FREE_PORTS, "--model", str(model)) as command:
         await command.wait_for("OpenAI HTTP asked")

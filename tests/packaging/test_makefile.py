@@ -67,9 +67,10 @@ def test_the_rest_is_installed_after_torch_under_the_same_constraints(programs: 
 
 
 def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
-    assert any('-m "not slow and not gpu"' in line for line in planned(programs, "test"))
-    assert any('-m "slow and not gpu"' in line for line in planned(programs, "test-slow"))
+    assert any('-m "not slow and not gpu and not docker"' in line for line in planned(programs, "test"))
+    assert any('-m "slow and not gpu and not docker"' in line for line in planned(programs, "test-slow"))
     assert any("-m pytest -m gpu" in line for line in planned(programs, "gpu-check"))
+    assert any(line.endswith("-m pytest -m docker ") for line in planned(programs, "test-docker"))
 
 
 def test_the_gpu_tests_run_under_a_python_of_ones_own(programs: Path) -> None:
@@ -82,9 +83,14 @@ def test_make_alone_lists_the_targets(programs: Path) -> None:
         ["make"], cwd=ROOT, env={"PATH": str(programs)}, capture_output=True, text=True, check=True
     )
     targets = [line.split()[0] for line in result.stdout.splitlines()]
-    assert {"install", "demo", "test", "test-slow", "check", "protos", "format", "gpu-check", "clean"} <= set(
-        targets
-    )
+    wanted = ["install", "demo", "test", "test-slow", "check", "protos", "settings-docs", "format"]
+    assert {*wanted, "gpu-check", "test-docker", "clean"} <= set(targets)
+
+
+def test_check_compares_what_is_generated(programs: Path) -> None:
+    lines = planned(programs, "check")
+    for tool in ("generate_protos", "generate_settings_docs"):
+        assert any(line.endswith(f"-m tools.{tool} --check") for line in lines)
 
 
 def check_machine(programs: Path) -> subprocess.CompletedProcess[str]:

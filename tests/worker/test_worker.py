@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
 
 from contract.errors import IncompatiblePeerError, SettingError, WorkerLostError
 from contract.identity import Role
 from decode_service.servicer import DecodeServicer
-from engine.client import InProcessClient
-from engine.testing import CRASH_TOKEN, start_fake_executor
+from engine.client import InProcessClient, ProcessClient
+from engine.testing import start_fake_executor
 from engine.testing_transfer import fake_connector_factory
 from prefill_service.servicer import PrefillServicer
 from protos import worker_pb2 as pb
@@ -49,15 +50,15 @@ class Running:
 
 
 @asynccontextmanager
-async def running(role: Role, folder: Path) -> AsyncIterator[Running]:
+async def running(
+    role: Role, folder: Path, client: type[InProcessClient | ProcessClient] = InProcessClient
+) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
         router = RouterService(RouterSettings(**FREE, secret=SECRET))
         await router.start()
         stack.push_async_callback(router.stop)
         settings = worker_settings(folder, router.addresses.internal)
-        engine = await InProcessClient.start(
-            fake_settings(), fake_connector_factory, start=start_fake_executor
-        )
+        engine = await client.start(fake_settings(), fake_connector_factory, start=start_fake_executor)
         stack.push_async_callback(engine.shutdown)
         worker = Worker(WorkerIdentity(role, "w", "boot"), settings, engine)
         addresses = await stack.enter_async_context(exposed(worker, settings, SERVICERS[role]))
@@ -236,19 +237,20 @@ async def test_a_dead_engine_ends_the_worker(tmp_path: Path) -> None:
         assert "the engine of worker w has stopped" in str(it.run.exception())
 
 
-async def test_a_dead_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) -> None:
-    """One request's crash is the death of all: none of them hears of a bug of its own, others may go on with them."""
+async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) -> None:
+    """None of them hears of a bug of its own: they end with the stream, and another worker may go on with them."""
     heard: asyncio.Queue[Any] = asyncio.Queue()
-    async with running(Role.DECODE, tmp_path) as it, asyncio.timeout(20):
+    async with running(Role.DECODE, tmp_path, ProcessClient) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
         (attached,) = it.router._registry.workers
         attached.bind(("r", 0), heard.put_nowait, 1)
         await it.call("Decode", waiting_leg())
         await until_accepted(it, 1)
-        await it.call("Decode", pb.DecodeRequest(task=task("crash", prompt_token_ids=[CRASH_TOKEN])))
-        end = await heard.get()
-    assert isinstance(end, WorkerLostError)
+        psutil.Process(await it.worker.engine.call("pid")).kill()
+        assert isinstance(await heard.get(), WorkerLostError)
+        await asyncio.wait([it.run])
     assert heard.empty()
+    assert "has stopped" in str(it.run.exception())
 
 
 def test_secrets_are_read_or_named(tmp_path: Path) -> None:

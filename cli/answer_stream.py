@@ -1,0 +1,93 @@
+"""One streamed chat completion, as a client of OpenAI's API sees it."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from cli.ask import Answer, open_session, openai_shape
+from contract.errors import KvbatonError, OverloadedError, UnavailableError
+
+OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StreamedAnswer(Answer):
+    """A whole answer that was streamed. first_text_seconds: from the question to the first text, seen from here."""
+
+    first_text_seconds: float | None = None
+
+
+async def stream_chat(url: str, body: Mapping[str, Any], on_text: OnText) -> StreamedAnswer:
+    """POST ``body`` to ``url``/v1/chat/completions and call ``on_text`` with each piece of the answer as it comes.
+
+    Cancelling this closes the connection, by which the service cancels the request. Raises UnavailableError when
+    nobody answers there or the connection breaks, OverloadedError for 429, KvbatonError with the service's own message
+    for any other error; each is one line.
+    """
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "timings": True}
+    try:
+        async with (
+            open_session() as session,
+            session.post(f"{url}/v1/chat/completions", json=asked) as response,
+        ):
+            if response.status != 200:
+                raise await _refusal(url, response)
+            with openai_shape(url):
+                return await _collect(url, response, on_text)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        told = str(error) or type(error).__name__
+        raise UnavailableError(f"{url} does not answer: {told}") from error
+
+
+async def _collect(url: str, response: aiohttp.ClientResponse, on_text: OnText) -> StreamedAnswer:
+    began = time.monotonic()
+    answer = StreamedAnswer("", "", 0, 0, {})
+    pieces: list[str] = []
+    async for event in _events(url, response):
+        if usage := event.get("usage"):
+            answer = replace(
+                answer,
+                num_prompt_tokens=usage["prompt_tokens"],
+                num_completion_tokens=usage["completion_tokens"],
+            )
+        for choice in event["choices"]:
+            answer = replace(answer, finish_reason=choice["finish_reason"] or answer.finish_reason)
+            if text := choice["delta"].get("content"):
+                if not pieces:
+                    answer = replace(answer, first_text_seconds=time.monotonic() - began)
+                pieces.append(text)
+                on_text(text)
+        answer = replace(answer, timings=event.get("kvbaton", {}).get("timings", answer.timings))
+    return replace(answer, text="".join(pieces))
+
+
+async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The objects of the stream. Raises KvbatonError for an error event, UnavailableError when it ends too early."""
+    async for line in response.content:
+        data = line.decode().strip().removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        if not data:
+            continue
+        event: dict[str, Any] = json.loads(data)
+        if "error" in event:
+            raise KvbatonError(f"{url}: the answer broke off: {event['error']['message']}")
+        yield event
+    raise UnavailableError(f"{url}: the connection ended before the answer did")
+
+
+async def _refusal(url: str, response: aiohttp.ClientResponse) -> KvbatonError:
+    try:
+        reply = await response.json(content_type=None)
+        message = str(reply["error"]["message"])
+    except (aiohttp.ClientError, ValueError, LookupError, TypeError):
+        message = response.reason or "no reason was given"
+    told = f"{url} answered {response.status}: {message}"
+    if response.status == 429:
+        wait = response.headers.get("Retry-After")
+        return OverloadedError(f"{told}; try again {f'in {wait} s' if wait else 'later'}")
+    return KvbatonError(told)

@@ -1,0 +1,71 @@
+"""What was said in a chat so far, and the next question."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from cli.answer_stream import OnText, StreamedAnswer, stream_chat
+from contract.errors import KvbatonError
+
+
+class Conversation:
+    """Owns the messages. body: what goes with every question (model, temperature, ...). last: the last whole answer."""
+
+    def __init__(self, url: str, body: Mapping[str, Any], system: str | None = None) -> None:
+        self.system = system
+        self.last: StreamedAnswer | None = None
+        self._url = url
+        self._body = dict(body)
+        self._turns: list[dict[str, str]] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """All messages that go with the next question."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self._turns]
+
+    def reset(self) -> None:
+        """Forget what was said; the system message stays."""
+        self._turns.clear()
+
+    async def ask(self, text: str, on_text: OnText) -> StreamedAnswer:
+        """Ask, with all that was said before. ``on_text`` gets the answer's pieces.
+
+        A cancelled answer stays as far as it came; a question without any answer, and one that failed, is forgotten.
+        Raises KvbatonError as ``stream_chat`` does.
+        """
+        heard: list[str] = []
+
+        def hear(piece: str) -> None:
+            heard.append(piece)
+            on_text(piece)
+
+        question = {"role": "user", "content": text}
+        try:
+            answer = await stream_chat(
+                self._url, {**self._body, "messages": [*self.messages, question]}, hear
+            )
+        except asyncio.CancelledError:
+            if heard:
+                self._keep(question, "".join(heard))
+            raise
+        self._keep(question, answer.text)
+        self.last = answer
+        return answer
+
+    def stats(self) -> str:
+        """The latency split of the last answer, in one line. Raises KvbatonError where there is none."""
+        if self.last is None:
+            raise KvbatonError("there is no whole answer yet")
+        answer = self.last
+        counts = f"{answer.num_prompt_tokens} tokens in, {answer.num_completion_tokens} out ({answer.finish_reason})"
+        if not answer.timings:
+            return f"{counts}; the service sent no timings"
+        parts = {name: seconds * 1000 for name, seconds in answer.timings.items()}
+        whole = parts.pop("end_to_end", 0.0)
+        hidden = parts.pop("transfer_hidden", 0.0)
+        told = " + ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in parts.items())
+        return f"{told} = {whole:.1f} ms (transfer hidden {hidden:.1f}); {counts}"
+
+    def _keep(self, question: dict[str, str], answer: str) -> None:
+        self._turns += [question, {"role": "assistant", "content": answer}]

@@ -1,0 +1,52 @@
+"""docs/settings.md is made from the settings classes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.commands import COMMANDS
+from tools.generate_settings_docs import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_committed_page_is_in_sync() -> None:
+    command = [sys.executable, "-m", "tools.generate_settings_docs", "--check"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_stale_or_missing_page_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "settings.md"
+    assert main(["--check"], page) == 1
+    assert main([], page) == 0
+    assert main(["--check"], page) == 0
+    page.write_text(page.read_text().replace("at most 64", "at most 65", 1))
+    assert main(["--check"], page) == 1
+    assert "run `make settings-docs`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_setting_that_a_user_can_give_is_on_the_page(tmp_path: Path, command: str) -> None:
+    page = tmp_path / "settings.md"
+    main([], page)
+    section = page.read_text().partition(f"## `kvbaton {command}`\n")[2].partition("\n## ")[0]
+    hidden = {"ready_fd", "parent_pid"}
+    assert all(
+        (f"| `{name}`" in section) == (name not in hidden)
+        for name in COMMANDS[command].settings_class().model_fields
+    )
+
+
+def test_a_row_has_name_flag_variable_range_default_and_meaning(tmp_path: Path) -> None:
+    page = tmp_path / "settings.md"
+    main([], page)
+    assert (
+        "| `prefill` | `--prefill` | `KVBATON_PREFILL` | integer, at least 0, at most 64 | unset | Workers that compute"
+        in page.read_text()
+    )
+    assert (
+        "| `prompt` | `PROMPT` | `KVBATON_PROMPT` | text | required | What to answer. |" in page.read_text()
+    )
