@@ -1,0 +1,120 @@
+"""Runs docker/compose.yaml as a user would: `docker compose` in that folder, HTTP and gRPC on the published ports."""
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[2] / "docker"
+PROJECT = "kvbaton-test"
+VARIABLES = ("COMPOSE_PROFILES=cpu", "HTTP_PORT=0", "GRPC_PORT=0")
+BUILD_SECONDS = 1800
+UP_SECONDS = 180
+COMMAND_SECONDS = 60
+_READ = """
+import socket, sys, urllib.request
+url = f"http://{socket.gethostname()}:9101{sys.argv[1]}"
+print(urllib.request.urlopen(url, timeout=10).read().decode())
+"""
+
+
+def docker(*arguments: str, timeout_seconds: float = COMMAND_SECONDS, variables: Sequence[str] = ()) -> str:
+    """Run one docker command in docker/ with ``NAME=VALUE`` variables; its output. Raises AssertionError when it fails."""
+    result = subprocess.run(
+        ["env", *variables, "docker", *arguments],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    told = f"{result.stdout[-4000:]}{result.stderr[-4000:]}"
+    assert result.returncode == 0, f"docker {' '.join(arguments)}:\n{told}"
+    return result.stdout
+
+
+def require_engine() -> None:
+    """Fail with advice where no engine answers: whoever asks for these tests has one."""
+    try:
+        result = subprocess.run(
+            ["docker", "info"], capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        )
+        problem = result.stderr.strip() if result.returncode else ""
+    except FileNotFoundError:
+        problem = "there is no `docker` on the PATH"
+    if problem:
+        raise AssertionError(
+            f"make test-docker needs a Docker engine with Compose v2 (start it, or set DOCKER_HOST): {problem}"
+        )
+
+
+class Stack:
+    """The compose project of the tests, with the profile ``cpu`` and ports that the engine picks."""
+
+    def compose(self, *arguments: str, timeout_seconds: float = COMMAND_SECONDS) -> str:
+        """Run one `docker compose` command of the project; its output."""
+        command = ("compose", "-p", PROJECT, *arguments)
+        return docker(*command, timeout_seconds=timeout_seconds, variables=VARIABLES)
+
+    def up(self, *arguments: str) -> None:
+        """Start what does not run yet, and wait until every service is healthy."""
+        try:
+            self.compose("up", "-d", "--wait", *arguments, timeout_seconds=UP_SECONDS)
+        except AssertionError as error:
+            error.add_note(self.compose("logs", "--no-color", "--tail", "20"))
+            raise
+
+    def down(self) -> None:
+        """Stop and remove everything, the volumes too."""
+        self.compose("down", "-v", "--remove-orphans", timeout_seconds=UP_SECONDS)
+
+    def published(self, port: int) -> str:
+        """Where one of the router's ports is published, as "host:port"."""
+        return self.compose("port", "router", str(port)).strip()
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the running containers of a service."""
+        return self.compose("ps", "-q", service).split()
+
+    def inspect(self, *arguments: str) -> list[dict[str, Any]]:
+        """`docker inspect` of all containers of the project, ended ones too; ``arguments`` go to `ps`."""
+        ids = self.compose("ps", "-a", "-q", *arguments).split()
+        found: list[dict[str, Any]] = json.loads(docker("inspect", *ids)) if ids else []
+        return found
+
+    def leftovers(self) -> dict[str, str]:
+        """Containers, networks and volumes of the project that the engine still knows."""
+        label = f"label=com.docker.compose.project={PROJECT}"
+        listed = {
+            "containers": docker("ps", "-aq", "--filter", label),
+            "networks": docker("network", "ls", "-q", "--filter", label),
+            "volumes": docker("volume", "ls", "-q", "--filter", label),
+        }
+        return {name: ids for name, ids in listed.items() if ids.strip()}
+
+
+def admin_page(container: str, path: str) -> str:
+    """A page of the operators' port of a container, read inside it."""
+    return docker("exec", container, "python", "-c", _READ, path)
+
+
+def debug_state(container: str) -> dict[str, Any]:
+    """A container's /debug/state."""
+    state: dict[str, Any] = json.loads(admin_page(container, "/debug/state"))
+    return state
+
+
+@contextmanager
+def running_stack() -> Iterator[Stack]:
+    """The stack, built from this checkout and ready to answer; taken down with all its volumes at the end."""
+    require_engine()
+    stack = Stack()
+    stack.down()
+    try:
+        stack.compose("build", timeout_seconds=BUILD_SECONDS)
+        stack.up()
+        yield stack
+    finally:
+        stack.down()
