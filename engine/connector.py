@@ -120,7 +120,7 @@ class SchedulerConnector(Protocol):
         """What came with a transfer that is in ``finished_recving``; called exactly once."""
 
     def take_events(self) -> list[TransferEvent]:
-        """Events since the last call, in order."""
+        """Events since the last call, in order. Raises InternalError once the connector is broken: the engine must end."""
 
     def build_metadata(self) -> Any | None:
         """This step's orders to the ranks (``SchedulerOutput.kv_connector_metadata``), or None."""

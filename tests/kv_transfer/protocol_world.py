@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 
+import pytest
 import xxhash
 
 from contract.layout import KVLayout
@@ -72,6 +73,7 @@ class LentRequest:
     num_published: int = 0
     num_ordered: int = 0
     is_over: bool = False
+    lease: LeaseName | None = None
 
 
 class Lender:
@@ -119,7 +121,7 @@ class Lender:
         for lent in self.requests.values():
             lent.num_ordered = lent.num_published
         for order in orders:
-            number = self.requests[order.key].number
+            number, self.requests[order.key].lease = self.requests[order.key].number, order.name
             for index, block_id in enumerate(order.block_ids, start=order.first_block):
                 self.pool.memory.fill(block_id, block_content(f"t{number}", index))
         self.orders += orders
@@ -145,6 +147,9 @@ class Lender:
             assert lent.is_over, "reported before the scheduler had finished with it"
             assert not read_blocks & set(lent.block_ids), "reported while it is read"
             assert all(order.key != key for order in self.orders), "reported while it is digested"
+            if lent.lease is not None:
+                with pytest.raises(StaleLeaseError):
+                    self.book.check(lent.lease)
             self.pool.give_back(lent.block_ids)
             self.num_sent += 1
 
@@ -266,6 +271,8 @@ class Fetcher:
         if job.read.is_stopped:
             self.fetches.fetch_event(job.key, ev.JobStopped())
             return
+        readings = (reading for lane in self.lanes.values() for reading in lane)
+        assert all(reading.job.key != job.key for reading in readings), "committed before it was verified"
         fetched = self.requests[job.key]
         transfer = fetched.request.transfer
         assert isinstance(transfer, ReceiveTransfer)

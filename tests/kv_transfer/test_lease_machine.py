@@ -14,7 +14,7 @@ from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
 from tests.soak_settings import machine_settings, soaked
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
-NAMES = st.builds(LeaseName, st.sampled_from(["t", "u"]), st.integers(0, 1), st.sampled_from(["a", "b"]))
+NAMES = st.sampled_from([LeaseName("t", 0, "a"), LeaseName("t", 0, "a"), LeaseName("t", 1, "b")])
 TOKENS = st.sampled_from(["x", "y", "z"])
 
 
@@ -48,7 +48,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.book.extend(name, self.memory, block_ids)
         self.leases.setdefault(name, ModelLease()).block_ids.extend(block_ids)
 
-    @rule(name=NAMES, indices=st.lists(st.integers(-1, 4), min_size=1, max_size=3))
+    @rule(name=NAMES, indices=st.lists(st.sampled_from([0, 0, 0, 0, 1, -1, 9]), min_size=1, max_size=2))
     def read(self, name: LeaseName, indices: list[int]) -> None:
         lease = self.leases.get(name)
         reading = self.book.reading(ReadRequest(name, indices))
@@ -87,6 +87,15 @@ class LeaseMachine(RuleBasedStateMachine):
             self.leases.pop(name, None)
             self.expected_idle.append(name)
         self.book.revoke(name)
+
+    @precondition(lambda self: self.readers)
+    @rule(pick=st.integers(0, 9))
+    def revoke_amid_reads(self, pick: int) -> None:
+        """No read starts any more, of what others still read."""
+        name, _ = self.readers[pick % len(self.readers)]
+        self.revoke(name)
+        self.check(name)
+        self.read(name, [0])
 
     @rule(token=TOKENS)
     def begin_session(self, token: str) -> None:

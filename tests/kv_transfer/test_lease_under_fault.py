@@ -21,7 +21,7 @@ from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLea
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender
-from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, Pair, pair_of, prompt_of, request_of
+from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, Pair, Sides, pair_of, prompt_of, request_of
 
 WAIT = 30.0
 NAME = LeaseName("t", 0, "lease")
@@ -216,8 +216,6 @@ def test_blocks_stay_quarantined_until_the_read_is_terminal_and_are_counted() ->
         def forget(self, _source: Source) -> None: ...
 
         def close(self) -> None: ...
-
-    from tests.kv_transfer.builders import Sides
 
     with pair_of(Sides(decode={"decorate": lambda _inner: SlowReceiver()})) as pair:
         prompt, decode = prompt_of(3), pair.decode.driver

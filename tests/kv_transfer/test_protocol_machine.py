@@ -5,24 +5,20 @@ read into it or from it runs, an older attempt is refused, and no event is impos
 has passed, every fetch and every lease is gone.
 """
 
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.connector import FirstToken
-from kv_transfer import events as ev
 from kv_transfer import messages as msg
 from kv_transfer.handshake import Session
 from kv_transfer.link import PeerRef
-from kv_transfer.states import Fetch, FetchState
-from kv_transfer.transitions import advance_fetch
 from tests.kv_transfer.protocol_world import LEASE_SECONDS, Fetcher, Lender, Reading, Wire, prompt_of
 from tests.soak_settings import machine_settings, soaked
 
 NUMBERS, ATTEMPTS = st.integers(0, 3), st.integers(0, 2)
 PICKS = st.integers(0, 7)
 RARELY, MOSTLY = st.sampled_from([False] * 5 + [True]), st.sampled_from([True] * 5 + [False])
-PARTS = ["compute", "network", "step", "move", "commit"]
+PARTS = ["compute", "network", "step", "move", "move", "commit"]
 FATES = st.sampled_from(["take"] * 12 + ["lose", "repeat"])
 
 
@@ -34,8 +30,9 @@ def session_of(boot_id: str) -> Session:
 class ProtocolMachine(RuleBasedStateMachine):
     """One prefill and one decode worker at a time, and as many incarnations of each as it takes."""
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(num_tokens=st.sampled_from([0, 2, 3, 9]), is_digested=MOSTLY)
+    def begin(self, num_tokens: int, is_digested: bool) -> None:
+        """Two transfers are on their way already, unless ``num_tokens`` is 0."""
         self.now = 0.0
         self.num_boots = 0
         self.wires: list[Wire] = []
@@ -43,6 +40,14 @@ class ProtocolMachine(RuleBasedStateMachine):
             Lender(self.new_boot("p"), self.clock),
             Fetcher(self.new_boot("d"), self.clock),
         )
+        for number in (2, 1) if num_tokens else ():
+            self.open(number, 0, True)
+            self.send_and_deliver()
+            self.compute(number - 1, 2, True, False)
+            self.send_and_deliver()
+            self.decode_step(0, True)
+            self.compute(2 - number, num_tokens, is_digested, True)
+            self.send_and_deliver()
 
     def clock(self) -> float:
         return self.now
@@ -61,7 +66,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         if is_fetched:
             self.start_fetch(number, attempt, False)
 
-    @rule(pick=PICKS, num_tokens=st.sampled_from([1, 2, 3, 9, 9, 9]), is_digested=MOSTLY, is_finished=MOSTLY)
+    @rule(pick=PICKS, num_tokens=st.sampled_from([1, 2, 2, 3, 3, 9]), is_digested=MOSTLY, is_finished=MOSTLY)
     def compute(self, pick: int, num_tokens: int, is_digested: bool, is_finished: bool) -> None:
         """A step over one prompt; its last one samples token 0."""
         going = [lent for lent in self.lender.requests.values() if not lent.is_over]
@@ -126,7 +131,11 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.fetcher.cancel(waiting[pick % len(waiting)])
 
     @precondition(lambda self: self.readings())
-    @rule(pick=PICKS, num_stages=st.integers(1, 6), how=st.sampled_from(["go"] * 10 + ["break", "corrupt"]))
+    @rule(
+        pick=PICKS,
+        num_stages=st.sampled_from([1, 1, 2, 3, 6]),
+        how=st.sampled_from(["go"] * 8 + ["break", "corrupt", "corrupt"]),
+    )
     def move_bytes(self, pick: int, num_stages: int, how: str) -> None:
         for _ in range(num_stages):
             lanes = [boot_id for boot_id, lane in self.fetcher.lanes.items() if lane]
@@ -137,6 +146,30 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.fetcher.commit_next()
+
+    @precondition(lambda self: self.readings())
+    @rule(pick=PICKS, num_stages=st.integers(0, 2))
+    def cancel_amid_its_reads(self, pick: int, num_stages: int) -> None:
+        readings = self.readings()
+        key = readings[pick % len(readings)].job.key
+        if key in self.fetcher.requests and not self.fetcher.requests[key].is_given_up:
+            self.fetcher.cancel(key)
+        for _ in range(num_stages):
+            self.move_bytes(pick, 1, "go")
+        self.decode_step(0, False)
+
+    @precondition(lambda self: self.blocks_being_read() or self.lender.orders)
+    @rule(is_expiry=st.booleans(), num_aborts=st.integers(0, 2), is_reused=MOSTLY)
+    def end_leases_amid_reads(self, is_expiry: bool, num_aborts: int, is_reused: bool) -> None:
+        """The prefill scheduler gives up, or time does; what is reported is used for something else at once."""
+        if is_expiry:
+            self.pass_time(LEASE_SECONDS)
+        for lent in list(self.lender.requests.values()):
+            for _ in range(num_aborts):
+                lent.is_over = True
+                self.lender.sends.abandon(lent.request.key, "cancelled", "played")
+        if is_reused:
+            self.prefill_step()
 
     # The links.
 
@@ -190,13 +223,13 @@ class ProtocolMachine(RuleBasedStateMachine):
         for part in parts:
             match part:
                 case "compute":
-                    self.compute(pick, 9, True, True)
+                    self.compute(pick, 3, True, True)
                 case "network":
                     self.send_and_deliver()
                 case "step":
                     self.decode_step(0, True)
                 case "move":
-                    self.move_bytes(pick, 3, "go")
+                    self.move_bytes(pick, 1, "go")
                 case "commit" if self.fetcher.commits:
                     self.commit()
 
@@ -348,27 +381,3 @@ class ProtocolMachine(RuleBasedStateMachine):
 
 TestProtocol = ProtocolMachine.TestCase
 TestProtocol.settings = machine_settings(200, 60)
-
-TOKEN_LISTS = st.lists(st.builds(FirstToken, st.integers(-3, 3)), max_size=2).map(tuple)
-WORDS = st.one_of(
-    st.builds(ev.Announced, st.integers(-2, 4), st.lists(st.integers(), max_size=4).map(tuple), st.just(0.0)),
-    st.builds(ev.Completed, st.integers(-2, 4), TOKEN_LISTS, st.just(0.0)),
-    st.builds(ev.SenderFailed, st.sampled_from(["internal", "not_needed"]), st.just("played")),
-)
-
-
-@machine_settings(300, 1)
-@given(words=st.lists(WORDS, max_size=8), reserve_after=st.integers(0, 8), num_cached=st.integers(0, 3))
-def test_no_word_of_a_sender_is_impossible(
-    words: list[ev.FetchEvent], reserve_after: int, num_cached: int
-) -> None:
-    """A sender may say anything in any order: the fetch goes on or fails, and nothing is committed without a read."""
-    fetch = Fetch(num_blocks=3)
-    for position, word in enumerate(words):
-        if position == reserve_after and fetch.state is FetchState.WAITING and fetch.digests:
-            fetch, _ = advance_fetch(fetch, ev.Reserved((4, 5, 6), num_cached))
-        fetch, _ = advance_fetch(fetch, word)
-        assert fetch.num_posted <= 4
-        assert fetch.state not in (FetchState.COMMITTED, FetchState.LANDED)
-        if fetch.state is FetchState.VERIFIED:
-            assert num_cached == 3, "nothing was missing"
