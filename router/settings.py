@@ -35,7 +35,7 @@ class RouterSettings(Settings):
     """Time from a request's arrival to its last token; then it ends with an error."""
     accept_timeout_seconds: float = Field(default=10.0, gt=0)
     """How long a worker may take to accept a request, a cancel or a router's question."""
-    worker_wait_seconds: float = Field(default=10.0, ge=0)
+    worker_wait_seconds: float = Field(default=30.0, ge=0)
     """How long requests wait for a role that has no worker (one may be starting again); then they are answered 503."""
     max_replays: int = Field(default=5, ge=0)
     """Failed attempts in a row, without a token between them, after which a request goes on with other workers."""

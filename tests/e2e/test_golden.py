@@ -1,4 +1,4 @@
-"""Golden: the hand-over over tcp, one aggregated worker, the offline engine and transformers agree token by token."""
+"""Golden: pools over each transport, mixed pools, one worker, the offline engine and transformers agree, token by token."""
 
 import asyncio
 from pathlib import Path
@@ -22,46 +22,58 @@ def token_ids(answers: list[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
 
 
-async def moved_and_needed(service: Service) -> tuple[float, float]:
+async def moved_and_needed(service: Service, transport: str) -> tuple[float, float]:
     metrics = await service.metrics("decode")
-    return counter(metrics, MOVED, transport="tcp"), counter(metrics, NEEDED)
+    return counter(metrics, MOVED, transport=transport), counter(metrics, NEEDED)
 
 
 async def ask_pools(
-    folder: Path, alone: list[pb.GenerateRequest], together: list[pb.GenerateRequest]
+    folder: Path, transport: str, alone: list[pb.GenerateRequest], together: list[pb.GenerateRequest]
 ) -> list[Answer]:
-    """Ask 2 + 2 workers; on the way, exactly the missing blocks must have crossed over tcp."""
-    async with running_service(folder, "--prefill", "2", "--decode", "2", "--transport", "tcp") as service:
+    """Ask 2 + 2 workers; on the way, exactly the missing blocks must have crossed over this transport."""
+    pools = ("--prefill", "2", "--decode", "2", "--transport", transport)
+    async with running_service(folder, *pools) as service:
         answers = await generate_all(service.grpc, alone, AT_ONCE)
-        moved, needed = await moved_and_needed(service)
+        moved, needed = await moved_and_needed(service, transport)
         assert moved == needed == sum(-(-len(r.token_ids.ids) // BLOCK_SIZE) for r in alone)
         answers += await generate_all(service.grpc, together, AT_ONCE)
-        moved_then, needed_then = await moved_and_needed(service)
+        moved_then, needed_then = await moved_and_needed(service, transport)
         assert moved_then == needed_then
         assert moved_then - moved < sum(-(-len(r.token_ids.ids) // BLOCK_SIZE) for r in together)
         assert counter(await service.metrics("decode"), FALLBACKS) == 0
     return answers
 
 
-async def ask_aggregated(folder: Path, requests: list[pb.GenerateRequest]) -> list[Answer]:
-    async with running_service(folder, "--both", "1") as service:
+async def ask_others(folder: Path, requests: list[pb.GenerateRequest], *arguments: str) -> list[Answer]:
+    async with running_service(folder, *arguments) as service:
         return await generate_all(service.grpc, requests, AT_ONCE)
 
 
-def test_every_way_gives_the_same_tokens(tmp_path: Path, demo_model: Path) -> None:
-    """64 prompts of 1 to 1,500 tokens, 16 at once: pools over tcp = aggregated = offline; greedy = transformers."""
+def ask_every_way(folder: Path) -> tuple[list[pb.GenerateRequest], dict[str, list[Answer]]]:
+    """The requests, and their answers by the way that they were asked."""
     alone, together = golden_requests()
     requests = alone + together
+    answers: dict[str, list[Answer]] = {}
+    for name in ("tcp", "shm", "aggregated", "mixed"):
+        (folder / name).mkdir()
+    for transport in ("tcp", "shm"):
+        answers[transport] = asyncio.run(ask_pools(folder / transport, transport, alone, together))
+    answers["aggregated"] = asyncio.run(ask_others(folder / "aggregated", requests, "--both", "1"))
+    mixed = ("--prefill", "2", "--decode", "2", "--both", "1")
+    answers["mixed"] = asyncio.run(ask_others(folder / "mixed", requests, *mixed))
+    return requests, answers
+
+
+def test_every_way_gives_the_same_tokens(tmp_path: Path, demo_model: Path) -> None:
+    """64 prompts of 1 to 1,500 tokens, 16 at once: pools over tcp = shm = mixed = one = offline = transformers."""
+    requests, answers = ask_every_way(tmp_path)
     assert len(requests) == 64
-    for name in ("pools", "aggregated"):
-        (tmp_path / name).mkdir()
-    pools = asyncio.run(ask_pools(tmp_path / "pools", alone, together))
-    aggregated = asyncio.run(ask_aggregated(tmp_path / "aggregated", requests))
-    assert token_ids(pools) == token_ids(aggregated)
-    assert token_ids(pools) == asyncio.run(offline_answers(demo_model, requests))
+    offline = asyncio.run(offline_answers(demo_model, requests))
+    for name, given in answers.items():
+        assert token_ids(given) == offline, name
     for index, reference in transformers_answers(demo_model, requests).items():
-        assert pools[index].token_ids == reference, f"prompt {index} differs from transformers"
-    for request, answer in zip(requests, pools, strict=True):
+        assert offline[index] == reference, f"prompt {index} differs from transformers"
+    for request, answer in zip(requests, answers["tcp"], strict=True):
         assert len(answer.token_ids) == request.sampling.max_tokens
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == len(request.token_ids.ids)

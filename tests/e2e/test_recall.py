@@ -25,25 +25,35 @@ def one_prompt_a_block(tokenizer: Tokenizer) -> list[RecallPrompt]:
     return [data.recall_prompt(rng, NUM_TOKENS, block=block) for block in range(NUM_TOKENS // 16 - 1)]
 
 
-async def recall_by_service(folder: Path, prompts: list[RecallPrompt]) -> list[str]:
+async def recall_by_service(folder: Path, prompts: list[RecallPrompt], *arguments: str) -> list[str]:
     sampling = pb.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     requests = [
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt.token_ids), sampling=sampling)
         for prompt in prompts
     ]
-    async with running_service(folder, "--prefill", "1", "--decode", "1") as service:
+    async with running_service(folder, *arguments) as service:
         given = await generate_all(service.grpc, requests, 8)
     return [answer.text for answer in given]
 
 
-def test_recall_through_the_hand_over_equals_transformers(tmp_path: Path, demo_model: Path) -> None:
+POOLS = [
+    ("--prefill", "1", "--decode", "1", "--transport", "tcp"),
+    ("--prefill", "1", "--decode", "1", "--transport", "shm"),
+    ("--prefill", "2", "--decode", "2", "--both", "1"),
+]
+
+
+@pytest.mark.parametrize("arguments", POOLS, ids=["tcp", "shm", "mixed"])
+def test_recall_through_the_hand_over_equals_transformers(
+    tmp_path: Path, demo_model: Path, arguments: tuple[str, ...]
+) -> None:
     """A question for a value in each block of the prompt; most answers are right, and all equal the reference's."""
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
     prompts = one_prompt_a_block(tokenizer)
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     reference = answers(model, tokenizer, [prompt.token_ids for prompt in prompts], NEW_TOKENS)
-    served = asyncio.run(recall_by_service(tmp_path, prompts))
+    served = asyncio.run(recall_by_service(tmp_path, prompts, *arguments))
     assert served == [text.removesuffix("…") for text in reference]
     right = sum(text == prompt.answer for text, prompt in zip(served, prompts, strict=True))
     assert right >= 0.9 * len(prompts)
