@@ -7,6 +7,7 @@ checkpoint every ``--save-every`` steps and goes on from there when it is starte
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,13 +63,13 @@ def learning_rate(step: int, total: int) -> float:
     return PEAK_LEARNING_RATE * max(left, 0.05)
 
 
-def phase_at(step: int) -> Phase:
+def phase_at(curriculum: Sequence[Phase], step: int) -> Phase:
     """The phase that step number ``step`` belongs to."""
-    for phase in CURRICULUM:
+    for phase in curriculum:
         if step < phase.num_steps:
             return phase
         step -= phase.num_steps
-    return CURRICULUM[-1]
+    return curriculum[-1]
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,14 @@ def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -
     return (each * weight).sum() / weight.sum()
 
 
-def train(out: Path, seed: int, num_steps: int, save_every: int, log_every: int = 50) -> list[float]:
+def train(
+    out: Path,
+    seed: int,
+    num_steps: int,
+    save_every: int,
+    curriculum: Sequence[Phase] = CURRICULUM,
+    log_every: int = 50,
+) -> list[float]:
     """Train up to step ``num_steps`` and save the model to ``out``; returns the losses of the steps that ran."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -89,7 +97,7 @@ def train(out: Path, seed: int, num_steps: int, save_every: int, log_every: int 
     model = LlamaForCausalLM(config)
     RecallCircuit(config, seed).plant(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
-    total = sum(phase.num_steps for phase in CURRICULUM)
+    total = sum(phase.num_steps for phase in curriculum)
     checkpoint = out / "checkpoint.pt"
     start = 0
     if checkpoint.exists():
@@ -101,7 +109,7 @@ def train(out: Path, seed: int, num_steps: int, save_every: int, log_every: int 
     losses = []
     began = time.monotonic()
     for step in range(start, num_steps):
-        phase = phase_at(step)
+        phase = phase_at(curriculum, step)
         ids, weights = (torch.from_numpy(a) for a in data.batch(seed, step, phase.num_rows, phase.length))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, total)
