@@ -92,6 +92,7 @@ class Task(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Made by the router, the same everywhere."""
     attempt: _builtins.int
@@ -106,6 +107,10 @@ class Task(_message.Message):
     """Isolates cached KV."""
     deadline_seconds: _builtins.float
     """Seconds until the request is ended with an error wherever it waits."""
+    session: _builtins.str
+    """Session of the Attach stream that the tokens shall come on; a worker that has another one by now refuses.
+    Unset: whichever is open.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -131,10 +136,11 @@ class Task(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         deadline_seconds: _builtins.float = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "eos_token_ids", b"eos_token_ids", "first_index", b"first_index", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "eos_token_ids", b"eos_token_ids", "first_index", b"first_index", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -723,19 +729,23 @@ class Welcome(_message.Message):
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Protocol version to speak."""
     router_id: _builtins.str
     """Name of the router."""
+    session: _builtins.str
+    """Name of this stream, unlike every other one's; Task.session repeats it."""
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
         router_id: _builtins.str = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "router_id", b"router_id", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,7 +50,7 @@ class LegReport:
 
 
 class Leg:
-    """One worker's part. ``may_hold``: the worker may still have the request in memory."""
+    """One worker's part. ``may_hold``: the worker may still have the request in memory. refusal: why it did not accept."""
 
     def __init__(self, worker: AttachedWorker, first_index: int) -> None:
         self.worker = worker
@@ -58,11 +58,17 @@ class Leg:
         self.next_index = first_index
         self.may_hold = True
         self.call: asyncio.Task[None] | None = None
+        self.refusal: KvbatonError | None = None
+
+    @property
+    def has_spoken(self) -> bool:
+        """True when a token of it has come: so it was accepted, whatever became of the call."""
+        return self.next_index > self.first_index
 
     @property
     def is_over(self) -> bool:
         """True when nothing that happens to the worker matters to the request any more."""
-        return not self.may_hold and self.next_index > self.first_index
+        return not self.may_hold and self.has_spoken
 
 
 class Attempt:
@@ -94,7 +100,12 @@ class Attempt:
         self._prefill = Leg(prefill, first) if prefill else None
         self._decode = Leg(decode, first + 1 if prefill else first)
         self._legs = [leg for leg in (self._prefill, self._decode) if leg]
-        self.suspects: set[str] = set()
+        self.suspects: set[AttachedWorker] = set()
+
+    @property
+    def is_decoding(self) -> bool:
+        """True when a token of the decode leg has come: the hand-over, if there was one, went well."""
+        return self._decode.has_spoken
 
     @property
     def prefill_worker(self) -> str | None:
@@ -116,9 +127,9 @@ class Attempt:
                 boot_id=peer.boot_id,
                 control_address=peer.control_address,
             )
-            prefill = pb.PrefillRequest(task=self._task(self._prefill.first_index), transfer_id=transfer_id)
+            prefill = pb.PrefillRequest(task=self._task(self._prefill), transfer_id=transfer_id)
             self._send(self._prefill, self._prefill.worker.calls.prefill(prefill))
-        decode = pb.DecodeRequest(task=self._task(self._decode.first_index), source=source)
+        decode = pb.DecodeRequest(task=self._task(self._decode), source=source)
         self._send(self._decode, self._decode.worker.calls.decode(decode))
         return self
 
@@ -137,10 +148,10 @@ class Attempt:
         """
         while True:
             leg, event = await self._inbox.get()
-            if leg.is_over:
+            if leg.is_over or (leg.has_spoken and event is leg.refusal):
                 continue
             if isinstance(event, KvbatonError):
-                self.suspects = {leg.worker.name}
+                self.suspects = {leg.worker}
                 raise event
             due = self._take(leg, event)
             if self._finish and self._delivery.is_complete:
@@ -156,10 +167,10 @@ class Attempt:
     def _take(self, leg: Leg, entry: pb.TokenEntry) -> list[Token]:
         if entry.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             leg.may_hold = False
-            self.suspects = {each.worker.name for each in self._legs if each.may_hold or each is leg}
+            self.suspects = {each.worker for each in self._legs if each.may_hold or each is leg}
             raise _error_of(entry, leg)
         if entry.token_ids and entry.first_index > leg.next_index:
-            self.suspects = {leg.worker.name}
+            self.suspects = {leg.worker}
             raise WorkerLostError(
                 f"worker {leg.worker.name} sent token {entry.first_index} after token {leg.next_index - 1}"
             )
@@ -195,7 +206,8 @@ class Attempt:
         try:
             await call
         except KvbatonError as error:
-            leg.may_hold = leg.may_hold and error.kind in _MAYBE_ACCEPTED
+            leg.may_hold = leg.may_hold and (leg.has_spoken or error.kind in _MAYBE_ACCEPTED)
+            leg.refusal = error
             self._hear(leg, error)
 
     async def _cancel(self, leg: Leg) -> None:
@@ -209,12 +221,12 @@ class Attempt:
         except KvbatonError as error:
             logger.warning("%s; the request's own deadline ends it there", error.message)
 
-    def _task(self, first_index: int) -> pb.Task:
+    def _task(self, leg: Leg) -> pb.Task:
         request, sampling = self._request, self._request.sampling
         return pb.Task(
             request_id=request.request_id,
             attempt=self._key[1],
-            first_index=first_index,
+            first_index=leg.first_index,
             prompt_token_ids=self._prompt,
             sampling=pb.EngineSampling(
                 temperature=sampling.temperature,
@@ -231,6 +243,7 @@ class Attempt:
             priority=request.priority,
             cache_salt=request.cache_salt,
             deadline_seconds=max(0.001, request.deadline - time.monotonic()),
+            session=leg.worker.session,
         )
 
 

@@ -62,9 +62,10 @@ class Record:
             "%s goes on from token %d with other workers: %s", self._request_id, num_tokens, error.message
         )
 
-    def recomputed_locally(self) -> None:
+    def recomputed_locally(self, worker: str) -> None:
         """A replay has its prompt computed by a decode worker."""
         self._metrics.recomputed_locally()
+        logger.warning("%s: decode worker %s computes the prompt itself", self._request_id, worker)
 
     def arrived(self, delta: Delta) -> None:
         """A delta has come; call before it goes to the client."""

@@ -46,7 +46,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
             try:
                 protocol = min(PROTOCOL_MAX, registration.protocol_max)
-                yield pb.RouterMessage(welcome=pb.Welcome(protocol=protocol, router_id=self._router_id))
+                welcome = pb.Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
+                yield pb.RouterMessage(welcome=welcome)
                 await _listen_until_gone(worker, request_iterator)
                 if worker.is_leaving:
                     yield pb.RouterMessage(goodbye=pb.Goodbye())

@@ -38,7 +38,8 @@ class Wish:
     """What a request asks of its workers.
 
     num_prompt_tokens: with the tokens that were delivered already. num_answer_tokens: kept free beside them on the decode
-    side. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed.
+    side. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed;
+    they are asked only for what no other worker does, even if it has no room just now.
     is_replay: an earlier attempt was begun, so where no prefill worker is left the decode worker computes the prompt
     itself. is_local: it shall, because handing KV over has failed again and again.
     """
@@ -61,6 +62,7 @@ class Placement:
 
 def place(workers: Sequence[WorkerView], wish: Wish, turn: int) -> Placement | None:
     """Pick the workers of one request; None while none has room. ``turn`` counts requests, for ties."""
+    workers = _trusted(workers, wish)
     both = _best(workers, Role.BOTH, wish, turn)
     decode = _best(workers, Role.DECODE, wish, turn)
     if _computes_locally(workers, wish):
@@ -83,13 +85,21 @@ def missing_role(workers: Sequence[WorkerView], *, is_replay: bool = False) -> s
     return f"no {' and no '.join(missing)} worker is attached"
 
 
+def _trusted(workers: Sequence[WorkerView], wish: Wish) -> Sequence[WorkerView]:
+    """Those that are not avoided, where they suffice without the others; else all."""
+    trusted = [worker for worker in workers if worker.worker_id not in wish.avoid]
+    return workers if missing_role(trusted) else trusted
+
+
 def _computes_locally(workers: Sequence[WorkerView], wish: Wish) -> bool:
     has_prefill = any(worker.role is Role.PREFILL and worker.max_requests for worker in workers)
     return wish.is_local or (wish.is_replay and not has_prefill)
 
 
 def _best(workers: Sequence[WorkerView], role: Role, wish: Wish, turn: int) -> WorkerView | None:
-    candidates = [worker for worker in workers if worker.role is role and _has_room(worker, wish)]
+    able = [worker for worker in workers if worker.role is role and worker.max_requests]
+    trusted = [worker for worker in able if worker.worker_id not in wish.avoid]
+    candidates = [worker for worker in trusted or able if _has_room(worker, wish)]
     if not candidates:
         return None
     least = min(_load(worker, wish) for worker in candidates)
@@ -98,13 +108,15 @@ def _best(workers: Sequence[WorkerView], role: Role, wish: Wish, turn: int) -> W
 
 
 def _has_room(worker: WorkerView, wish: Wish) -> bool:
-    """A prefill worker while its queue is below its limit; the others if the whole request fits, or they are idle."""
+    """A prefill worker while its queue is below its limit; the others if the whole request fits; all if they are idle."""
     if worker.num_requests >= worker.max_requests:
         return False
+    if worker.num_requests == 0:
+        return True
     if worker.role is Role.PREFILL:
         return worker.num_tokens < worker.max_tokens
     needed = worker.num_tokens + wish.num_prompt_tokens + wish.num_answer_tokens
-    return worker.num_requests == 0 or (needed <= worker.max_tokens and worker.kv_cache_usage < _FULL)
+    return needed <= worker.max_tokens and worker.kv_cache_usage < _FULL
 
 
 def _load(worker: WorkerView, wish: Wish) -> tuple[bool, bool, int, int, float]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,8 @@ class AttachedWorker:
     """One incarnation of a worker, from its registration until its stream closes.
 
     Owns the legs that are bound to it: (request id, attempt) → where its entries go. ``gone`` is set when it is
-    detached; from then on it says nothing any more, even if it is still alive. is_leaving: one side has said goodbye.
+    detached; from then on it says nothing any more, even if it is still alive. session: names this incarnation's stream, so
+    that a late call meant for it starts nothing on the next one. is_leaving: one side has said goodbye.
     on_change: called when it may have room that it had not.
     """
 
@@ -31,7 +33,9 @@ class AttachedWorker:
         self, registration: pb.Registration, calls: WorkerCalls, on_change: Callable[[], None]
     ) -> None:
         self.registration = registration
+        self.name = registration.worker_id
         self.calls = calls
+        self.session = secrets.token_hex(8)
         self.load = pb.Load()
         self.credit = pb.Credit()
         self.gone = asyncio.Event()
@@ -40,11 +44,6 @@ class AttachedWorker:
         self.num_stale_entries = 0
         self._on_change = on_change
         self._legs: dict[LegKey, tuple[Callable[[Event], None], int]] = {}
-
-    @property
-    def name(self) -> str:
-        """The worker's id."""
-        return self.registration.worker_id
 
     @property
     def role(self) -> Role:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from contract.errors import DeadlineError, ErrorKind, KvbatonError, UnavailableError
+from contract.identity import Role
 from router.attempt import Arrival, Attempt, LegReport
 from router.ledger import Record
 from router.policy import Placement, Wish
-from router.registry import Registry
+from router.registry import AttachedWorker, Registry
 from router.request import PreparedRequest
 from router.tasks import TaskSet
 from router.waiting_line import WaitingLine
@@ -39,8 +40,8 @@ _MAX_TRANSFER_FAILURES = 2
 class Relays:
     """What every relay runs on.
 
-    max_replays: attempts in a row that may fail without a new token. max_unread_bytes: of an answer that waits in the
-    router because its client does not read.
+    max_replays: attempts in a row that may fail without a token of a decode leg (those of prefill legs prove nothing
+    about the hand-over). max_unread_bytes: of an answer that waits in the router because its client does not read.
     """
 
     registry: Registry
@@ -64,7 +65,7 @@ class Relay:
         self._num_attempts = 0
         self._num_failures = 0
         self._num_transfer_failures = 0
-        self._avoid: set[str] = set()
+        self._suspects: set[AttachedWorker] = set()
         self._prefer: str | None = None
         self._failure: KvbatonError | None = None
         self.report = LegReport()
@@ -91,7 +92,8 @@ class Relay:
                 f"the request ran into its deadline with {len(self._delivered)} tokens delivered"
             ) from None
         self._delivered += [token.token_id for token in arrival.tokens]
-        self._num_failures = self._num_transfer_failures = 0
+        if self._attempt and self._attempt.is_decoding:
+            self._num_failures = self._num_transfer_failures = 0
         return arrival
 
     async def _next(self) -> Arrival:
@@ -109,7 +111,7 @@ class Relay:
             num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
             num_answer_tokens=request.num_answer_tokens,
             prefer=self._prefer,
-            avoid=frozenset(self._avoid),
+            avoid=frozenset(worker.name for worker in self._suspects if not worker.gone.is_set()),
             is_replay=self._num_attempts > 0,
             is_local=self._num_transfer_failures >= _MAX_TRANSFER_FAILURES,
         )
@@ -126,8 +128,8 @@ class Relay:
     def _begin(self, placement: Placement) -> Attempt:
         get = self._parts.registry.get
         number, self._num_attempts = self._num_attempts, self._num_attempts + 1
-        if number and placement.prefill is None:
-            self._record.recomputed_locally()
+        if placement.prefill is None and get(placement.decode).role is Role.DECODE:
+            self._record.recomputed_locally(placement.decode)
         attempt = Attempt(
             self._request,
             self._delivered,
@@ -148,7 +150,6 @@ class Relay:
         if error.kind not in _CURABLE or self._num_failures > self._parts.max_replays:
             raise error
         self._failure = error
-        self._avoid |= attempt.suspects
-        if attempt.prefill_worker not in self._avoid:
-            self._prefer = attempt.prefill_worker
+        self._suspects |= attempt.suspects
+        self._prefer = attempt.prefill_worker
         self._record.replayed(error, len(self._delivered))

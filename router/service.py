@@ -142,6 +142,7 @@ class RouterService:
         if self._internal:
             self._registry.dismiss_all()
             await self._internal.stop(_STOP_GRACE_SECONDS)
+        self._line.close()
         await self._admin.stop()
 
     async def _start_internal(self) -> tuple[grpc.aio.Server, str]:

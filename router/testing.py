@@ -29,7 +29,8 @@ class Script:
     tokens: cut at the request's max_tokens. finish_reason, stop_reason: of the last token, unless it was cut.
     stall_at: wait for ever before the token of this index. fail_at: end with ``error`` there. die_at: close the
     worker's stream there, without a word. gap_at: leave this token out. refuse: do not accept the leg at all.
-    token_delay_seconds: before each token. tokens_per_step: how many go out in one message.
+    is_mute: play it, and never answer the call that brought it. token_delay_seconds: before each token.
+    tokens_per_step: how many go out in one message.
     """
 
     tokens: Sequence[int] = ()
@@ -41,6 +42,7 @@ class Script:
     die_at: int | None = None
     gap_at: int | None = None
     refuse: KvbatonError | None = None
+    is_mute: bool = False
     token_delay_seconds: float = 0.0
     tokens_per_step: int = 1
     timings: pb.LegTimings | None = None
@@ -189,6 +191,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._legs[task.request_id, task.attempt] = self._tasks.spawn(
             self._play(task, script, end), f"{self.worker_id} plays {task.request_id}"
         )
+        if script.is_mute:
+            await asyncio.Event().wait()
         return pb.Accepted()
 
     async def _play(self, task: pb.Task, script: Script, end: int | None) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from contract.errors import UnavailableError
 from router.attempt import Attempt
 from router.changes import ChangeSignal
-from router.policy import Placement, Wish, missing_role, place
+from router.patience import Patience
+from router.policy import Placement, Wish, place
 from router.registry import Registry
 
 
@@ -25,18 +26,18 @@ class _Waiter:
 
 
 class WaitingLine:
-    """Owns the requests that are bound to no worker, by priority and arrival. Nobody passes the head of the line.
+    """Owns the requests that are bound to no worker, by priority and arrival.
 
-    patience_seconds: how long a role may have no worker at all before those who need it end with an error.
+    Nobody passes the head of the line, which is the first one that the attached workers can serve at all: those before it
+    wait for a role that has no worker, until ``patience_seconds`` after it was missed first.
     """
 
     def __init__(self, registry: Registry, changes: ChangeSignal, patience_seconds: float) -> None:
         self._registry = registry
         self._patience_seconds = patience_seconds
+        self._patience = Patience(patience_seconds, self._serve)
         self._line: list[_Waiter] = []
         self._turn = 0
-        self._patience: asyncio.TimerHandle | None = None
-        self._is_patience_over = False
         changes.listen(self._serve)
 
     def __len__(self) -> int:
@@ -52,7 +53,8 @@ class WaitingLine:
         attempt: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         waiter = _Waiter((-priority, arrival), wish, begin, attempt)
         insort(self._line, waiter)
-        self._serve()
+        if self._matters(self._line[0], waiter):
+            self._serve()
         try:
             return await attempt
         except asyncio.CancelledError:
@@ -62,47 +64,54 @@ class WaitingLine:
         finally:
             self._leave(waiter)
 
+    def close(self) -> None:
+        """The router stops: nothing of the line runs any more."""
+        self._patience.close()
+
     def _leave(self, waiter: _Waiter) -> None:
-        if any(other is waiter for other in self._line):
-            waiter.attempt.cancel()
-            self._serve()
+        for place_in_line, other in enumerate(self._line):
+            if other is waiter:
+                first = self._line[0]
+                del self._line[place_in_line]
+                if self._matters(first, waiter):
+                    self._serve()
+                return
+
+    def _matters(self, first: _Waiter, waiter: _Waiter) -> bool:
+        """False for one that comes or goes behind a first one that waits for room: nothing changes for anybody."""
+        return waiter is first or bool(self._patience.missing(False))
 
     def _serve(self) -> None:
         """Bind from the head of the line for as long as there is room."""
-        self._line = [waiter for waiter in self._line if not waiter.attempt.done()]
-        while self._line:
-            placement = place(self._registry.snapshot(), self._line[0].wish, self._turn)
+        if self._line and self._line[0].attempt.done():
+            self._line = [waiter for waiter in self._line if not waiter.attempt.done()]
+        workers = self._registry.snapshot()
+        self._patience.look(workers)
+        while (head := self._head()) is not None:
+            waiter = self._line[head]
+            placement = place(workers, waiter.wish, self._turn)
             if placement is None:
                 break
-            head = self._line.pop(0)
+            del self._line[head]
             self._turn += 1
-            head.attempt.set_result(head.begin(placement))
-        self._watch_patience()
-
-    def _watch_patience(self) -> None:
-        if not self._line or self._missing_for(self._line[0]) is None:
-            if self._patience is not None:
-                self._patience.cancel()
-            self._patience = None
-            self._is_patience_over &= missing_role(self._registry.snapshot()) is not None
-        elif self._is_patience_over:
-            self._end_hopeless()
-        elif self._patience is None:
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(self._patience_seconds, self._lose_patience)
-
-    def _lose_patience(self) -> None:
-        self._patience = None
-        self._is_patience_over = True
+            waiter.attempt.set_result(waiter.begin(placement))
+            workers = self._registry.snapshot()
         self._end_hopeless()
 
+    def _head(self) -> int | None:
+        """Place of the first one that is waiting, and not for a role without a worker."""
+        missing = self._patience.missing
+        here = (i for i, w in enumerate(self._line) if not missing(w.wish.is_replay) and not w.attempt.done())
+        return next(here, None)
+
     def _end_hopeless(self) -> None:
-        hopeless = [(waiter, self._missing_for(waiter)) for waiter in self._line]
-        self._line = [waiter for waiter, missing in hopeless if missing is None]
-        for waiter, missing in hopeless:
-            if missing is not None:
+        is_over = self._patience.is_over
+        if not any(is_over(is_replay) for is_replay in (False, True)):
+            return
+        hopeless = [waiter for waiter in self._line if is_over(waiter.wish.is_replay)]
+        self._line = [waiter for waiter in self._line if not is_over(waiter.wish.is_replay)]
+        for waiter in hopeless:
+            if not waiter.attempt.done():
+                missing = self._patience.missing(waiter.wish.is_replay)
                 text = f"no worker is ready: {missing}, for {self._patience_seconds:g} s; try again later"
                 waiter.attempt.set_exception(UnavailableError(text))
-
-    def _missing_for(self, waiter: _Waiter) -> str | None:
-        return missing_role(self._registry.snapshot(), is_replay=waiter.wish.is_replay)

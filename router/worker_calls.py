@@ -45,14 +45,14 @@ class WorkerCalls:
         """Start a prefill leg."""
         try:
             await self._stub.Prefill(request, timeout=self._timeout, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Prefill", error) from error
 
     async def decode(self, request: pb.DecodeRequest) -> None:
         """Start a decode leg."""
         try:
             await self._stub.Decode(request, timeout=self._timeout, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Decode", error) from error
 
     async def cancel(self, request_id: str, attempt: int) -> None:
@@ -60,7 +60,7 @@ class WorkerCalls:
         request = pb.CancelRequest(request_id=request_id, attempt=attempt)
         try:
             await self._stub.Cancel(request, timeout=self._timeout, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Cancel", error) from error
 
     async def model_files(self) -> AsyncIterator[pb.ModelFile]:
@@ -71,10 +71,12 @@ class WorkerCalls:
             )
             async for piece in call:
                 yield piece
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("GetModelFiles", error) from error
 
-    def _error(self, call: str, error: grpc.aio.AioRpcError) -> KvbatonError:
+    def _error(self, call: str, error: grpc.aio.AioRpcError | grpc.aio.UsageError) -> KvbatonError:
+        if isinstance(error, grpc.aio.UsageError):
+            return WorkerLostError(f"worker {self._worker_id} had gone before {call} was sent")
         error_class = _ERRORS.get(error.code(), InternalError)
         return error_class(
             f"worker {self._worker_id} did not accept {call}: {error.code().name}: {error.details()}"

@@ -7,6 +7,7 @@ registers again.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,11 +22,16 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
+MAX_UNREAD_BYTES = 64 * 2**20
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class RouterLink:
-    """Owns the Attach stream to one router. ``run`` keeps it open until it is cancelled."""
+    """Owns the Attach stream to one router. ``run`` keeps it open until it is cancelled.
+
+    session: what the router calls the stream that is open, or was open last. max_unread_bytes: of messages that wait for
+    a router which does not read; with more it counts as lost. on_lost: called when a stream that was open has ended.
+    """
 
     def __init__(
         self,
@@ -35,6 +41,7 @@ class RouterLink:
         credit: pb.Credit,
         on_lost: Callable[[], Awaitable[None]],
         peer_timeout_seconds: float,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         self._peer_timeout = peer_timeout_seconds
         self._router = router
@@ -43,7 +50,11 @@ class RouterLink:
         self._credit = credit
         self._on_lost = on_lost
         self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        self._max_unread_bytes = max_unread_bytes
+        self._call: Any = None
         self._attached = asyncio.Event()
+        self.num_unread_bytes = 0
+        self.session = ""
         self._router_left = False
         self._ended = asyncio.Event()
 
@@ -60,6 +71,9 @@ class RouterLink:
         """Queue a message for the router; dropped while no router is attached (its requests are aborted then)."""
         if self.is_attached:
             self._outbox.put_nowait(message)
+            self.num_unread_bytes += message.ByteSize()
+            if self.num_unread_bytes > self._max_unread_bytes:
+                self._call.cancel()
 
     async def leave(self) -> None:
         """Say goodbye and wait until the stream has ended; ``run`` must be cancelled soon, or it attaches again."""
@@ -75,6 +89,10 @@ class RouterLink:
             try:
                 await self._attach_once()
                 reason = "the router closed the stream"
+            except asyncio.CancelledError:
+                if self.num_unread_bytes <= self._max_unread_bytes or _is_cancelled():
+                    raise
+                reason = f"it leaves more than {self._max_unread_bytes} bytes unread"
             except grpc.aio.AioRpcError as error:
                 if error.code() in _REFUSALS:
                     raise IncompatiblePeerError(
@@ -93,16 +111,17 @@ class RouterLink:
             delay = min(delay * 2, LAST_RETRY_SECONDS)
 
     async def _attach_once(self) -> None:
-        self._outbox = asyncio.Queue()
+        self._outbox, self.num_unread_bytes = asyncio.Queue(), 0
         async with grpc.aio.insecure_channel(
             self._router, options=internal_stream_options(self._peer_timeout)
         ) as channel:
             stub = worker_pb2_grpc.MembershipStub(channel)
-            call = stub.Attach(self._messages(), metadata=peer_metadata(self._secret))
-            async for message in call:
+            self._call = stub.Attach(self._messages(), metadata=peer_metadata(self._secret))
+            async for message in self._call:
                 if message.HasField("welcome"):
                     logger.info("attached to router %s", message.welcome.router_id)
                     self._router_left = False
+                    self.session = message.welcome.session
                     self._attached.set()
                     self.send(pb.WorkerMessage(credit=self._credit))
                 elif message.HasField("goodbye"):
@@ -119,4 +138,11 @@ class RouterLink:
         outbox = self._outbox
         while not (message := await outbox.get()).HasField("goodbye"):
             yield message
+            self.num_unread_bytes -= message.ByteSize()
         yield message
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task is: a call that was cancelled raises the same error."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -47,7 +47,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, task: pb.Task, transfer: SendTransfer | ReceiveTransfer | None, context: Any
     ) -> pb.Accepted:
         async def accept() -> None:
-            await self._worker.accept(request_from_task(task, transfer))
+            await self._worker.accept(request_from_task(task, transfer), task.session)
 
         return await self._answer(accept(), context)
 

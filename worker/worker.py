@@ -98,10 +98,17 @@ class Worker:
                 async with asyncio.timeout(GOODBYE_SECONDS):
                     await self._link.leave()
 
-    async def accept(self, request: EngineRequest) -> None:
-        """Give a request to the engine. Raises InvalidRequestError, or UnavailableError while no router is attached."""
-        if not self.is_ready:
+    async def accept(self, request: EngineRequest, session: str = "") -> None:
+        """Give a request to the engine; its tokens go out on the stream of this session (empty: on whichever is open).
+
+        Raises InvalidRequestError, or UnavailableError while that stream is not open.
+        """
+        if self._link is None or not self._link.is_attached:
             raise UnavailableError(f"worker {self.identity.worker_id} is not attached to a router")
+        if session not in ("", self._link.session):
+            raise UnavailableError(
+                f"worker {self.identity.worker_id} has lost the stream that this request came for"
+            )
         if self._early_cancels.get(request.request_id, -1) >= request.attempt:
             raise CancelledError(f"request {request.request_id} was cancelled before it arrived")
         request.check(self.engine.info.vocab_size)
@@ -114,7 +121,8 @@ class Worker:
 
     async def cancel(self, request_id: str, attempt: int) -> None:
         """Abort all choices of a request up to ``attempt``; for one that is still on its way remember the wish."""
-        if not any(r.request_id == request_id for r in self._accepted.values()):
+        if not any(r.request_id == request_id and r.attempt <= attempt for r in self._accepted.values()):
+            attempt = max(attempt, self._early_cancels.pop(request_id, -1))
             self._early_cancels[request_id] = attempt
             if len(self._early_cancels) > MAX_EARLY_CANCELS:
                 self._early_cancels.popitem(last=False)

@@ -1,0 +1,149 @@
+"""When replaying ends, where replays go, and what is no reason for one."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from contract.errors import OverloadedError, TransferError, WorkerLostError
+from contract.identity import Role
+from protos import worker_pb2 as pb
+from router.testing import Script
+from router.worker_calls import open_worker_calls
+from tests.router.cluster import SECRET, running_cluster
+from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
+from tests.router.test_replay import ANSWER, add_twins, texts
+from tests.router.test_waiting_line import grant_one
+
+REPLAYS = "kvbaton_request_replays_total"
+LOCAL = "kvbaton_request_local_recomputes_total"
+
+
+def is_fetching(task: pb.Task) -> bool:
+    """True for a decode leg behind a hand-over, where the prompt was one token."""
+    return bool(task.first_index == len(task.prompt_token_ids))
+
+
+def fetching_fails(task: pb.Task, **trouble: Any) -> Script:
+    """Prefill legs say their token; every decode leg behind a hand-over is in trouble before its first one."""
+    return Script(tokens=TOKENS, **(trouble if is_fetching(task) else {}))
+
+
+async def test_tokens_of_prefill_legs_do_not_hide_that_handing_over_always_fails() -> None:
+    def script(task: pb.Task) -> Script:
+        return fetching_fails(task, fail_at=task.first_index, error=TransferError("torn"))
+
+    async with running_cluster(script) as cluster:
+        assert "".join(await texts(cluster)) == ANSWER
+        decodes = cluster.workers["decode-0"].decodes
+        assert [call.HasField("source") for call in decodes] == [True, True, False]
+        await nothing_is_left(cluster)
+
+
+async def test_tokens_of_prefill_legs_do_not_prolong_a_request_that_no_decode_worker_survives() -> None:
+    def script(task: pb.Task) -> Script:
+        return fetching_fails(task, fail_at=task.first_index, error=OverloadedError("no room"))
+
+    async with running_cluster(script, max_replays=2) as cluster:
+        status, _ = await cluster.post(TEXT, {"prompt": "x"})
+        assert status == 429
+        assert len(cluster.workers["decode-0"].decodes) == 3
+        await nothing_is_left(cluster)
+
+
+async def test_a_call_that_is_never_answered_does_not_end_a_leg_that_has_spoken() -> None:
+    script = Script(tokens=TOKENS, is_mute=True, token_delay_seconds=0.2)
+    async with running_cluster(script, (Role.BOTH,), accept_timeout_seconds=0.5) as cluster:
+        assert "".join(await texts(cluster)) == ANSWER
+        assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
+
+
+async def test_a_leg_that_neither_accepts_nor_speaks_is_replayed() -> None:
+    def script(task: pb.Task) -> Script:
+        return Script(tokens=TOKENS) if task.attempt else Script(tokens=TOKENS, is_mute=True, stall_at=0)
+
+    async with running_cluster(script, (Role.BOTH,), accept_timeout_seconds=0.3) as cluster:
+        assert "".join(await texts(cluster)) == ANSWER
+        assert (await cluster.metrics())[REPLAYS + '{kind="deadline"}'] == 1
+        await nothing_is_left(cluster)
+
+
+async def test_a_replay_waits_for_room_elsewhere_and_does_not_go_back_to_the_suspect() -> None:
+    """Its replays would be used up there within milliseconds while a healthy worker is alive."""
+
+    def script(task: pb.Task) -> Script:
+        return Script(tokens=TOKENS, stall_at=1) if task.sampling.seed == 1 else bad
+
+    bad = Script(refuse=OverloadedError("no room"))
+    good = Script(tokens=TOKENS)
+    async with running_cluster(script, (Role.BOTH,)) as cluster:
+        await grant_one(cluster, "both-0")
+        busy = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 1}))
+        await cluster.until(lambda state: state["requests"]["streaming"] == 1)
+        suspect = await cluster.add(Role.BOTH, "both-1")
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 2}))
+        await suspect.wait_for(lambda worker: len(worker.decodes) == 1)
+        await cluster.until(lambda state: state["num_in_line"] == 1 or asking.done())
+        bad = good
+        busy.cancel()
+        status, answer = await asking
+        assert (status, answer["choices"][0]["text"]) == (200, ANSWER)
+        assert len(suspect.decodes) == 1
+
+
+async def test_the_worker_that_starts_again_is_no_suspect() -> None:
+    """The replay does not wait for room on the other one."""
+
+    def script(task: pb.Task) -> Script:
+        is_stuck = task.sampling.seed == 1 or not task.attempt
+        return Script(tokens=TOKENS, stall_at=1 if is_stuck else None)
+
+    async with running_cluster(script, (Role.BOTH,)) as cluster:
+        await grant_one(cluster, "both-0")
+        busy = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 1}))
+        await cluster.until(lambda state: state["requests"]["streaming"] == 1)
+        second = await cluster.add(Role.BOTH, "both-1")
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 2}))
+        await cluster.until(lambda state: state["requests"]["streaming"] == 2)
+        await second.die()
+        await cluster.until(lambda state: state["num_in_line"] == 1)
+        await cluster.add(Role.BOTH, "both-1")
+        assert (await asking)[0] == 200
+        busy.cancel()
+
+
+async def test_a_replay_on_a_worker_that_is_both_is_no_local_recompute() -> None:
+    def script(task: pb.Task) -> Script:
+        return Script(tokens=TOKENS, die_at=None if task.attempt else 2)
+
+    async with running_cluster(script, (Role.BOTH,)) as cluster:
+        await add_twins(cluster, Role.BOTH)
+        assert "".join(await texts(cluster)) == ANSWER
+        assert (await cluster.metrics())[LOCAL] == 0
+
+
+async def test_a_local_recompute_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Law 10: a slower path is counted and said."""
+
+    def script(task: pb.Task) -> Script:
+        return Script(tokens=TOKENS, die_at=0 if task.first_index == task.attempt == 0 else None)
+
+    caplog.set_level(logging.WARNING)
+    async with running_cluster(script) as cluster:
+        assert "".join(await texts(cluster)) == ANSWER
+        assert (await cluster.metrics())[LOCAL] == 1
+    assert any(
+        "decode worker decode-0 computes the prompt itself" in record.getMessage()
+        for record in caplog.records
+    )
+
+
+async def test_a_call_that_comes_after_the_workers_end_is_its_loss() -> None:
+    """The legs are sent by tasks: between binding and sending the worker may go, and with it the channel."""
+    gone = pb.Registration(worker_id="w", address="127.0.0.1:1")
+    async with open_worker_calls(gone, SECRET, 1.0) as calls:
+        pass
+    for call in (calls.prefill(pb.PrefillRequest()), calls.decode(pb.DecodeRequest()), calls.cancel("r", 0)):
+        with pytest.raises(WorkerLostError, match="worker w had gone"):
+            await call

@@ -1,0 +1,60 @@
+"""The worker's side of its one stream, with a router that does not do its part."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from serving.grpc_options import internal_server_options
+from worker.link import RouterLink
+
+STEP = pb.WorkerMessage(step=pb.StepOutput(entries=[pb.TokenEntry(request_id="r" * 60_000)]))
+
+
+class DeafRouter(worker_pb2_grpc.MembershipServicer):
+    """It welcomes every worker and reads nothing but its registration."""
+
+    def __init__(self) -> None:
+        self.num_streams = 0
+
+    async def Attach(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> Any:  # noqa: N802
+        """Be deaf until the worker gives up."""
+        self.num_streams += 1
+        await anext(request_iterator)
+        yield pb.RouterMessage(welcome=pb.Welcome(session=str(self.num_streams)))
+        await asyncio.Event().wait()
+
+
+async def test_a_router_that_reads_nothing_is_lost() -> None:
+    """Else what is said to it would fill the worker's memory; so it aborts its requests and registers again."""
+    lost = asyncio.Event()
+
+    async def on_lost() -> None:
+        lost.set()
+
+    server = grpc.aio.server(options=internal_server_options(3.0))
+    router = DeafRouter()
+    worker_pb2_grpc.add_MembershipServicer_to_server(router, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    link = RouterLink(address, "secret", pb.Registration(), pb.Credit(), on_lost, 3.0, max_unread_bytes=2**20)
+    run = asyncio.create_task(link.run())
+    try:
+        async with asyncio.timeout(20):
+            await link.wait_attached()
+            for _ in range(2000):
+                if lost.is_set():
+                    break
+                link.send(STEP)
+                await asyncio.sleep(0)
+            await lost.wait()
+            await link.wait_attached()
+            assert link.session == "2"
+            assert link.num_unread_bytes < 2**20
+    finally:
+        run.cancel()
+        await asyncio.wait([run])
+        await server.stop(None)
