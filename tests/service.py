@@ -17,6 +17,7 @@ import grpc.aio
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from tests.chaos.settings import process_environment
 
 START_SECONDS = 90
 
@@ -42,9 +43,12 @@ class Service:
 
     async def debug_states(self) -> dict[str, dict[str, Any]]:
         """/debug/state of every process, by process name."""
-        return {
-            p["name"]: json.loads(await self.get_text(p["admin"], "/debug/state")) for p in self.processes
-        }
+        return {p["name"]: await self.state_of(p["admin"]) for p in self.processes}
+
+    async def state_of(self, admin: str) -> dict[str, Any]:
+        """/debug/state of the process with this admin address."""
+        state: dict[str, Any] = json.loads(await self.get_text(admin, "/debug/state"))
+        return state
 
     async def get_text(self, address: str, path: str) -> str:
         """One GET, its body."""
@@ -109,6 +113,7 @@ async def running_service(folder: Path, *arguments: str) -> AsyncIterator[Servic
             *arguments,
             stdout=subprocess.DEVNULL,
             stderr=log,
+            env=process_environment(),
         )
     service = Service(process, ready_file)
     try:

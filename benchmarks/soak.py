@@ -1,0 +1,129 @@
+"""``python -m benchmarks.soak``: the bad day at full length, once, to ``results/soak.json``.
+
+200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
+processes, and the state machines at twenty times their usual count. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.facts import write_result
+from tests.chaos.kills import run_kills
+from tests.chaos.leaving import run_leaving
+from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
+
+TRANSPORTS = ("tcp", "shm")
+FAULTS = ("tests/chaos/test_links.py", "tests/chaos/test_frozen.py")
+MACHINES = (
+    "tests/engine_scheduling/test_state_machine.py",
+    "tests/engine_scheduling/test_pool_machine.py",
+    "tests/kv_transfer/test_protocol_machine.py",
+    "tests/kv_transfer/test_lease_machine.py",
+    "tests/kv_transfer/test_sender_words.py",
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything."""
+
+    num_streams: int
+    kill_seconds: float
+    machine_factor: int
+
+
+def main() -> None:
+    """Run everything, write the figures; the exit code is 1 where a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-streams", type=int, default=200)
+    parser.add_argument("--kill-seconds", type=float, default=180.0)
+    parser.add_argument("--machine-factor", type=int, default=20)
+    given = parser.parse_args()
+    sizes = Sizes(given.num_streams, given.kill_seconds, given.machine_factor)
+    began = time.monotonic()
+    scenarios = dict(run_all(sizes))
+    figures = {
+        "seed": chaos_seed(),
+        "sizes": vars(given),
+        "duration_seconds": round(time.monotonic() - began),
+        "is_clean": all(scenario["is_clean"] for scenario in scenarios.values()),
+        "scenarios": scenarios,
+    }
+    path = write_result("soak", figures)
+    print(json.dumps(figures, indent=2), f"written to {path}", sep="\n")
+    sys.exit(not figures["is_clean"])
+
+
+def run_all(sizes: Sizes) -> list[tuple[str, dict[str, Any]]]:
+    """Every scenario's name and figures, in order; one that fails does not keep the others from running."""
+    seed, machines = str(chaos_seed()), f"{sizes.machine_factor}:{chaos_seed()}"
+    scenarios: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        *((f"leaving over {name}", partial(leaving, name, sizes)) for name in TRANSPORTS),
+        *((f"kills over {name}", partial(kills, name, sizes)) for name in TRANSPORTS),
+        ("faults", partial(tests, "KVBATON_SOAK_SEED", seed, FAULTS)),
+        ("state machines", partial(tests, "KVBATON_SOAK", machines, MACHINES)),
+    ]
+    return [_timed(name, run) for name, run in scenarios]
+
+
+def leaving(transport: str, sizes: Sizes) -> dict[str, Any]:
+    """Clients that leave in every phase."""
+    name = f"leaving over {transport}"
+    return _in_folder(
+        lambda folder: run_leaving(
+            folder, chaos_rng(name), transport=transport, num_streams=sizes.num_streams
+        )
+    )
+
+
+def kills(transport: str, sizes: Sizes) -> dict[str, Any]:
+    """Workers that die."""
+    name = f"kills over {transport}"
+    return _in_folder(
+        lambda folder: run_kills(folder, chaos_rng(name), transport=transport, seconds=sizes.kill_seconds)
+    )
+
+
+def tests(variable: str, value: str, paths: tuple[str, ...]) -> dict[str, Any]:
+    """Test modules, in a process of their own with one variable set."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *paths],
+        cwd=Path(__file__).parents[1],
+        env=process_environment() | {variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    sys.stderr.write(ran.stdout[-5000:] if ran.returncode else "")
+    return {variable: value, "result": ran.stdout.splitlines()[-1], "is_clean": ran.returncode == 0}
+
+
+def _in_folder(run: Callable[[Path], Coroutine[Any, Any, Any]]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="kvbaton-soak-") as folder:
+        report: dict[str, Any] = asyncio.run(run(Path(folder))).as_dict()
+    return {**report, "is_clean": not report["wrong"] and not report.get("failed")}
+
+
+def _timed(name: str, run: Callable[[], dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    began = time.monotonic()
+    try:
+        figures = run()
+    except (AssertionError, TimeoutError, ExceptionGroup) as error:
+        figures = {"error": repr(error), "is_clean": False}
+    figures["duration_seconds"] = round(time.monotonic() - began)
+    sys.stderr.write(f"{name}: {'clean' if figures['is_clean'] else 'BROKEN'}\n")
+    return name, figures
+
+
+if __name__ == "__main__":
+    main()

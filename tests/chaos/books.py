@@ -1,0 +1,107 @@
+"""What processes still hold, read from outside: their /debug/state when nobody asks anything of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import aiohttp
+
+from tests.service import counter
+
+State = dict[str, Any]
+
+
+async def read_states(admins: Iterable[tuple[str, str]]) -> dict[str, State]:
+    """/debug/state by process name; ``admins`` are names with admin addresses."""
+    states = {}
+    async with aiohttp.ClientSession() as session:
+        for name, admin in admins:
+            async with session.get(f"http://{admin}/debug/state") as response:
+                states[name] = await response.json()
+    return states
+
+
+async def read_metrics(admin: str) -> str:
+    """The /metrics text of one process."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://{admin}/metrics") as response:
+        return await response.text()
+
+
+def count(metrics: list[str], name: str) -> float:
+    """The sum of a counter over all labels; 0 where it has no sample yet."""
+    return counter(metrics, name) if any(f"\n{name}{{" in text for text in metrics) else 0.0
+
+
+def what_is_held(state: State) -> dict[str, Any]:
+    """Everything that a process without work should not have; empty when it is free."""
+    held = _held_by_router(state) if "num_in_line" in state else _held_by_worker(state)
+    return {name: value for name, value in held.items() if value}
+
+
+def _held_by_router(state: State) -> dict[str, Any]:
+    return {
+        "requests": sum(state["requests"].values()),
+        "line": state["num_in_line"],
+        "tasks": state["num_tasks"],
+        "legs": {w["worker_id"]: w["num_legs"] for w in state["workers"] if w["num_legs"]},
+        "leg tokens": {w["worker_id"]: w["num_leg_tokens"] for w in state["workers"] if w["num_leg_tokens"]},
+    }
+
+
+def _held_by_worker(state: State) -> dict[str, Any]:
+    connector = state["connector"]
+    data = connector.get("data", {})
+    return {
+        "accepted": state["num_accepted"],
+        "requests": state["requests"],
+        "blocks": {name: n for name, n in state["blocks"].items() if n and name in ("held", "quarantined")},
+        "holders": state["holders"],
+        "leases": state["leases"],
+        "fetches": connector.get("fetches"),
+        "lent": connector.get("leases"),
+        "quarantine": {name: n for name, n in connector.get("quarantine", {}).items() if n},
+        "jobs": data.get("queued_jobs"),
+        "moving": data.get("current"),
+    }
+
+
+def counted_things(state: State) -> dict[str, int]:
+    """Descriptors and tasks of a process (and of its engine's): what grows when something leaks."""
+    process = state["process"]
+    things = {"fds": process["num_open_fds"], "tasks": process["num_asyncio_tasks"]}
+    if engine := state.get("engine_process"):
+        things["engine fds"] = engine["num_open_fds"]
+    return things
+
+
+async def until_free(
+    read: Callable[[], Awaitable[dict[str, State]]],
+    timeout_seconds: float = 60,
+    *,
+    at_most: dict[str, dict[str, int]] | None = None,
+) -> dict[str, State]:
+    """The states once every process is free and counts no more things than ``at_most``, by process name.
+
+    Raises AssertionError that says what is still held after ``timeout_seconds``.
+    """
+    left: dict[str, Any] = {}
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                states = await read()
+                left = {name: what_is_held(state) for name, state in states.items()}
+                left |= {f"{name} counts": more for name, more in _grown(states, at_most or {}).items()}
+                left = {name: held for name, held in left.items() if held}
+                if not left:
+                    return states
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise AssertionError(f"still held after {timeout_seconds:g} s: {left}") from None
+
+
+def _grown(states: dict[str, State], at_most: dict[str, dict[str, int]]) -> dict[str, Any]:
+    grown = {}
+    for name, limits in at_most.items():
+        now = counted_things(states[name])
+        grown[name] = {thing: (limits[thing], now[thing]) for thing in limits if now[thing] > limits[thing]}
+    return grown

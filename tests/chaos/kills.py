@@ -1,0 +1,145 @@
+"""Kill -9 of random workers under load, again and again: no stream may notice more than a pause."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count as count_up
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.asking import (
+    MODEL,
+    Answer,
+    Client,
+    Way,
+    connected,
+    what_is_wrong,
+)
+from tests.chaos.books import count
+from tests.chaos.steady import steady_answers
+from tests.service import Service, counter, running_service
+
+POOLS = (
+    "--prefill",
+    "3",
+    "--decode",
+    "3",
+    "--dtype",
+    "float32",
+    "--num-threads",
+    "1",
+    "--served-model-name",
+    MODEL,
+)
+WAYS = (Way.GRPC, Way.GRPC, Way.HTTP_STREAM, Way.HTTP_WHOLE)
+
+
+@dataclass
+class KillReport:
+    """What a run of kills came to. ``wrong`` and ``failed`` name their streams; both shall be empty."""
+
+    num_kills: dict[str, int] = field(default_factory=dict)
+    num_skipped: int = 0
+    num_whole: int = 0
+    num_tokens: int = 0
+    num_replays: float = 0
+    num_local_recomputes: float = 0
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+async def run_kills(
+    folder: Path,
+    rng: random.Random,
+    *,
+    transport: str,
+    seconds: float,
+    every_seconds: float = 6.0,
+    num_streams: int = 24,
+    num_questions: int = 48,
+    longest_answer: int = 600,
+) -> KillReport:
+    """Keep ``num_streams`` clients busy for ``seconds`` while workers die, and compare every answer."""
+    report = KillReport()
+    async with (
+        running_service(folder, *POOLS, "--transport", transport) as service,
+        connected(service.http, service.grpc) as client,
+    ):
+        references = await steady_answers(client, rng, num_questions, answers=(20, longest_answer))
+        stopped = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(num_streams):
+                own = random.Random(rng.getrandbits(64))
+                tasks.create_task(_keep_asking(client, references, own, number, stopped, report))
+            await _kill_again_and_again(service, rng, seconds, every_seconds, report)
+            stopped.set()
+        metrics = await service.metrics("router")
+        report.num_replays = count(metrics, "kvbaton_request_replays_total")
+        report.num_local_recomputes = counter(metrics, "kvbaton_request_local_recomputes_total")
+    return report
+
+
+async def _keep_asking(
+    client: Client,
+    references: Sequence[Answer],
+    rng: random.Random,
+    number: int,
+    stopped: asyncio.Event,
+    report: KillReport,
+) -> None:
+    for turn in count_up():
+        if stopped.is_set():
+            return
+        reference = rng.choice(references)
+        salt = f"{number}.{turn}" if rng.random() < 0.5 else ""
+        answer = await client.ask(reference.question, rng.choice(WAYS), salt=salt)
+        _note(report, answer, reference)
+
+
+def _note(report: KillReport, answer: Answer, reference: Answer) -> None:
+    if wrong := what_is_wrong(answer, reference):
+        report.wrong.append(wrong)
+    elif answer.is_whole:
+        report.num_whole += 1
+        report.num_tokens += len(reference.token_ids)
+    else:
+        report.failed.append(f"question {answer.question.number}: {answer.error_kind}: {answer.error}")
+
+
+async def _kill_again_and_again(
+    service: Service, rng: random.Random, seconds: float, every_seconds: float, report: KillReport
+) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        await asyncio.sleep(every_seconds)  # the pace of the kills, not a wait for something
+        victim = await _victim(service, rng)
+        if victim is None:
+            report.num_skipped += 1
+            continue
+        role, pid = victim
+        os.kill(pid, signal.SIGKILL)
+        report.num_kills[role] = report.num_kills.get(role, 0) + 1
+
+
+async def _victim(service: Service, rng: random.Random) -> tuple[str, int] | None:
+    """A worker, or its engine's process, of a role that another ready worker has too; None while there is none."""
+    router = next(p for p in service.processes if p["role"] == "router")
+    workers = [w for w in (await service.state_of(router["admin"]))["workers"] if w["max_requests"]]
+    ready = Counter(worker["role"] for worker in workers)
+    spare = [worker for worker in workers if ready[worker["role"]] > 1]
+    if not spare:
+        return None
+    worker = rng.choice(spare)
+    if rng.random() < 0.3:
+        state = await service.state_of(worker["admin_address"])
+        return f"engine of {worker['role']}", state["engine_process"]["pid"]
+    return worker["role"], worker["pid"]

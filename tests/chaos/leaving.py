@@ -1,0 +1,149 @@
+"""Clients that go away at every moment of a request's life; afterwards everything must be free."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.asking import (
+    MODEL,
+    Answer,
+    Client,
+    Way,
+    connected,
+    what_is_wrong,
+)
+from tests.chaos.books import counted_things, read_states, until_free
+from tests.chaos.steady import steady_answers
+from tests.service import Service, running_service
+
+POOLS = (
+    "--prefill",
+    "2",
+    "--decode",
+    "2",
+    "--dtype",
+    "float32",
+    "--num-threads",
+    "1",
+    "--served-model-name",
+    MODEL,
+)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """When a client goes away: after so many seconds, or so many events; the name says in which phase that is meant."""
+
+    phase: str
+    after_seconds: float | None = None
+    after_events: int | None = None
+
+
+@dataclass
+class LeaveReport:
+    """What the rounds came to. ``wrong`` names the streams that differ; it shall be empty."""
+
+    phases: dict[str, int] = field(default_factory=dict)
+    num_left: int = 0
+    num_whole: int = 0
+    wrong: list[str] = field(default_factory=list)
+    things_before: dict[str, dict[str, int]] = field(default_factory=dict)
+    things_after: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+async def run_leaving(
+    folder: Path, rng: random.Random, *, transport: str, num_streams: int, num_questions: int = 24
+) -> LeaveReport:
+    """A warm-up round and a measured one: each process must end both free, and the second without growth."""
+    report = LeaveReport()
+    async with running_service(folder, *POOLS, "--transport", transport) as service:
+        async with connected(service.http, service.grpc) as client:
+            references = await steady_answers(client, rng, num_questions, answers=(20, 200))
+        read = partial(read_states, [(p["name"], p["admin"]) for p in service.processes])
+        await _round(service, references, rng, num_streams, report)
+        warm = await until_free(read)
+        report.things_before = await _settled(read, warm)
+        await _round(service, references, rng, num_streams, report)
+        states = await until_free(read, at_most=report.things_before)
+        report.things_after = {name: counted_things(state) for name, state in states.items()}
+    return report
+
+
+async def _settled(read: Any, warm: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Descriptors and tasks when two readings in a row are equal: sockets of the clients close a little later."""
+    before = {name: counted_things(state) for name, state in warm.items()}
+    for _ in range(20):
+        await asyncio.sleep(0.5)
+        now = {name: counted_things(state) for name, state in (await until_free(read)).items()}
+        if now == before:
+            break
+        before = now
+    return before
+
+
+async def _round(
+    service: Service, references: Sequence[Answer], rng: random.Random, num_streams: int, report: LeaveReport
+) -> None:
+    async with connected(service.http, service.grpc) as client, asyncio.TaskGroup() as tasks:
+        for number in range(num_streams):
+            reference, way = rng.choice(references), rng.choice(list(Way))
+            leave = _plan(rng, way, reference.question.max_tokens)
+            name = leave.phase if leave else "stays"
+            report.phases[name] = report.phases.get(name, 0) + 1
+            salt = str(number) if rng.random() < 0.7 else ""
+            tasks.create_task(_one(client, reference, way, leave, salt, report))
+
+
+def _plan(rng: random.Random, way: Way, num_tokens: int) -> Leave | None:
+    """One in four stays to the end; the others leave in every phase alike."""
+    if rng.random() < 0.25:
+        return None
+    by_time = [
+        Leave("before anything is sent back", after_seconds=0.0),
+        Leave("at once", after_seconds=rng.uniform(0.0, 0.1)),
+        Leave("queued or in prefill", after_seconds=rng.uniform(0.1, 3.0)),
+    ]
+    if way is Way.HTTP_WHOLE:
+        return rng.choice([*by_time, Leave("in mid-answer", after_seconds=rng.uniform(3.0, 10.0))])
+    by_event = [
+        Leave("between token 0 and 1", after_events=1),
+        Leave("in mid-stream", after_events=rng.randint(2, max(2, num_tokens - 2))),
+        Leave("at the last token", after_events=num_tokens),
+    ]
+    return rng.choice(by_time + by_event)
+
+
+async def _one(
+    client: Client, reference: Answer, way: Way, leave: Leave | None, salt: str, report: LeaveReport
+) -> None:
+    asking = client.ask(
+        reference.question,
+        way,
+        timeout_seconds=300,
+        leave_after=leave.after_events if leave else None,
+        salt=salt,
+    )
+    try:
+        async with asyncio.timeout(leave.after_seconds if leave else None):
+            answer = await asking
+    except TimeoutError:
+        if leave is None or leave.after_seconds is None:
+            raise
+        report.num_left += 1
+        return
+    if wrong := what_is_wrong(answer, reference):
+        report.wrong.append(wrong)
+    elif answer.has_left:
+        report.num_left += 1
+    elif answer.is_whole:
+        report.num_whole += 1
+    else:
+        report.wrong.append(f"question {answer.question.number}: {answer.error_kind}: {answer.error}")

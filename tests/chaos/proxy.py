@@ -1,0 +1,149 @@
+"""A link between two hosts that can be cut, held, slowed down and garbled: a relay of TCP connections."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+_CHUNK_BYTES = 65536
+
+
+class FaultyPort:
+    """Relays one port. Its switches act on every connection, those that are open included.
+
+    is_open: bytes pass; cleared, they wait, in both directions (a black hole for as long as it lasts).
+    delay_seconds: before each chunk. flip_after_bytes: of the answers, the byte behind so many more is garbled, once.
+    """
+
+    def __init__(self, listen_host: str, target_host: str, port: int) -> None:
+        self._listen_host, self._target_host, self.port = listen_host, target_host, port
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self.is_refusing = False
+        self.delay_seconds = 0.0
+        self.flip_after_bytes: int | None = None
+        self.num_flips = 0
+        self.num_bytes_back = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.moved = asyncio.Event()
+
+    async def start(self) -> None:
+        """Listen."""
+        self._server = await asyncio.start_server(self._relay, self._listen_host, self.port)
+
+    async def stop(self) -> None:
+        """Close every connection and the port."""
+        if self._server:
+            self._server.close()
+        self.cut()
+        for task in set(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Break every open connection."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        self._tasks.add(this)
+        try:
+            with suppress(OSError):
+                await self._join(reader, writer)
+        except asyncio.CancelledError:
+            if self._server and self._server.is_serving():
+                raise
+        finally:
+            self._tasks.discard(this)
+            writer.transport.abort()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_refusing:
+            return
+        there, back = await asyncio.open_connection(self._target_host, self.port)
+        ours = {writer, back}
+        self._writers |= ours
+        try:
+            ways = [
+                asyncio.create_task(self._pump(reader, back, is_answer=False)),
+                asyncio.create_task(self._pump(there, writer, is_answer=True)),
+            ]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+        finally:
+            self._writers -= ours
+            back.transport.abort()
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool
+    ) -> None:
+        while chunk := await reader.read(_CHUNK_BYTES):
+            if self.delay_seconds:
+                await asyncio.sleep(self.delay_seconds)
+            if is_answer:
+                self.num_bytes_back += len(chunk)
+                self.moved.set()
+                chunk = self._garble(chunk)
+            await self.is_open.wait()
+            writer.write(chunk)
+            await writer.drain()
+
+    def _garble(self, chunk: bytes) -> bytes:
+        place = self.flip_after_bytes
+        if place is None:
+            return chunk
+        if place >= len(chunk):
+            self.flip_after_bytes = place - len(chunk)
+            return chunk
+        self.flip_after_bytes = None
+        self.num_flips += 1
+        return chunk[:place] + bytes([chunk[place] ^ 0x10]) + chunk[place + 1 :]
+
+
+class FaultyLink:
+    """The ports of one worker, as others reach them."""
+
+    def __init__(self, grpc: FaultyPort, control: FaultyPort, data: FaultyPort) -> None:
+        self.grpc, self.control, self.data = grpc, control, data
+
+    @property
+    def kv_ports(self) -> Sequence[FaultyPort]:
+        """What other workers dial."""
+        return self.control, self.data
+
+    def hold(self) -> None:
+        """Swallow what the workers say to each other until ``release``."""
+        for port in self.kv_ports:
+            port.is_open.clear()
+
+    def release(self) -> None:
+        """Let everything pass again."""
+        for port in self.kv_ports:
+            port.is_open.set()
+
+    def cut(self) -> None:
+        """Break the connections between the workers."""
+        for port in self.kv_ports:
+            port.cut()
+
+
+@asynccontextmanager
+async def faulty_link(
+    listen_host: str, target_host: str, grpc: int, control: int, data: int
+) -> AsyncIterator[FaultyLink]:
+    """Relays for the three ports of a worker that binds to ``target_host`` and advertises ``listen_host``."""
+    ports = [FaultyPort(listen_host, target_host, port) for port in (grpc, control, data)]
+    try:
+        for port in ports:
+            await port.start()
+        yield FaultyLink(*ports)
+    finally:
+        for port in ports:
+            await port.stop()

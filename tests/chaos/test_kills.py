@@ -1,0 +1,29 @@
+"""Workers die under load, one after the other: every stream equals the undisturbed run's, and none fails."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.kills import run_kills
+from tests.chaos.settings import chaos_rng
+
+SECONDS = 18.0
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_no_stream_notices_that_workers_die(tmp_path: Path, transport: str) -> None:
+    rng = chaos_rng(f"kills over {transport}")
+    report = await run_kills(
+        tmp_path,
+        rng,
+        transport=transport,
+        seconds=SECONDS,
+        num_streams=12,
+        num_questions=12,
+        longest_answer=250,
+    )
+    assert (report.wrong, report.failed) == ([], [])
+    assert sum(report.num_kills.values()) > 0
+    assert report.num_whole > 0
