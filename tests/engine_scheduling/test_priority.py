@@ -202,6 +202,8 @@ def test_a_prefill_leg_is_never_preempted_for_a_higher_priority() -> None:
     engine.add(fake_request("p", [2] * 26, transfer=SEND, priority=-5))
     engine.run()
     assert engine.tokens("p#0.0") == fake_answer([2] * 26, 1)
+    assert engine.scheduler.totals.num_preemptions == 1
+    assert "a#0.0" in engine.scheduler.requests, "it is the aggregated one that was preempted"
     engine.connector.end_lease("p#0.0")
     engine.run()
     assert engine.tokens("a#0.0") == fake_answer([1, 2, 3], 25)

@@ -5,7 +5,7 @@ import pytest
 from contract.requests import FinishReason, SamplingParams
 from engine.scheduling.ending import RequestStatus
 from engine.testing import FAKE_EOS, NAN_TOKEN, fake_answer
-from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request
+from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 
 
 def test_add_request_only_enqueues_and_each_step_advances_by_one_token() -> None:
@@ -209,6 +209,22 @@ def test_second_request_finds_the_first_ones_blocks() -> None:
     assert engine.scheduler.totals.num_cached_tokens == 8
 
 
+def test_of_a_prompt_that_is_half_computed_only_that_half_is_found() -> None:
+    """Law 1: its other blocks are reserved and scheduled, but hold nothing yet."""
+    engine = SteppedEngine(max_num_batched_tokens=6)
+    prompt = list(range(1, 15))
+    engine.add(fake_request("p", prompt, transfer=SEND))
+    hashes = engine.scheduler.requests["p#0.0"].block_hashes
+    found = []
+    for _ in range(3):
+        scheduled = engine.scheduler.schedule()
+        found.append(len(engine.pool.find_cached(hashes)))
+        engine.scheduler.update_from_output(scheduled, engine.executor.execute_model(scheduled))
+        found.append(len(engine.pool.find_cached(hashes)))
+    assert engine.pool.num_blocks_of("lease:p#0.0") == 4
+    assert found == [0, 1, 1, 3, 3, 3]
+
+
 def test_reset_prefix_cache() -> None:
     """B16: refused while requests hold blocks; afterwards nothing is found, and the stats say that it happened."""
     engine = SteppedEngine()
@@ -271,6 +287,18 @@ def test_nan_logits_end_the_request_and_its_kv_is_not_reused() -> None:
     engine.add(fake_request("again", list(range(1, 10))))
     engine.run()
     assert engine.heard["again#0.0"][0].num_cached_tokens == 0
+
+
+def test_nan_in_a_later_chunk_takes_the_earlier_ones_out_of_the_cache() -> None:
+    """Law 1: they were entered when they were computed; where one chunk is corrupt, none is reused."""
+    engine = SteppedEngine(max_num_batched_tokens=4)
+    engine.add(fake_request("bad", [1, 2, 3, 4, NAN_TOKEN]))
+    hashes = engine.scheduler.requests["bad#0.0"].block_hashes
+    engine.step()
+    assert len(engine.pool.find_cached(hashes)) == 1
+    engine.step()
+    assert engine.end("bad#0.0").error_kind == "internal"
+    assert engine.pool.find_cached(hashes) == []
 
 
 def test_deadline_ends_a_running_request() -> None:

@@ -18,7 +18,7 @@ from tests.engine_scheduling.stepping import (
 # The prefill leg.
 
 
-def test_prefill_leg_publishes_each_chunk_and_lends_its_blocks() -> None:
+def test_prefill_leg_reserves_its_whole_prompt_then_publishes_each_chunk_and_lends_its_blocks() -> None:
     """B8, B19: orders travel as kv_connector_metadata; finished_sending drops the lease's references."""
     engine = SteppedEngine(max_num_batched_tokens=4)
     engine.add(fake_request("p", PROMPT, 5, transfer=SEND))
@@ -149,6 +149,16 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     assert engine.pool.holders() == {}
 
 
+def test_token_0_is_the_decode_legs_input_and_is_not_said_again() -> None:
+    """Law 5: the router has delivered it already."""
+    engine = SteppedEngine()
+    key = receiving(engine)
+    arrive(engine, key)
+    engine.run()
+    assert engine.heard[key][0].first_index == 1
+    assert engine.tokens(key) == fake_answer(PROMPT, 4)[1:]
+
+
 def test_reservation_includes_the_place_of_token_0() -> None:
     """Law 4: ceil((prompt + 1) / block_size) blocks, of which the prompt's are read into."""
     engine = SteppedEngine()
@@ -253,7 +263,7 @@ def test_not_needed_is_no_error() -> None:
     assert (end.finish_reason, end.error_kind, end.token_ids) == (None, None, [])
 
 
-def test_remote_deadline_then_drain() -> None:
+def test_a_wait_that_timed_out_keeps_its_blocks_in_quarantine_until_its_read_ends() -> None:
     """Law 4: the wait for remote KV has a deadline; law 2: a read that goes on keeps its blocks in quarantine."""
     engine = SteppedEngine(remote_kv_timeout_seconds=7.0)
     quiet, reading = receiving(engine, "quiet"), receiving(engine, "reading")

@@ -55,6 +55,17 @@ def test_a_dialer_that_does_not_check_the_acceptor_is_still_checked_itself() -> 
         assert acceptor.session is None
 
 
+def test_a_dialer_says_nothing_to_one_without_the_secret() -> None:
+    """Neither its own proof nor the model: whoever listens at the address must prove itself first (law 8)."""
+    dialer, acceptor = dialing(), Accepting(identity("p", "another secret"))
+    challenge = answer(acceptor, dialer.begin())
+    with pytest.raises(
+        UnauthenticatedError, match=r"worker p at 127\.0\.0\.1:1 does not hold this cluster's secret"
+    ):
+        answer(dialer, challenge)
+    assert dialer.session is None
+
+
 def test_a_proof_cannot_be_replayed_on_another_link() -> None:
     """It covers both nonces."""
     dialer, first = dialing(), Accepting(identity("p"))

@@ -79,6 +79,20 @@ def test_a_lease_lives_as_long_as_its_peer_pings_and_ends_lease_seconds_after_th
     assert lending.state() == "expired", "nothing brings it back"
 
 
+def test_a_parked_fetch_waits_under_a_deadline() -> None:
+    """Law 4: a fetch whose transfer never opens ends by the clock alone, and its peer is told."""
+    lending = LendingDesk()
+    lending.desk.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    assert lending.desk.tick(lending.now) == lending.now + 30.0
+    lending.desk.heard("peer")
+    assert lending.desk.tick(lending.now + 29.9) == lending.now + 30.0, "a ping does not prolong it"
+    assert lending.said == []
+    assert lending.desk.tick(lending.now + 30.0) is None
+    (refusal,) = lending.said
+    assert isinstance(refusal, msg.TransferFailed) and refusal.kind == "deadline"
+    assert lending.desk.gauges()["transfers_parked"] == 0
+
+
 def test_parked_fetches_are_bounded_for_each_peer() -> None:
     lending = LendingDesk(max_parked=2)
     for transfer in ("a", "b", "c"):

@@ -1,0 +1,126 @@
+"""Each part of a reference to KV is compared by itself (law 3): no sockets, no threads, no waiting."""
+
+import msgspec
+import pytest
+
+from contract.errors import IncompatiblePeerError, WorkerLostError
+from contract.layout import KVLayout
+from contract.requests import ReceiveTransfer, SendTransfer
+from engine.connector import Failed, Published
+from kv_transfer import events as ev
+from kv_transfer import messages as msg
+from kv_transfer.counters import Completions, Counters
+from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
+from kv_transfer.handshake import Accepting, Dialing, PeerTarget, Session
+from kv_transfer.link import PeerRef
+from kv_transfer.orders import digest_seeds
+from kv_transfer.states import Send, SendState
+from kv_transfer.transitions import advance_send
+from kv_transfer.transport import Source
+from protos import PROTOCOL_MAX
+from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
+from tests.kv_transfer.test_handshake import answer, dialing, identity
+from tests.kv_transfer.test_lease_under_fault import LendingDesk
+
+ASKED = request_of("r", prompt_of(2), ReceiveTransfer("t", "p", "boot", "127.0.0.1:1"))
+LENDING = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=4)
+SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+
+
+def fetching() -> FetchDesk:
+    def choose(_session: Session, _told: object) -> Source:
+        return Source("p", "boot", "127.0.0.1:1", "token")
+
+    def ignore(*_: object) -> None:
+        return
+
+    return FetchDesk(
+        FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
+        FetchPorts(ignore, ignore, ignore, ignore, ignore, choose),
+        Counters(),
+        Completions(),
+        lambda: 0.0,
+    )
+
+
+def test_digests_are_seeded_with_all_that_makes_kv_differ() -> None:
+    """Model, salt, tokens, and the place in the prompt: so the right bytes of anything else fail."""
+    asked = [ASKED, msgspec.structs.replace(ASKED, cache_salt="s")]
+    asked.append(msgspec.structs.replace(ASKED, prompt_token_ids=[7] * len(ASKED.prompt_token_ids)))
+    seeds = [seed for each in asked for seed in digest_seeds(each, MODEL, LAYOUT.block_size)]
+    seeds += digest_seeds(ASKED, "another", LAYOUT.block_size)
+    assert len(set(seeds)) == len(seeds) == 8
+
+
+def test_a_fetch_belongs_to_one_lease() -> None:
+    desk, ref = fetching(), PeerRef("boot", is_dialed=True)
+    desk.start(ASKED)
+    desk.message(ref, msg.BlocksPublished("t", 0, "first", 0, [1]))
+    desk.message(ref, msg.BlocksPublished("t", 0, "second", 1, [2]))
+    published, failed = desk.take_events()
+    assert isinstance(published, Published) and isinstance(failed, Failed)
+    assert (failed.kind, "changed the lease" in failed.message) == ("transfer_failed", True)
+
+
+def test_words_of_another_boot_or_attempt_are_dropped() -> None:
+    desk = fetching()
+    desk.start(ASKED)
+    for boot_id, transfer_id, attempt in (("old", "t", 0), ("boot", "u", 0), ("boot", "t", 1)):
+        words = msg.BlocksPublished(transfer_id, attempt, "lease", 0, [1])
+        desk.message(PeerRef(boot_id, is_dialed=True), words)
+    assert desk.take_events() == []
+
+
+def test_a_fetch_of_an_older_attempt_is_refused() -> None:
+    lending = LendingDesk()
+    lending.desk.open(request_of("r", prompt_of(2), SendTransfer("t"), attempt=1), [3, 4], 0)
+    lending.desk.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    (refusal,) = lending.said
+    assert isinstance(refusal, msg.TransferFailed) and refusal.kind == "transfer_failed"
+    assert refusal.message == "attempt 0 of transfer t is older than attempt 1, which is known here"
+    lending.desk.fetch_asked("peer", msg.FetchBlocks("t", 1))
+    assert len(lending.said) == 1, "the newest one is served"
+
+
+def test_a_transfer_has_one_reader() -> None:
+    send, _ = advance_send(LENDING, ev.FetchArrived("a", 0, 1.0))
+    send, actions = advance_send(send, ev.FetchArrived("b", 0, 2.0))
+    assert send.peer == "a"
+    assert [action.peer for action in actions if isinstance(action, ev.Refuse)] == ["b"]
+
+
+def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
+    """Law 2: its own reads count too; what it makes readable behind the end is revoked again first."""
+    send, _ = advance_send(LENDING, ev.Ordered(2))
+    send, actions = advance_send(send, ev.Abandoned("cancelled", "aborted"))
+    assert actions == [ev.Revoke()]
+    send, actions = advance_send(send, ev.ReadersGone())
+    assert actions == []
+    send, actions = advance_send(send, ev.RangeReady(0, (1, 2)))
+    assert actions == [ev.Revoke()]
+    send, actions = advance_send(send, ev.ReadersGone())
+    assert actions == [ev.ReportSent()]
+
+
+def test_a_worker_that_was_started_again_is_a_stranger() -> None:
+    dialer = Dialing(identity("d"), PeerTarget("p", "boot-before", "127.0.0.1:1"))
+    challenge = answer(Accepting(identity("p")), dialer.begin())
+    with pytest.raises(
+        WorkerLostError, match="asked for as boot boot-before; boot boot-p of worker p answers"
+    ):
+        answer(dialer, challenge)
+    assert dialer.session is None
+
+
+def test_another_layout_is_refused_by_what_differs() -> None:
+    dialer, acceptor = dialing(), Accepting(identity("p"))
+    proved = answer(dialer, answer(acceptor, dialer.begin()))
+    with pytest.raises(IncompatiblePeerError, match="block_size"):
+        acceptor.receive(msgspec.structs.replace(proved[0], layout=SMALL))
+    assert acceptor.session is None
+
+
+def test_a_protocol_that_is_not_spoken_here_is_refused_by_number() -> None:
+    later = PROTOCOL_MAX + 1
+    with pytest.raises(IncompatiblePeerError, match=f"speaks transfer protocol {later}..{later}"):
+        Accepting(identity("p")).receive(msg.Hello(later, later, "nonce", "d", "boot-d", "both"))
