@@ -3,6 +3,7 @@
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from cli.settings import DEMO
 from contract.errors import SettingError
@@ -22,6 +23,14 @@ def model_name(model: str) -> str:
     if model == DEMO:
         return DEMO_NAME
     return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[str, Any]:
+    """Settings before they are checked, ``served_model_name`` filled in from the model where it is known and unnamed."""
+    model = values.get("model") or default_model
+    if values.get("served_model_name") is not None or model is None:
+        return values
+    return {**values, "served_model_name": model_name(str(model))}
 
 
 def find_model(model: str) -> Path:

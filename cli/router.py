@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
+from cli.model import with_served_name
 from cli.service import enter_service, model_folder, run_service
 from cli.settings import ServiceSettings
 from contract.identity import Role
@@ -29,6 +30,11 @@ class RouterCommand(ServiceSettings, RouterSettings):
     """HOST:PORT where workers register; they need the cluster secret."""
     model: Annotated[Path | None, BeforeValidator(model_folder)] = None
     """Folder or Hugging Face id of the model, "demo" for the demo model; unset: asked of the first worker."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_model(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return with_served_name(values, None)
 
 
 def router(arguments: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from cli.model import model_name
+from cli.model import with_served_name
 from cli.service import enter_service, model_folder, run_service
 from cli.settings import DEMO, ServiceSettings
 from contract.identity import Role
@@ -22,9 +22,7 @@ class WorkerCommand(ServiceSettings, WorkerSettings):
     @model_validator(mode="before")
     @classmethod
     def _name_the_model(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("served_model_name") is None:
-            return {**values, "served_model_name": model_name(str(values.get("model", DEMO)))}
-        return values
+        return with_served_name(values, DEMO)
 
 
 class PrefillCommand(WorkerCommand):

@@ -1,10 +1,13 @@
 """Where a model is found."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cli.model import demo_model_folder, find_model, model_name
+from cli.model import DEMO_NAME, demo_model_folder, find_model, model_name
+from cli.router import RouterCommand
+from cli.workers import PrefillCommand
 from contract.errors import SettingError
 
 
@@ -33,3 +36,11 @@ def test_the_demo_model_lies_in_the_package() -> None:
 
 def test_a_hugging_face_id_keeps_its_name() -> None:
     assert model_name("org/name") == "org/name"
+
+
+def test_a_router_names_a_model_as_the_workers_do() -> None:
+    """Else clients would have to know whether the router read the model itself."""
+    given: dict[str, Any] = {"model": "demo", "secret_file": "secret"}
+    assert RouterCommand(**given).served_model_name == PrefillCommand(**given).served_model_name == DEMO_NAME
+    assert RouterCommand(secret_file=Path("secret")).served_model_name is None
+    assert RouterCommand(**given, served_model_name="mine").served_model_name == "mine"
