@@ -17,7 +17,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
 
-.PHONY: help install demo test test-slow check format format-check lint types imports sizes protos \
+.PHONY: help install demo test test-slow mutants soak check format format-check lint types imports sizes protos \
 	protos-check settings-docs settings-docs-check gpu-check test-docker lock clean
 
 help: ## list the targets
@@ -50,6 +50,12 @@ test-slow: install ## run the tests that take minutes
 
 test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
 	$(BIN)/python -m pytest -m docker $(ARGS)
+
+mutants: install ## break one law at a time in a copy; a named test must see each (ARGS="--sample 3", or names)
+	$(BIN)/python -m tools.mutants $(ARGS)
+
+soak: install ## run the chaos tests' large counts once (a quarter of an hour); writes benchmarks/results/soak.json
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,install) ## run the tests that need a CUDA device (GPU_PYTHON=python3: without install)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu $(ARGS)

@@ -32,6 +32,12 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
     return path
 
 
+def read_figures(name: str) -> dict[str, Any]:
+    """The figures that ``write_result`` wrote last under this name. Raises FileNotFoundError."""
+    figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+    return figures
+
+
 def _git(*arguments: str) -> str:
     here = Path(__file__).parent
     return subprocess.run(

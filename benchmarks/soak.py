@@ -1,7 +1,8 @@
 """``python -m benchmarks.soak``: the bad day at full length, once, to ``results/soak.json``.
 
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
-processes, and the state machines at twenty times their usual count. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed.
+processes, and the state machines at twenty times their usual count. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed;
+``--only faults`` runs one scenario again and leaves the figures of the others, each with the commit and seed of its run.
 """
 
 import argparse
@@ -12,12 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import write_result
+from benchmarks.facts import read_figures, run_facts, write_result
 from tests.chaos.kills import run_kills
 from tests.chaos.leaving import run_leaving
 from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
@@ -48,14 +49,12 @@ def main() -> None:
     parser.add_argument("--num-streams", type=int, default=200)
     parser.add_argument("--kill-seconds", type=float, default=180.0)
     parser.add_argument("--machine-factor", type=int, default=20)
+    parser.add_argument("--only", help="words that the names of the scenarios to run contain")
     given = parser.parse_args()
     sizes = Sizes(given.num_streams, given.kill_seconds, given.machine_factor)
-    began = time.monotonic()
-    scenarios = dict(run_all(sizes))
+    scenarios = {} if given.only is None else read_figures("soak")["scenarios"]
+    scenarios |= run_all(sizes, given.only or "")
     figures = {
-        "seed": chaos_seed(),
-        "sizes": vars(given),
-        "duration_seconds": round(time.monotonic() - began),
         "is_clean": all(scenario["is_clean"] for scenario in scenarios.values()),
         "scenarios": scenarios,
     }
@@ -64,8 +63,8 @@ def main() -> None:
     sys.exit(not figures["is_clean"])
 
 
-def run_all(sizes: Sizes) -> list[tuple[str, dict[str, Any]]]:
-    """Every scenario's name and figures, in order; one that fails does not keep the others from running."""
+def run_all(sizes: Sizes, wanted: str) -> dict[str, dict[str, Any]]:
+    """The figures of the scenarios whose name contains ``wanted``; one that fails does not keep the others from running."""
     seed, machines = str(chaos_seed()), f"{sizes.machine_factor}:{chaos_seed()}"
     scenarios: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         *((f"leaving over {name}", partial(leaving, name, sizes)) for name in TRANSPORTS),
@@ -73,7 +72,7 @@ def run_all(sizes: Sizes) -> list[tuple[str, dict[str, Any]]]:
         ("faults", partial(tests, "KVBATON_SOAK_SEED", seed, FAULTS)),
         ("state machines", partial(tests, "KVBATON_SOAK", machines, MACHINES)),
     ]
-    return [_timed(name, run) for name, run in scenarios]
+    return {name: _timed(name, run, sizes) for name, run in scenarios if wanted in name}
 
 
 def leaving(transport: str, sizes: Sizes) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def kills(transport: str, sizes: Sizes) -> dict[str, Any]:
 def tests(variable: str, value: str, paths: tuple[str, ...]) -> dict[str, Any]:
     """Test modules, in a process of their own with one variable set."""
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *paths],
+        [sys.executable, "-m", "pytest", "-q", "--timeout=3600", "--show-capture=no", *paths],
         cwd=Path(__file__).parents[1],
         env=process_environment() | {variable: value},
         capture_output=True,
@@ -114,15 +113,15 @@ def _in_folder(run: Callable[[Path], Coroutine[Any, Any, Any]]) -> dict[str, Any
     return {**report, "is_clean": not report["wrong"] and not report.get("failed")}
 
 
-def _timed(name: str, run: Callable[[], dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+def _timed(name: str, run: Callable[[], dict[str, Any]], sizes: Sizes) -> dict[str, Any]:
     began = time.monotonic()
     try:
         figures = run()
     except (AssertionError, TimeoutError, ExceptionGroup) as error:
         figures = {"error": repr(error), "is_clean": False}
-    figures["duration_seconds"] = round(time.monotonic() - began)
     sys.stderr.write(f"{name}: {'clean' if figures['is_clean'] else 'BROKEN'}\n")
-    return name, figures
+    facts = {"commit": run_facts()["commit"], "seed": chaos_seed(), "sizes": asdict(sizes)}
+    return {**facts, **figures, "duration_seconds": round(time.monotonic() - began)}
 
 
 if __name__ == "__main__":

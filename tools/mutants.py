@@ -3,15 +3,18 @@
 Usage: python -m tools.mutants [--sample N] [--seed S] [NAME ...]
 
 The mutants stand in tests/mutants.toml: each names the law, the file, the text to replace, and the test that must see it. A
-mutant *survives* when its test passes, and that is an error; so is one whose text is not there (any more), or whose test
-cannot be run at all.
+mutant *lives* when its test passes, and that is an error; so is one whose text is not there (any more), whose test cannot
+be run at all, or which breaks the program instead of the law. Before the first one, all their tests must pass in the copy
+as it is: a test that fails anyway sees nothing.
 """
 
 import argparse
 import os
 import random
+import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,6 +30,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _LIST = Path("tests/mutants.toml")
 _TEST_SECONDS = 300
 _FAILED = 1  # pytest: tests were run, and some failed
+_BROKEN = re.compile(
+    r"^E +(?:\S+Error: )?(SyntaxError|IndentationError|ImportError|NameError|UnboundLocalError)\b", re.M
+)
+_REASON = re.compile(r"^(?:FAILED|ERROR) .*? - (.+)$", re.M)
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,11 +55,17 @@ class MutantList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant; ``problem`` is None when its test has seen it."""
+    """What became of a mutant; ``problem`` is None when its test has seen it, and then ``reason`` is how it failed."""
 
     mutant: Mutant
     seconds: float
     problem: str | None
+    reason: str = ""
+
+
+class _Ran(NamedTuple):
+    exit_code: int
+    output: str
 
 
 def read_mutants(path: Path) -> list[Mutant]:
@@ -76,58 +90,86 @@ def try_mutant(mutant: Mutant, copy: Path) -> Verdict:
     path = copy / mutant.file
     healthy = path.read_text()
     began = time.monotonic()
+    reason = ""
     try:
-        path.write_text(apply(mutant, healthy))
-        problem = _problem(_run_test(mutant.test, copy))
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        mutated = apply(mutant, healthy)
+        compile(mutated, mutant.file, "exec")
+        path.write_text(mutated)
+        ran = run_tests([mutant.test], copy)
+        found = _REASON.search(ran.output)
+        problem, reason = _problem(ran), found[1] if found else ""
+    except (OSError, SyntaxError, ValueError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     finally:
         path.write_text(healthy)
-    return Verdict(mutant, time.monotonic() - began, problem)
+    return Verdict(mutant, time.monotonic() - began, problem, reason)
 
 
-def _run_test(test: str, copy: Path) -> int:
-    """The exit code of pytest; modules come from the copy, in child processes too."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", test]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}  # noqa: TID251 - passed on, not read
-    done = subprocess.run(
-        command,
+def run_tests(tests: Sequence[str], copy: Path) -> _Ran:
+    """Run pytest up to the first failure; modules come from the copy, in child processes too.
+
+    Raises subprocess.TimeoutExpired, when all that the tests had started in their process group has been ended.
+    """
+    left_out = [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+    ]  # the latter takes longer than most tests
+    options = ["-q", "-x", "--tb=short", "--show-capture=no", *left_out, "-m", ""]
+    environment = {  # a mutant may be as old and as long as the text that it replaces: no stale bytecode
+        **os.environ,  # noqa: TID251 - passed on, not read
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "COLUMNS": "250",  # of the summary, which holds the reason
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *tests],
         cwd=copy,
         env=environment,
-        timeout=_TEST_SECONDS,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
-    return done.returncode
+    try:
+        output, _ = process.communicate(timeout=_TEST_SECONDS * len(tests))
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return _Ran(process.returncode, output)
 
 
-def _problem(exit_code: int) -> str | None:
-    if exit_code == _FAILED:
-        return None
-    if exit_code == 0:
-        return "it survives: the test passes although the law is broken"
-    return f"its test could not be run: pytest ended with {exit_code}"
+def _problem(ran: _Ran) -> str | None:
+    if ran.exit_code == 0:
+        return "the test passes although the law is broken"
+    if ran.exit_code != _FAILED:
+        return f"its test could not be run: pytest ended with {ran.exit_code}"
+    if broken := _BROKEN.search(ran.output):
+        return f"it breaks the program, not the law: {broken[1]}"
+    return None
 
 
-def _copy_repository(target: Path) -> Path:
+def _copy_repository(repository: Path, target: Path) -> Path:
     """The tracked files, and those that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY,
+        cwd=repository,
         check=True,
         capture_output=True,
         text=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
-        source, copied = REPOSITORY / name, target / name
+        source, copied = repository / name, target / name
         if source.is_file():
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, copied)
     return target
 
 
-def _chosen(mutants: Sequence[Mutant], names: Sequence[str], sample: int | None, seed: int) -> list[Mutant]:
+def choose(mutants: Sequence[Mutant], names: Sequence[str], sample: int | None, seed: int) -> list[Mutant]:
+    """Those of these names, or all of them; of these, so many by chance. Raises SystemExit for a name that is unknown."""
     if unknown := set(names) - {mutant.name for mutant in mutants}:
         raise SystemExit(f"no mutant is called {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in mutants if not names or mutant.name in names]
@@ -137,27 +179,31 @@ def _chosen(mutants: Sequence[Mutant], names: Sequence[str], sample: int | None,
     return random.Random(seed).sample(chosen, sample)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, repository: Path = REPOSITORY) -> int:
     """Try mutants; 0 when each was seen by its test."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="these only")
     parser.add_argument("--sample", type=int, help="so many of them, by chance")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the chance")
     asked = parser.parse_args(arguments)
-    chosen = _chosen(read_mutants(REPOSITORY / _LIST), asked.names, asked.sample, asked.seed)
-    num_problems = 0
+    chosen = choose(read_mutants(repository / _LIST), asked.names, asked.sample, asked.seed)
     with tempfile.TemporaryDirectory(prefix="kvbaton-mutants-") as folder:
-        copy = _copy_repository(Path(folder))
-        for mutant in chosen:
-            verdict = try_mutant(mutant, copy)
-            num_problems += verdict.problem is not None
-            print(
-                f"{'LIVES' if verdict.problem else 'seen'}  {verdict.seconds:5.1f} s  {mutant.name}: {mutant.law}"
-            )
-            if verdict.problem:
-                print(f"       {verdict.problem} ({mutant.test})")
-    print(f"mutants: {len(chosen) - num_problems} of {len(chosen)} were seen by their test")
-    return 1 if num_problems else 0
+        copy = _copy_repository(repository, Path(folder))
+        healthy = run_tests(list(dict.fromkeys(mutant.test for mutant in chosen)), copy)
+        if healthy.exit_code != 0:
+            print(f"{healthy.output}\nmutants: these tests must pass before a law is broken")
+            return 1
+        num_seen = sum([_report(try_mutant(mutant, copy)) for mutant in chosen])
+    print(f"mutants: {num_seen} of {len(chosen)} were seen by their test")
+    return 0 if num_seen == len(chosen) else 1
+
+
+def _report(verdict: Verdict) -> bool:
+    """Print what became of a mutant; True when it was seen."""
+    mutant, is_seen = verdict.mutant, verdict.problem is None
+    print(f"{'seen' if is_seen else 'UNSEEN':6} {verdict.seconds:5.1f} s  {mutant.name}: {mutant.law}")
+    print(f"        {verdict.problem or verdict.reason} ({mutant.test})", flush=True)
+    return is_seen
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,7 +44,7 @@ parameters = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(asked=st.lists(parameters, min_size=1, max_size=6), shuffle=st.randoms(use_true_random=False))
 def test_a_token_does_not_depend_on_the_batch(asked: list[dict[str, Any]], shuffle: Any) -> None:
     """Law 6: alone, in any order, beside anybody: the same token with the same log probabilities."""
@@ -107,6 +107,12 @@ def test_the_inverse_runs_in_the_order_of_the_vocabulary() -> None:
 def test_every_unit_of_weight_belongs_to_its_token() -> None:
     row = [0, 3, 0, 2, 0]
     assert invert(torch.tensor([row] * 5), [0, 1, 2, 3, 4]) == [1, 1, 1, 3, 3]
+
+
+def test_company_changes_no_draw() -> None:
+    logits, rows = random_logits(4, 30), [make_row(index, seed=index) for index in range(30)]
+    alone = [draw(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
+    assert sample(logits, rows).token_ids == alone
 
 
 def test_seed_and_position_decide() -> None:

@@ -221,6 +221,23 @@ def test_a_started_prompt_keeps_the_blocks_that_it_was_promised() -> None:
     assert engine.tokens("p#0.0") == fake_answer([2] * 16, 1)
 
 
+def test_published_kv_leaves_the_blocks_that_a_started_prompt_was_promised() -> None:
+    """Law 4: what it reserves it holds until its answer ends; the prompt would have to give way half computed."""
+    engine = cramped(9, max_num_batched_tokens=8)
+    engine.add(fake_request("local", [1] * 20, max_tokens=2))
+    engine.step()
+    key = receiving(engine, "d", [2] * 16)
+    engine.connector.publish_peer(key)
+    engine.step()
+    assert engine.pool.num_blocks_of(key) == 0
+    engine.run()
+    engine.connector.land(key)
+    engine.run()
+    assert engine.tokens("local#0.0") == fake_answer([1] * 20, 2)
+    assert engine.tokens(key) == fake_answer([2] * 16, 4)[1:]
+    assert engine.scheduler.totals.num_preemptions == 0
+
+
 def test_kv_that_arrived_runs_although_one_before_it_lacks_blocks() -> None:
     """Law 4: the blocks that the first in line waits for are in its hands; holding it up would be a cycle."""
     engine = cramped(8)

@@ -56,7 +56,9 @@ def test_on_one_machine_it_is_shm(caplog: pytest.LogCaptureFixture) -> None:
     assert "worker p is read over shm: it was tried and works" in caplog.text
 
 
-def test_where_no_folder_is_shared_it_is_tcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_no_folder_is_shared_it_falls_back_to_tcp_which_is_counted_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As between two machines: the address of the other's socket leads nowhere here."""
     caplog.set_level(logging.INFO, "kv_transfer")
     folder = tmp_path / "of the prefill worker"

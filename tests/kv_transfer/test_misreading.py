@@ -17,7 +17,6 @@ from kv_transfer.orders import digest_seeds
 from kv_transfer.states import Send, SendState
 from kv_transfer.transitions import advance_send
 from kv_transfer.transport import Source
-from protos import PROTOCOL_MAX
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, dialing, identity
 from tests.kv_transfer.test_lease_under_fault import LendingDesk
@@ -121,6 +120,6 @@ def test_another_layout_is_refused_by_what_differs() -> None:
 
 
 def test_a_protocol_that_is_not_spoken_here_is_refused_by_number() -> None:
-    later = PROTOCOL_MAX + 1
+    later = msg.PROTOCOL_MAX + 1
     with pytest.raises(IncompatiblePeerError, match=f"speaks transfer protocol {later}..{later}"):
         Accepting(identity("p")).receive(msg.Hello(later, later, "nonce", "d", "boot-d", "both"))

@@ -84,7 +84,7 @@ def test_make_alone_lists_the_targets(programs: Path) -> None:
     )
     targets = [line.split()[0] for line in result.stdout.splitlines()]
     wanted = ["install", "demo", "test", "test-slow", "check", "protos", "settings-docs", "format"]
-    assert {*wanted, "gpu-check", "test-docker", "clean"} <= set(targets)
+    assert {*wanted, "mutants", "soak", "gpu-check", "test-docker", "clean"} <= set(targets)
 
 
 def test_check_compares_what_is_generated(programs: Path) -> None:

@@ -1,6 +1,6 @@
 """Each token once and in order, whatever arrives when."""
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.delivery import Delivery, Token
@@ -23,6 +23,7 @@ def arrivals(draw: st.DrawFn) -> tuple[int, list[tuple[int, list[Token]]]]:
     return total, draw(st.permutations([*cover, *repeats, *old]))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals())
 def test_any_interleaving_gives_each_token_once_in_order(
     given_arrivals: tuple[int, list[tuple[int, list[Token]]]],
@@ -47,3 +48,18 @@ def test_a_later_attempt_goes_on_where_it_is_told() -> None:
     assert delivery.accept(2, piece(0, 5)) == piece(3, 2)
     assert delivery.next_index == 5
     assert not delivery.is_complete
+
+
+def test_a_token_that_comes_again_is_not_delivered_again() -> None:
+    delivery = Delivery()
+    assert delivery.accept(0, piece(0, 2)) == piece(0, 2)
+    assert delivery.accept(0, piece(1, 2)) == piece(2, 1)
+    assert delivery.accept(0, piece(0, 3)) == []
+
+
+def test_late_words_of_an_older_attempt_are_dropped() -> None:
+    """Law 5: its worker was given up; what it still says may differ, and is another answer's."""
+    delivery = Delivery(attempt=1, next_index=2)
+    assert delivery.accept(0, piece(2, 2)) == []
+    assert delivery.next_index == 2
+    assert delivery.accept(1, piece(2, 1)) == piece(2, 1)

@@ -162,7 +162,7 @@ async def test_a_refused_leg_ends_the_request_and_the_other_leg(refusal: Any, st
 
 async def test_a_gap_in_a_workers_stream_is_the_workers_loss() -> None:
     script = Script(tokens=TOKENS, gap_at=2)
-    async with running_cluster(script, max_replays=0, request_timeout_seconds=10) as cluster:
+    async with running_cluster(script, max_replays=0, request_timeout_seconds=4) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "worker_lost")
         assert "token 3 after token 1" in answer["error"]["message"]

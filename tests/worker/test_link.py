@@ -1,7 +1,8 @@
 """The worker's side of its one stream, with a router that does not do its part."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -28,15 +29,28 @@ class DeafRouter(worker_pb2_grpc.MembershipServicer):
         await asyncio.Event().wait()
 
 
-async def test_a_router_that_reads_nothing_is_lost() -> None:
-    """Else what is said to it would fill the worker's memory; so it aborts its requests and registers again."""
-    lost = asyncio.Event()
+class LeavingRouter(worker_pb2_grpc.MembershipServicer):
+    """It leaves its first worker at once. num_lost: how often each registration's worker had lost a router before."""
 
-    async def on_lost() -> None:
-        lost.set()
+    def __init__(self, lost: list[None]) -> None:
+        self._lost = lost
+        self.num_lost: list[int] = []
 
+    async def Attach(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> Any:  # noqa: N802
+        """Keep the second one."""
+        await anext(request_iterator)
+        self.num_lost.append(len(self._lost))
+        yield pb.RouterMessage(welcome=pb.Welcome(session=str(len(self.num_lost))))
+        if len(self.num_lost) > 1:
+            await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def linked(
+    router: worker_pb2_grpc.MembershipServicer, on_lost: Callable[[], Awaitable[None]]
+) -> AsyncIterator[RouterLink]:
+    """A link that runs, to a router that serves."""
     server = grpc.aio.server(options=internal_server_options(3.0))
-    router = DeafRouter()
     worker_pb2_grpc.add_MembershipServicer_to_server(router, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
@@ -44,17 +58,42 @@ async def test_a_router_that_reads_nothing_is_lost() -> None:
     run = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(20):
-            await link.wait_attached()
-            for _ in range(2000):
-                if lost.is_set():
-                    break
-                link.send(STEP)
-                await asyncio.sleep(0)
-            await lost.wait()
-            await link.wait_attached()
-            assert link.session == "2"
-            assert link.num_unread_bytes < 2**20
+            yield link
     finally:
         run.cancel()
         await asyncio.wait([run])
         await server.stop(None)
+
+
+async def test_a_router_that_reads_nothing_is_lost() -> None:
+    """Else what is said to it would fill the worker's memory; so it aborts its requests and registers again."""
+    lost = asyncio.Event()
+
+    async def on_lost() -> None:
+        lost.set()
+
+    async with linked(DeafRouter(), on_lost) as link:
+        await link.wait_attached()
+        for _ in range(2000):
+            if lost.is_set():
+                break
+            link.send(STEP)
+            await asyncio.sleep(0)
+        await lost.wait()
+        await link.wait_attached()
+        assert link.session == "2"
+        assert link.num_unread_bytes < 2**20
+
+
+async def test_the_requests_of_a_lost_router_are_aborted_before_the_next_registration() -> None:
+    """Law 5: its next one knows nothing of them, or has begun them elsewhere."""
+    lost: list[None] = []
+
+    async def on_lost() -> None:
+        lost.append(None)
+
+    router = LeavingRouter(lost)
+    async with linked(router, on_lost) as link:
+        while link.session != "2":
+            await asyncio.sleep(0.005)
+        assert router.num_lost == [0, 1]
