@@ -1,9 +1,9 @@
 """Reads a Hugging Face folder: configuration, end tokens, and safetensors weights by memory map."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,6 +49,25 @@ def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Checkpoi
     return name
 
 
+class TensorPart(Protocol):
+    """A range of a tensor along one dimension."""
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+
+    def of(self, length: int) -> slice:
+        """The range in a dimension of this length."""
+
+    def whole_shape(self, shape: torch.Size) -> list[int]:
+        """The shape of the tensor of which the part has ``shape``."""
+
+
+def _whole(name: str) -> TensorPart | None:
+    """All of every tensor."""
+    return None
+
+
 class Checkpoint:
     """The weights of one folder, by name; a tensor is read from its memory map when it is asked for."""
 
@@ -62,19 +81,41 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor on the host, backed by the file's memory map. Raises KeyError for an unknown name."""
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = _open(file)
-        tensor: Tensor = self._open[file].get_tensor(name)
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> list[int]:
+        """The tensor's shape, without reading it. Raises KeyError for an unknown name."""
+        return list(self._file(name).get_slice(name).get_shape())
+
+    def part(self, name: str, part: TensorPart) -> Tensor:
+        """A part of the tensor on the host; only its own bytes are read."""
+        stored = self._file(name).get_slice(name)
+        own = part.of(stored.get_shape()[part.dim])
+        tensor: Tensor = stored[(slice(None),) * part.dim + (own,)]
         return tensor
 
     def first_dtype(self) -> torch.dtype:
         """The dtype of the tensor whose name sorts first."""
         return self.tensor(min(self._file_of)).dtype
 
+    def _file(self, name: str) -> Any:
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = _open(file)
+        return self._open[file]
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    part_of: Callable[[str], TensorPart | None] = _whole,
+) -> None:
     """Replace every parameter of ``model`` (usually on the meta device) by the checkpoint's tensor of that name.
+
+    part_of: which part of a tensor to read; None is all of it.
 
     Weights that are in ``dtype`` already stay backed by the memory map on the host, so that several workers of one
     machine share them. Raises SettingError that names missing, unexpected and misshapen tensors.
@@ -84,11 +125,13 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, d
     _refuse("misses", set(wanted) - found)
     _refuse("has unexpected", found - set(wanted))
     for name, parameter in wanted.items():
-        tensor = checkpoint.tensor(name)
-        if tensor.shape != parameter.shape:
-            raise _bad(f"tensor {name} is {list(tensor.shape)}; config.json asks for {list(parameter.shape)}")
+        part = part_of(name)
+        asked = list(parameter.shape) if part is None else part.whole_shape(parameter.shape)
+        if (found_shape := checkpoint.shape(name)) != asked:
+            raise _bad(f"tensor {name} is {found_shape}; config.json asks for {asked}")
+        tensor = checkpoint.tensor(name) if part is None else checkpoint.part(name, part)
         owner = model.get_submodule(name.rpartition(".")[0])
-        loaded = tensor.to(device=device, dtype=dtype)
+        loaded = tensor.to(device=device, dtype=dtype).contiguous()
         owner.register_parameter(name.rpartition(".")[2], nn.Parameter(loaded, requires_grad=False))
 
 

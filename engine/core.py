@@ -75,6 +75,7 @@ class EngineCore:
             undo.callback(self.close)
             self._connect(connector_factory, wake)
             self.info, self.scheduler = self._schedule_with(settings, num_blocks)
+            self.executor.watch(wake)
             undo.pop_all()
 
     def step(self) -> dict[int, list[EngineOutput]]:

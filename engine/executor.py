@@ -1,5 +1,6 @@
-"""Calls methods on the ranks of one engine. This version has one rank, in the caller's process."""
+"""Calls methods on the ranks of one engine: a single one lives in the caller's process, several in their own."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from contract.errors import InternalError
@@ -8,6 +9,7 @@ from engine.connector import RankConnector
 from engine.kv_cache.sizing import MemoryProbe
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.ranks.executor import RanksExecutor
 from engine.runner import ModelRunner
 from engine.settings import EngineSettings
 
@@ -27,10 +29,13 @@ class Executor(Protocol):
         """Call this method of ``ModelRunner`` on every rank; results in rank order."""
 
     def set_connector(self, rank: RankConnector) -> None:
-        """Put in the ranks' half of the connector; after the KV start-up."""
+        """Put in the ranks' half of the connector; after the KV start-up. Raises SettingError where that cannot be."""
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step on all ranks; the first rank's result."""
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, from any thread, when a rank has ended unasked: the next step then raises. Called once."""
 
     def shutdown(self) -> None:
         """End all ranks and give their memory back. May be called twice."""
@@ -69,6 +74,9 @@ class InProcessExecutor:
         """See Executor."""
         return self.runner.execute_model(scheduled)
 
+    def watch(self, wake: Callable[[], None]) -> None:
+        """See Executor. The rank ends with its caller, so there is nothing to see."""
+
     def shutdown(self) -> None:
         """See Executor."""
         if not self._is_shut_down:
@@ -77,8 +85,11 @@ class InProcessExecutor:
 
 
 def create_executor(settings: EngineSettings, probe: MemoryProbe | None = None) -> Executor:
-    """The executor for the device in the settings: on CPU and on one CUDA device a rank in this process.
+    """The executor for these settings, with its ranks' models loaded. ``probe`` is for a single rank.
 
-    Raises SettingError for an unknown device, and for "cuda" where there is none.
+    Raises SettingError for an unknown device, for "cuda" where there is none or fewer than ranks, and for a model that
+    does not divide by their number.
     """
+    if settings.tensor_parallel_size > 1:
+        return RanksExecutor(settings)
     return InProcessExecutor(settings, probe)

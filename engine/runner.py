@@ -1,9 +1,10 @@
 """One rank: the model, its KV memory, and one forward pass per ``execute_model``.
 
 Decides nothing: what runs is the scheduler's word. Owns the persistent batch, the pool of KV blocks, and the rank's
-half of the connector.
+half of the connector. Rank 0 of several draws the tokens and tells the others, so that all know the same ones.
 """
 
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,6 @@ from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
 from engine.batch import InputBatch
 from engine.connector import RankConnector
-from engine.device import resolve_device
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
@@ -24,6 +24,7 @@ from engine.models.info import ModelInfo
 from engine.models.loading import LoadedModel, load
 from engine.outputs import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.profiling import profile_inputs
+from engine.ranks.group import RankGroup, SingleRank, rank_device
 from engine.sampling import Samples, SamplingRow, sample
 from engine.settings import EngineSettings
 
@@ -34,8 +35,13 @@ _WARM_UP_ID = "warm-up"
 class ModelRunner:
     """The life of a rank: load_model → KV start-up (``engine.kv_cache.startup``) → execute_model, step by step."""
 
-    def __init__(self, settings: EngineSettings, probe: MemoryProbe | None = None) -> None:
-        self.device = resolve_device(settings.device, torch.cuda.device_count())
+    def __init__(
+        self, settings: EngineSettings, probe: MemoryProbe | None = None, group: RankGroup | None = None
+    ) -> None:
+        self._group = group or SingleRank()
+        self.device = rank_device(
+            settings.device, torch.cuda.device_count(), self._group.rank, self._group.size
+        )
         self._settings = settings
         self._probe = create_probe(self.device) if probe is None else probe
         self._backend = create_backend("torch")
@@ -56,19 +62,23 @@ class ModelRunner:
 
     def load_model(self) -> None:
         """Read the checkpoint and put the weights on the device. Raises SettingError for what cannot be served."""
-        torch.set_num_threads(self._settings.num_threads)
+        torch.set_num_threads(max(1, self._settings.num_threads // self._group.size))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._probe.start()
         settings = self._settings
-        self._loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device)
+        self._loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device, self._group)
 
     def get_model_info(self) -> ModelInfo:
         """``model_info`` for ``collective_rpc``."""
         return self.model_info
 
+    def echo(self, payload: bytes) -> bytes:
+        """Give the payload back: shows that this rank can be talked to."""
+        return payload
+
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """What each layer needs, by layer name, first to last."""
+        """What each layer needs on this rank, by layer name, first to last."""
         config = _ready(self._loaded, "load_model").config
         spec = KVCacheSpec(
             self._settings.block_size, config.num_kv_heads, config.head_dim, self.model_info.dtype
@@ -84,7 +94,7 @@ class ModelRunner:
         inputs = profile_inputs(lengths)
         with torch.inference_mode():
             logits = self._forward(inputs, list(range(len(lengths))), has_cache=False)
-            sample(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
+            self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
         del logits
         return available_kv_bytes(self._probe.read(), settings)
 
@@ -140,11 +150,12 @@ class ModelRunner:
         return output
 
     def shutdown(self) -> None:
-        """Stop the connector's rank half, then give the pool back."""
+        """Stop the connector's rank half, give the pool back, leave the other ranks."""
         if self._connector is not None:
             self._connector.close()
         if self._memory is not None:
             self._memory.close()
+        self._group.close()
 
     def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         batch = _ready(self._batch, "initialize_from_config")
@@ -152,14 +163,19 @@ class ModelRunner:
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
         drawing = [index for index, state in enumerate(states) if inputs.seq_lens[index] >= state.num_tokens]
         logits = self._forward(inputs, drawing, has_cache=True)
-        samples = sample(logits, [batch.sampling_row(states[index].req_id) for index in drawing])
+        samples = self._draw(logits, [batch.sampling_row(states[index].req_id) for index in drawing])
         for index, token_id in zip(drawing, samples.token_ids, strict=True):
             if token_id is not None:
                 batch.append_token(inputs.req_ids[index], token_id)
         return _output(inputs.req_ids, drawing, samples)
 
+    def _draw(self, logits: Tensor, rows: list[SamplingRow]) -> Samples:
+        """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone."""
+        drawn = sample(logits, rows) if self._group.rank == 0 else _undrawn(len(rows))
+        return replace(drawn, token_ids=self._group.share_tokens(drawn.token_ids))
+
     def _forward(self, inputs: PreparedInputs, rows: list[int], *, has_cache: bool) -> Tensor:
-        """Logits ``[len(rows), vocab_size]`` of the last token of these requests."""
+        """Logits ``[len(rows), vocab_size]`` of the last token of these requests (whole on rank 0 alone)."""
         model = _ready(self._loaded, "load_model").model
         step = self._backend.plan(inputs, self._settings.block_size, self.device)
         input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
@@ -167,6 +183,10 @@ class ModelRunner:
         states = model(input_ids, positions, step, self.memory.layers if has_cache else None)
         last_tokens = torch.from_numpy(inputs.query_start_loc[1:][rows] - 1).to(self.device)
         return model.logits(states[last_tokens])
+
+
+def _undrawn(num_rows: int) -> Samples:
+    return Samples([None] * num_rows, [0] * num_rows, None)
 
 
 def _output(req_ids: list[str], drawing: list[int], samples: Samples) -> ModelRunnerOutput:

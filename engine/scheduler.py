@@ -153,10 +153,10 @@ class Scheduler:
         if self.sender:
             self.sender.withdraw(request_id, attempt)
 
-    def fail_all(self, message: str) -> dict[int, list[EngineOutput]]:
+    def fail_all(self, kind: ErrorKind, message: str) -> dict[int, list[EngineOutput]]:
         """The engine is broken: an error for every request, without touching blocks or connector any more."""
         for request in self.requests.values():
-            self._outbox.tokens(request, [], ended_by_error(ErrorKind.INTERNAL, message))
+            self._outbox.tokens(request, [], ended_by_error(kind, message))
         self.requests.clear()
         self.roll = Roll()
         return self._outbox.take()

@@ -15,6 +15,9 @@ class EngineSettings:
     model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_model_len: None is the
     model's own. kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory /
     workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: torch threads.
+    tensor_parallel_size: ranks that share the model, each in a process of its own where there are several; threads
+    and (on the host) KV bytes are divided among them. rank_timeout_seconds: silence of a rank within a step, after
+    which the engine ends.
     """
 
     model: Path
@@ -29,6 +32,8 @@ class EngineSettings:
     workers_on_host: int = 1
     enable_prefix_caching: bool = True
     num_threads: int = 1
+    tensor_parallel_size: int = 1
+    rank_timeout_seconds: float = 60.0
     remote_kv_timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
@@ -38,6 +43,7 @@ class EngineSettings:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("num_threads", self.num_threads, 1)
         _at_least("workers_on_host", self.workers_on_host, 1)
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.kv_cache_bytes is not None:
@@ -49,13 +55,15 @@ class EngineSettings:
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]",
                 param="gpu_memory_utilization",
             )
-        if self.remote_kv_timeout_seconds <= 0:
-            raise SettingError(
-                f"remote_kv_timeout_seconds is {self.remote_kv_timeout_seconds}; it must be above 0",
-                param="remote_kv_timeout_seconds",
-            )
+        _above_zero("remote_kv_timeout_seconds", self.remote_kv_timeout_seconds)
+        _above_zero("rank_timeout_seconds", self.rank_timeout_seconds)
 
 
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise SettingError(f"{name} is {value}; it must be {low} or more", param=name)
+
+
+def _above_zero(name: str, value: float) -> None:
+    if value <= 0:
+        raise SettingError(f"{name} is {value}; it must be above 0", param=name)

@@ -6,7 +6,7 @@ a block that is handed out twice, read too early or written late fails the test 
 known tokens alone: ``fake_answer`` says what an engine must answer, whatever the batching, caching and preemption.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,6 +222,9 @@ class FakeExecutor:
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """One step."""
         return self.runner.execute_model(scheduled)
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """See Executor. Ranks in this process end with it."""
 
     def shutdown(self) -> None:
         """Close the connector's half."""

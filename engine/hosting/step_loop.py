@@ -154,7 +154,7 @@ def run_engine(plan: EnginePlan, inbox: Inbox, emit: Emit) -> bool:
     """Build a core, say so, run it until Shutdown. True when it ended as asked.
 
     The first message is Ready or StartFailed, the last one Stopped. Any exception ends here: one in a step ends every
-    request with an error of kind "internal".
+    request with an error: of its own kind where it has one, else "internal".
     """
     core: EngineCore | None = None
     try:
@@ -174,7 +174,8 @@ def run_engine(plan: EnginePlan, inbox: Inbox, emit: Emit) -> bool:
 def _give_up(core: EngineCore | None, error: Exception, emit: Emit) -> None:
     if core is not None:
         logger.error("the engine failed", exc_info=error)
-        send_outputs(core.scheduler.fail_all(f"the engine failed: {error!r}"), emit)
+        kind = error.kind if isinstance(error, KvbatonError) else ErrorKind.INTERNAL
+        send_outputs(core.scheduler.fail_all(kind, f"the engine failed: {error!r}"), emit)
         emit(Stopped(repr(error)))
         core.close()
     elif isinstance(error, KvbatonError):

@@ -87,15 +87,17 @@ def create_probe(device: torch.device) -> MemoryProbe:
 
 
 def available_kv_bytes(reading: MemoryReading, settings: EngineSettings) -> int:
-    """Bytes for the KV cache of one worker.
+    """Bytes for the KV cache of one rank.
 
-    ``kv_cache_bytes`` wins. Host: min(1 GiB, a quarter of the free memory / workers on the host). Device: total ×
-    utilisation / workers on that device − peak. Raises SettingError where nothing is left on the device.
+    ``kv_cache_bytes`` wins. Host: min(1 GiB, a quarter of the free memory / workers on the host). Both are the whole
+    worker's: its ranks share them evenly. Device (each rank has its own): total × utilisation / workers on that
+    device − peak. Raises SettingError where nothing is left on the device.
     """
     if settings.kv_cache_bytes is not None:
-        return settings.kv_cache_bytes
+        return settings.kv_cache_bytes // settings.tensor_parallel_size
     if reading.is_host:
-        return min(HOST_LIMIT_BYTES, reading.free_bytes // _HOST_SHARE // settings.workers_on_host)
+        share = reading.free_bytes // _HOST_SHARE // settings.workers_on_host
+        return min(HOST_LIMIT_BYTES, share) // settings.tensor_parallel_size
     share = int(reading.total_bytes * settings.gpu_memory_utilization / settings.workers_on_host)
     if share <= reading.peak_bytes:
         raise SettingError(

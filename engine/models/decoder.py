@@ -1,7 +1,8 @@
 """One decoder for the Llama, Mistral, Qwen2 and Qwen3 families.
 
 Tokens of all requests lie flat in one dimension; which request a token belongs to, and where its KV lives, only the
-attention step knows. Numerics follow transformers, so that float32 answers are equal token by token.
+attention step knows. Numerics follow transformers, so that float32 answers are equal token by token. Every module is
+built for one rank: the config has its share of heads, MLP width and vocabulary (``engine.models.sharding``).
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from engine.attention.backend import AttentionStep, LayerShape
 from engine.models.config import DecoderConfig
 from engine.models.layers import GatedMLP, RMSNorm
 from engine.models.rope import inverse_frequencies, rotate, rotation
+from engine.models.sharding import embedding, row_parallel
+from engine.ranks.group import RankGroup
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -20,13 +23,13 @@ Rotation = tuple[Tensor, Tensor]
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions; optional biases, head norms and sliding window."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, group: RankGroup) -> None:
         super().__init__()
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.o_proj = row_parallel(query_size, config.hidden_size, config.output_bias, group)
         norm = config.rms_norm_eps
         self.q_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else nn.Identity()
@@ -48,12 +51,12 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then the MLP, each on a normed input and added to the residual."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, group: RankGroup) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, layer)
+        self.self_attn = SelfAttention(config, layer, group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, group)
 
     def forward(self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None) -> Tensor:
         """``[num_tokens, hidden_size]`` to the same shape."""
@@ -65,10 +68,10 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: what a checkpoint calls ``model``."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, group: RankGroup) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size, group)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, group) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim)
 
@@ -90,9 +93,10 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder with its output head. The head is the embedding where the checkpoint ties them."""
 
-    def __init__(self, config: DecoderConfig, is_tied: bool) -> None:
+    def __init__(self, config: DecoderConfig, is_tied: bool, group: RankGroup) -> None:
         super().__init__()
-        self.model = Decoder(config)
+        self.model = Decoder(config, group)
+        self._group = group
         self.lm_head = None if is_tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
@@ -103,6 +107,9 @@ class CausalLM(nn.Module):
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype."""
+        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype.
+
+        Only rank 0 gets the whole vocabulary; another rank gets the part that it computes.
+        """
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(states, head.weight)
+        return self._group.gather_columns(F.linear(states, head.weight))

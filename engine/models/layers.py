@@ -4,6 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.models.sharding import row_parallel
+from engine.ranks.group import RankGroup
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension: in float32, cast, then weighted."""
@@ -21,13 +24,13 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020); ``intermediate_size`` is this rank's."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, group: RankGroup) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.down_proj = row_parallel(intermediate_size, hidden_size, bias, group)
 
     def forward(self, states: Tensor) -> Tensor:
         """``[num_tokens, hidden_size]`` to the same shape."""

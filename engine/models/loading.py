@@ -12,33 +12,45 @@ from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.info import ModelInfo
 from engine.models.registry import decoder_config
+from engine.models.sharding import config_of_rank, part_of
+from engine.ranks.group import RankGroup, SingleRank
 
 HEAD_NAME = "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights on the device."""
+    """One rank's part of a model, with its weights on the device. config: of that part; info: of the whole."""
 
     model: CausalLM
     config: DecoderConfig
     info: ModelInfo
 
 
-def load(folder: Path, dtype: str, max_model_len: int | None, device: torch.device) -> LoadedModel:
-    """Read the folder and put the model on ``device``.
+def load(
+    folder: Path,
+    dtype: str,
+    max_model_len: int | None,
+    device: torch.device,
+    group: RankGroup | None = None,
+) -> LoadedModel:
+    """Read the folder and put the model on ``device``, or what a rank of ``group`` has of it.
 
     The output head is the embedding where the configuration ties them and the checkpoint has no head of its own.
-    Raises SettingError for a folder that cannot be served, and for a ``max_model_len`` beyond the model's positions.
+    Raises SettingError for a folder that cannot be served, for a ``max_model_len`` beyond the model's positions, and
+    for a model that does not divide by the number of ranks.
     """
+    group = group or SingleRank()
     raw = read_config(folder)
     config = decoder_config(raw)
+    of_rank = config_of_rank(config, group.size)
     length = _model_length(max_model_len, config)
     checkpoint = Checkpoint(folder)
     name = resolve_dtype(dtype, raw, checkpoint)
     with torch.device("meta"):
-        model = CausalLM(config, is_tied=config.tie_word_embeddings and HEAD_NAME not in checkpoint.names())
-    load_weights(model, checkpoint, DTYPES[name], device)
+        is_tied = config.tie_word_embeddings and HEAD_NAME not in checkpoint.names()
+        model = CausalLM(of_rank, is_tied, group)
+    load_weights(model, checkpoint, DTYPES[name], device, lambda tensor: part_of(tensor, group))
     model.model.frequencies = model.model.frequencies.to(device)
     info = ModelInfo(
         vocab_size=config.vocab_size,
@@ -47,7 +59,7 @@ def load(folder: Path, dtype: str, max_model_len: int | None, device: torch.devi
         fingerprint=model_fingerprint(folder, name),
         dtype=name,
     )
-    return LoadedModel(model.eval(), config, info)
+    return LoadedModel(model.eval(), of_rank, info)
 
 
 def _model_length(setting: int | None, config: DecoderConfig) -> int:

@@ -1,0 +1,112 @@
+"""Which part of the model one rank of a tensor-parallel group holds (Shoeybi et al. 2019, Megatron-LM).
+
+Attention heads, the MLP's width and the vocabulary are cut into equal parts. A layer that widens (q, k, v, gate, up,
+the output head) is cut by its rows and needs no word of the others; the layer that narrows again behind it (o, down)
+is cut by its columns, and the ranks add up what they get. A group of one has torch's own layers.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contract.errors import SettingError
+from engine.models.config import DecoderConfig
+from engine.ranks.group import RankGroup
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of ``size`` equal parts along dimension ``dim`` of a checkpoint's tensor, the ``index``-th."""
+
+    dim: int
+    index: int
+    size: int
+
+    def of(self, length: int) -> slice:
+        """Where the part lies in a dimension of this length."""
+        share = length // self.size
+        return slice(self.index * share, (self.index + 1) * share)
+
+    def whole_shape(self, shape: torch.Size) -> list[int]:
+        """The shape of the checkpoint's tensor, of which this part has ``shape``."""
+        return [length * self.size if dim == self.dim else length for dim, length in enumerate(shape)]
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer of which each rank has a range of inputs; the ranks' results are added up, then the bias."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, group: RankGroup) -> None:
+        super().__init__(num_inputs, num_outputs, bias=bias)
+        self._group = group
+
+    def forward(self, states: Tensor) -> Tensor:
+        """This rank's ``[num_tokens, num_inputs / size]`` to ``[num_tokens, num_outputs]``, equal on all ranks."""
+        output = self._group.add_up(F.linear(states, self.weight))
+        return output if self.bias is None else output + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """An embedding of which each rank has a range of token ids; a token that another rank has counts as zeros."""
+
+    def __init__(self, num_embeddings: int, size: int, group: RankGroup) -> None:
+        super().__init__(num_embeddings, size)
+        self._group = group
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Token ids ``[num_tokens]`` to ``[num_tokens, size]``, equal on all ranks."""
+        local = input_ids - self._group.rank * self.num_embeddings
+        is_elsewhere = (local < 0) | (local >= self.num_embeddings)
+        states = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
+        return self._group.add_up(states.masked_fill(is_elsewhere[:, None], 0))
+
+
+def row_parallel(num_inputs: int, num_outputs: int, bias: bool, group: RankGroup) -> nn.Linear:
+    """The layer after a cut one; ``num_inputs`` are this rank's."""
+    if group.size == 1:
+        return nn.Linear(num_inputs, num_outputs, bias=bias)
+    return RowParallelLinear(num_inputs, num_outputs, bias, group)
+
+
+def embedding(num_embeddings: int, size: int, group: RankGroup) -> nn.Embedding:
+    """The embedding of this rank's ``num_embeddings`` token ids."""
+    if group.size == 1:
+        return nn.Embedding(num_embeddings, size)
+    return VocabularyParallelEmbedding(num_embeddings, size, group)
+
+
+def config_of_rank(config: DecoderConfig, size: int) -> DecoderConfig:
+    """The decoder that one of ``size`` ranks computes: its share of heads, MLP width and vocabulary.
+
+    Raises SettingError that names what does not divide. (Heads divide where the KV heads do: they are a multiple.)
+    """
+    counts = {
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    if uneven := [f"{name} {count}" for name, count in counts.items() if count % size]:
+        raise SettingError(
+            f"tensor_parallel_size is {size}; it must divide the model's {' and '.join(uneven)} "
+            f"({config.num_heads} attention heads share {config.num_kv_heads} key/value heads)",
+            param="tensor_parallel_size",
+        )
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=config.num_kv_heads // size,
+        intermediate_size=config.intermediate_size // size,
+        vocab_size=config.vocab_size // size,
+    )
+
+
+_ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
+_WHOLE = ("norm.weight", "o_proj.bias", "down_proj.bias")
+
+
+def part_of(name: str, group: RankGroup) -> Part | None:
+    """Which part of the tensor ``name`` this rank holds; None is all of it."""
+    if group.size == 1 or name.endswith(_WHOLE):
+        return None
+    return Part(1 if name.endswith(_ROW_PARALLEL) else 0, group.rank, group.size)

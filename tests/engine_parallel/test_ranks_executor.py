@@ -1,0 +1,183 @@
+"""Rank processes: calls to all of them, errors with the rank's name, and what becomes of deaths and silence."""
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from contract.errors import ErrorKind, InternalError, KvbatonError, SettingError, WorkerLostError
+from contract.layout import KVLayout
+from engine.executor import InProcessExecutor, create_executor
+from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
+from engine.kv_cache.startup import initialize_kv_cache
+from engine.outputs import NewRequestData, SchedulerOutput
+from engine.ranks.channel import SLOT_BYTES
+from engine.ranks.executor import RanksExecutor
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine_compute.driver import greedy
+from tests.engine_compute.test_runner import RecordingConnector
+
+pytestmark = pytest.mark.timeout(300)
+"""Several processes each load torch, perhaps beside other tests."""
+
+STOPPED_SECONDS = 15.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ranks(model: Path) -> Iterator[RanksExecutor]:
+    """Two ranks that no test breaks."""
+    executor = start(model)
+    yield executor
+    executor.shutdown()
+
+
+def start(model: Path, **settings: float) -> RanksExecutor:
+    small = EngineSettings(model=model, kv_cache_bytes=2**20, tensor_parallel_size=2, **settings)  # type: ignore[arg-type]
+    executor = create_executor(small)
+    assert isinstance(executor, RanksExecutor)
+    initialize_kv_cache(executor)
+    return executor
+
+
+def prompt_step(num_tokens: int = 9) -> SchedulerOutput:
+    new = NewRequestData("a", list(range(num_tokens)), greedy(), ([1],), 0, num_tokens)
+    return SchedulerOutput(
+        [new], num_scheduled_tokens={"a": num_tokens}, total_num_scheduled_tokens=num_tokens
+    )
+
+
+def assert_ended(pids: list[int]) -> None:
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+def test_a_call_reaches_all_ranks_and_comes_back_in_their_order(ranks: RanksExecutor) -> None:
+    """D2, D4: typed by the method's annotations; the model is known whole, the KV cache is one rank's."""
+    specs = ranks.collective_rpc("get_kv_cache_specs")
+    spec = KVCacheSpec(block_size=16, num_kv_heads=1, head_size=16, dtype="float32")
+    assert specs == [{f"model.layers.{layer}.self_attn": spec for layer in range(2)}] * 2
+    assert ranks.collective_rpc("get_model_info") == [ranks.model_info] * 2
+    assert ranks.model_info.vocab_size == 264 and isinstance(ranks.layout, KVLayout)
+    assert len(set(ranks.pids)) == 2 and os.getpid() not in ranks.pids
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, SLOT_BYTES // 2, SLOT_BYTES - 4096, SLOT_BYTES, 11_000_000])
+def test_payloads_small_and_large(ranks: RanksExecutor, num_bytes: int) -> None:
+    """D3: up to 10 MB through shared memory, above it over a socket, there and back, in any order."""
+    payload = os.urandom(num_bytes)
+    assert ranks.collective_rpc("echo", payload) == [payload] * 2
+    assert ranks.collective_rpc("echo", b"after") == [b"after"] * 2
+
+
+def test_what_cannot_be_called_is_refused_here(ranks: RanksExecutor, model: Path) -> None:
+    """By both executors alike; the ranks hear nothing of it."""
+    for executor in (ranks, InProcessExecutor(EngineSettings(model=model))):
+        for method in ("fly", "_draw", "device"):
+            with pytest.raises(InternalError, match=f"no method '{method}'"):
+                executor.collective_rpc(method)
+    with pytest.raises(InternalError, match="cannot travel"):
+        ranks.collective_rpc("echo", object())
+    with pytest.raises(SettingError, match="one rank only"):
+        ranks.set_connector(RecordingConnector())
+    assert ranks.collective_rpc("echo", b"still") == [b"still"] * 2
+
+
+def test_an_error_of_all_ranks_is_raised_as_its_kind(
+    ranks: RanksExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The traceback is in the log, with the rank's name; ranks that have answered go on."""
+    with pytest.raises(KvbatonError) as raised, caplog.at_level(logging.ERROR):
+        ranks.collective_rpc("echo")
+    assert (
+        raised.value.kind is ErrorKind.INTERNAL and "'echo' takes 1 arguments, not 0" in raised.value.message
+    )
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.startswith(f"rank {rank} of 2") for rank, text in enumerate(texts)] == [True, True]
+    assert all("Traceback" in text and "decode_arguments" in text for text in texts)
+    config = KVCacheConfig(2**60, ranks.layout)
+    with pytest.raises(KvbatonError):
+        ranks.collective_rpc("initialize_from_config", config)
+    assert ranks.collective_rpc("echo", b"still") == [b"still"] * 2
+
+
+def test_a_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    """What every rank says alike is said once, with the setting's name; nothing is left behind."""
+    folder = make_checkpoint(tmp_path / "model", num_key_value_heads=1)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(SettingError, match=r"^tensor_parallel_size is 2; it must divide") as refused:
+        start(folder)
+    assert refused.value.param == "tensor_parallel_size"
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_shutdown_leaves_nothing(model: Path) -> None:
+    """No process, no descriptor, no file: neither in the temporary folder nor in /dev/shm."""
+
+    def things() -> tuple[set[str], int]:
+        found = {
+            str(path)
+            for folder in (tempfile.gettempdir(), "/dev/shm")
+            for path in Path(folder).glob("kvbaton-r*")
+        }
+        return found, psutil.Process().num_fds()
+
+    before = things()
+    executor = start(model)
+    assert executor.execute_model(prompt_step()).sampled_token_ids[0]
+    pids = executor.pids
+    assert things()[0] == before[0]
+    executor.shutdown()
+    executor.shutdown()
+    assert_ended(pids)
+    assert things() == before
+    with pytest.raises(WorkerLostError, match="shut down"):
+        executor.collective_rpc("echo", b"")
+
+
+def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
+    """Between two calls: whoever watches is woken, and the next call raises; the other rank is ended too."""
+    woken = threading.Semaphore(0)
+    with closing(_Ended(start(model))) as ended:
+        executor = ended.executor
+        executor.watch(woken.release)
+        os.kill(executor.pids[1], signal.SIGKILL)
+        words = rf"rank 1 of 2 \(process {executor.pids[1]}\) was killed by signal 9"
+        assert woken.acquire(timeout=60)
+        with pytest.raises(WorkerLostError, match=words):
+            executor.execute_model(prompt_step())
+        with pytest.raises(WorkerLostError, match=words):
+            executor.collective_rpc("echo", b"")
+    assert not woken.acquire(blocking=False)
+
+
+def test_a_stopped_rank_is_noticed(model: Path) -> None:
+    """Silence within a step is an error after rank_timeout_seconds, not a hang; the stopped process goes too."""
+    with closing(_Ended(start(model, rank_timeout_seconds=STOPPED_SECONDS))) as ended:
+        os.kill(ended.executor.pids[1], signal.SIGSTOP)
+        words = r"rank 1 of 2 \(process \d+\) has not answered execute_model; rank 0 of 2"
+        with pytest.raises(WorkerLostError, match=words):
+            ended.executor.execute_model(prompt_step())
+
+
+class _Ended:
+    """Ends an executor and looks that its ranks are gone."""
+
+    def __init__(self, executor: RanksExecutor) -> None:
+        self.executor = executor
+
+    def close(self) -> None:
+        pids = self.executor.pids
+        self.executor.shutdown()
+        assert_ended(pids)

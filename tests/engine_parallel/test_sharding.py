@@ -1,0 +1,166 @@
+"""A model cut into two: the same answers, each rank with its own part of weights and KV, and what cannot be cut."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from contract.errors import SettingError
+from contract.requests import SamplingParams
+from engine.models.loading import load
+from engine.ranks.group import rank_device
+from engine.ranks.local import LocalRankGroup, LocalRanksExecutor, MeetingPlace
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine_compute.driver import Driver, greedy
+from tests.engine_compute.test_equals_transformers import NUM_TOKENS, PROMPTS, VARIANTS
+from tests.engine_parallel.driver import RanksDriver
+
+SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=5, max_tokens=1000)
+
+
+@contextmanager
+def driven(driver: Driver) -> Iterator[Driver]:
+    try:
+        yield driver
+    finally:
+        driver.executor.shutdown()
+
+
+def answers(driver: Driver, chunk: int) -> dict[str, list[int]]:
+    for name, prompt in PROMPTS.items():
+        driver.add(f"greedy {name}", prompt)
+        driver.add(f"seeded {name}", prompt, SEEDED)
+    return driver.generate(list(driver.sequences), NUM_TOKENS, chunk)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_answer_as_one(tmp_path: Path, variant: str) -> None:
+    """D1: every family and variation, greedy and seeded, whole and in chunks beside decodes."""
+    family, overrides = VARIANTS[variant]
+    folder = make_checkpoint(tmp_path, family, seed=3, **overrides)
+    with driven(Driver(folder)) as one:
+        expected = answers(one, 1000)
+    assert len({tuple(answer) for answer in expected.values()}) > len(PROMPTS)
+    with driven(RanksDriver(folder)) as two:
+        assert answers(two, 7) == expected
+
+
+def test_demo_model_and_logprobs(demo_model: Path) -> None:
+    """B9: the log probabilities are those of the whole vocabulary."""
+    outputs = []
+    for driver_class in (Driver, RanksDriver):
+        with driven(driver_class(demo_model, block_size=16, max_model_len=256)) as driver:
+            driver.add("a", PROMPTS["long"], greedy(logprobs=5))
+            outputs.append(driver.step({"a": len(PROMPTS["long"])}))
+    one, two = (output.logprobs for output in outputs)
+    assert one is not None and two is not None
+    assert one.logprob_token_ids == two.logprob_token_ids
+    assert two.logprobs[0] == pytest.approx(one.logprobs[0], abs=1e-4)
+    assert outputs[0].sampled_token_ids == outputs[1].sampled_token_ids
+
+
+def test_each_rank_holds_its_heads(tmp_path: Path) -> None:
+    """D5, D9: a block of a rank has half the KV heads; with equal bytes there are as many blocks as with one rank."""
+    folder = make_checkpoint(tmp_path)
+    with driven(Driver(folder)) as one, driven(RanksDriver(folder)) as two:
+        for driver in (one, two):
+            driver.add("a", PROMPTS["long"])
+            driver.generate(["a"], 3, chunk=9)
+        assert one.num_blocks == two.num_blocks
+        assert two.executor.layout.num_kv_heads == 1
+        blocks = two.sequences["a"].blocks
+        whole = one.runner.memory.pool[blocks]
+        assert isinstance(two, RanksDriver)
+        for rank, runner in enumerate(two.ranks.runners):
+            torch.testing.assert_close(runner.memory.pool[blocks], whole[:, :, :, rank : rank + 1])
+
+
+def test_nan_stays_with_its_request(tmp_path: Path) -> None:
+    """B8: a row without a token is without one on every rank."""
+    folder = make_checkpoint(tmp_path)
+    with driven(RanksDriver(folder)) as two, driven(Driver(folder)) as one:
+        for driver in (one, two):
+            driver.add("sick", PROMPTS["long"])
+            driver.add("well", PROMPTS["short"])
+            driver.step({"sick": len(PROMPTS["long"]), "well": len(PROMPTS["short"])})
+        two.runner.memory.pool[two.sequences["sick"].blocks[0]] = torch.nan
+        output = two.step({"sick": 1, "well": 1})
+        assert output.num_nans_in_logits == {"sick": 264}
+        assert output.sampled_token_ids == [[], one.step({"sick": 1, "well": 1}).sampled_token_ids[1]]
+
+
+def load_rank(folder: Path, rank: int, size: int) -> Any:
+    return load(folder, "auto", None, torch.device("cpu"), LocalRankGroup(rank, MeetingPlace(size)))
+
+
+def test_a_rank_reads_only_its_own_part(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    whole = dict(load(folder, "auto", None, torch.device("cpu")).model.named_parameters())
+    parts = [dict(load_rank(folder, rank, 2).model.named_parameters()) for rank in range(2)]
+    cut = {
+        name: 0 for name in whole if "norm" not in name and "down_proj" not in name and "o_proj" not in name
+    }
+    cut |= {name: 1 for name in whole if name.endswith(("down_proj.weight", "o_proj.weight"))}
+    for name, tensor in whole.items():
+        if name in cut:
+            assert torch.equal(torch.cat([part[name] for part in parts], cut[name]), tensor)
+        else:
+            assert torch.equal(parts[0][name], tensor) and torch.equal(parts[1][name], tensor)
+    assert 1.9 < sum(map(torch.numel, whole.values())) / sum(map(torch.numel, parts[0].values())) <= 2
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (4, "tensor_parallel_size is 4; it must divide the model's num_key_value_heads 2 "),
+        (3, "num_key_value_heads 2 and intermediate_size 98 and vocab_size 265 "),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(tmp_path: Path, size: int, words: str) -> None:
+    odd: dict[str, Any] = {} if size == 4 else {"intermediate_size": 98, "vocab_size": 265}
+    folder = make_checkpoint(tmp_path, **odd)
+    with pytest.raises(SettingError, match=words) as refused:
+        load_rank(folder, 0, size)
+    assert refused.value.param == "tensor_parallel_size"
+
+
+def test_shapes_are_compared_whole(tmp_path: Path) -> None:
+    """A tensor of the wrong size is refused by its own size, not by that of a part."""
+    folder = make_checkpoint(tmp_path)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 100}))
+    with pytest.raises(
+        SettingError, match=r"gate_proj\.weight is \[96, 64\]; config\.json asks for \[100, 64\]"
+    ):
+        load_rank(folder, 1, 2)
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
+    with pytest.raises(SettingError, match="misses"):
+        load_rank(folder, 1, 2)
+
+
+def test_an_error_of_all_ranks_is_raised_and_leaves_no_thread(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, num_key_value_heads=1)
+    before = set(threading.enumerate())
+    with pytest.raises(SettingError, match="num_key_value_heads 1"):
+        LocalRanksExecutor(EngineSettings(model=folder, tensor_parallel_size=2))
+    assert set(threading.enumerate()) == before
+
+
+def test_ranks_have_devices_of_their_own() -> None:
+    assert [str(rank_device("cuda:1", 4, rank, 3)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert str(rank_device("cpu", 0, 1, 2)) == str(rank_device("auto", 0, 1, 2)) == "cpu"
+    with pytest.raises(SettingError, match="tensor_parallel_size is 2, and this machine has 2 CUDA devices"):
+        rank_device("cuda:1", 2, 0, 2)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "rank_timeout_seconds"])
+def test_settings_out_of_range(name: str) -> None:
+    with pytest.raises(SettingError, match=name):
+        EngineSettings(model=Path("m"), **{name: 0})  # type: ignore[arg-type]
