@@ -74,8 +74,8 @@ class LocalSettings(CommandSettings):
     """Aggregated workers, which do both without a hand-over."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""
-    transport: Literal["auto", "shm", "tcp"] = "auto"
-    """How KV blocks travel: shm (workers on one machine), tcp, or auto, the best that both workers can do."""
+    transport: Literal["auto", "shm", "nixl", "nccl", "tcp"] = "auto"
+    """How KV blocks travel: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers can do."""
     shm_dir: Path | None = None
     """Folder of the sockets of transport shm; containers share it by a volume. Unset: one of this user's in /tmp."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -6,6 +6,9 @@ from pathlib import Path
 import msgspec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CONVERTED_DTYPES = frozenset({"float32", "bfloat16"})
+"""They have one range, so a value of the one becomes a value of the other by rounding. float16 would overflow."""
+MAX_BLOCK_SIZE_RATIO = 16
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
 
@@ -26,25 +29,68 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return elements * DTYPE_BYTES[self.dtype]
 
     def differences(self, other: "KVLayout") -> list[str]:
-        """What differs, as "name: ours is A, the peer's is B"; empty for equal layouts."""
+        """What no conversion bridges, as "name: ours is A, the peer's is B (why not)"; empty: KV can be handed over.
+
+        The same from both sides. Bridged are float32 beside bfloat16, and a block size that is a multiple of the other.
+        """
         return [
-            f"{name}: ours is {getattr(self, name)}, the peer's is {getattr(other, name)}"
+            f"{name}: ours is {getattr(self, name)}, the peer's is {getattr(other, name)}{why_not}"
             for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
+            if (why_not := self._why_not(name, other)) is not None
         ]
+
+    def _why_not(self, name: str, other: "KVLayout") -> str | None:
+        """Why this field cannot differ so, in brackets where that is not plain; None: it is equal, or bridged."""
+        ours, theirs = getattr(self, name), getattr(other, name)
+        if ours == theirs:
+            return None
+        if name == "dtype":
+            is_bridged = {ours, theirs} <= CONVERTED_DTYPES
+            return None if is_bridged else " (only float32 and bfloat16 are converted into each other)"
+        if name == "block_size":
+            return _why_not_split(ours, theirs)
+        return ""
 
     def fingerprint(self) -> str:
         """A short hash of the layout; equal fingerprints mean that blocks can be copied byte by byte."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
 
 
+def _why_not_split(ours: int, theirs: int) -> str | None:
+    small, large = sorted((ours, theirs))
+    if small < 1 or large % small:
+        return " (neither is a multiple of the other)"
+    if large // small > MAX_BLOCK_SIZE_RATIO:
+        return f" (more than {MAX_BLOCK_SIZE_RATIO} times as many)"
+    return None
+
+
 def model_fingerprint(folder: Path, dtype: str) -> str:
     """Identify a checkpoint by its configuration and its weights (headers, sizes and samples), computed in ``dtype``.
 
-    Two workers with equal fingerprints produce interchangeable KV. Raises FileNotFoundError without weights.
+    "<weights>@<dtype>". Workers with equal fingerprints produce interchangeable KV; where only the dtypes differ, a
+    worker can go on with the other's KV after rounding, but would have computed another. Raises FileNotFoundError
+    without weights.
     """
+    return f"{_weights_fingerprint(folder)}@{dtype}"
+
+
+def weights_of(fingerprint: str) -> str:
+    """The part of a model fingerprint that the dtype has no influence on."""
+    return fingerprint.partition("@")[0]
+
+
+def received_fingerprint(ours: str, theirs: str) -> str:
+    """What hashes of KV start from that an engine ``ours`` got from ``theirs``, which computes another (law 7).
+
+    Neither would have computed what the other did: received KV is never found in place of computed KV, nor the other
+    way round.
+    """
+    return f"{ours} from {theirs}"
+
+
+def _weights_fingerprint(folder: Path) -> str:
     state = hashlib.blake2b(digest_size=16)
-    state.update(dtype.encode())
     state.update((folder / "config.json").read_bytes())
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -33,9 +33,14 @@ from contract.requests import EngineRequest, TokenLogprobs
 
 @dataclass(frozen=True)
 class Published:
-    """The sender has published a first range of this request's KV: the receiver may reserve its blocks."""
+    """The sender has published a first range of this request's KV: the receiver may reserve its blocks.
+
+    kv_fingerprint: what the hashes of this KV start from instead of this engine's model fingerprint, where the sender
+    computes another KV (``contract.layout.received_fingerprint``); None where it is the same.
+    """
 
     request_id: str
+    kv_fingerprint: str | None = None
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def create_connector(
         lending, chooser = Lending(senders), Chooser(receivers, counters)
         undo.callback(lending.close)
         receiver = chooser if settings.decorate is None else settings.decorate(chooser)
-        data = DataHalf(receiver, counters, completions, tuple(receivers))
+        data = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
         chooser.attach(data.post_pull)
         sends = SendDesk(
             SendSettings(

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,16 +18,18 @@ from contract.errors import ErrorKind, InternalError, KvbatonError, TransferErro
 from engine.connector import KVMemory
 from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.orders import CommitJob, PublishOrder, PullJob, TransferMetadata
+from kv_transfer.orders import CommitJob, Conversion, PublishOrder, PullJob, TransferMetadata
 from kv_transfer.pulling import PullThreads
+from kv_transfer.staging import DEFAULT_STAGING_BYTES, Staging
 from kv_transfer.transport import (
     LeaseName,
     ReadRequest,
     ReadStoppedError,
     ReceiverTransport,
-    SenderTransport,
     Source,
+    write_views,
 )
+from kv_transfer.transports.lending import Lending
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class DataHalf:
     """Owns the data thread and the pull threads. Jobs of one thread run in the order in which they are posted.
 
     transport_names: what ``Source.transport`` may be, so that every counter is visible from the start.
+    max_staging_bytes: see ``TransferSettings``.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class DataHalf:
         counters: Counters,
         completions: Completions,
         transport_names: Iterable[str],
+        max_staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
         self._receiver, self._counters, self._completions = receiver, counters, completions
         self._transport_names = tuple(transport_names)
@@ -67,20 +71,22 @@ class DataHalf:
         self._current: CommitJob | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
+        self._staging = Staging(counters, max_staging_bytes)
         self._pulls = PullThreads(self._pull, receiver.forget, self._has_bug)
         for transport in self._transport_names:
             for name in ("transfer_blocks_total", "transfer_bytes_total"):
                 counters.add(name, 0, transport=transport)
-        counters.add("transfer_digest_mismatches_total", 0)
+        for name in ("transfer_digest_mismatches_total", "transfer_converted_blocks_total"):
+            counters.add(name, 0)
 
-    def attach(self, sender: SenderTransport, reports: DataReports) -> None:
+    def attach(self, lending: Lending, reports: DataReports) -> None:
         """Say who lends and who listens; called once, before ``start``."""
-        self._sender, self._reports = sender, reports
+        self._lending, self._reports = lending, reports
 
     def start(self, memory: KVMemory) -> None:
         """Begin to work on ``memory``."""
         self._memory = memory
-        self._sender.start(memory)
+        self._lending.start(memory)
         self._thread.start()
 
     def execute(self, metadata: Any) -> None:
@@ -120,7 +126,7 @@ class DataHalf:
         if self._thread.is_alive():
             self._thread.join()
         self._receiver.close()
-        self._sender.close()
+        self._lending.close()
 
     def debug_state(self) -> dict[str, Any]:
         """What the threads do now. current: the requests whose blocks are moved or made visible."""
@@ -150,8 +156,8 @@ class DataHalf:
                 self._digest(block_id, seed)
                 for block_id, seed in zip(order.block_ids, order.seeds, strict=True)
             )
-            self._sender.publish(order.name, order.block_ids)
-            outcome = ev.RangeReady(order.first_block, digests)
+            grants = self._lending.publish(order.name, order.block_ids)
+            outcome = ev.RangeReady(order.first_block, digests, grants)
         except Exception as error:  # the boundary of a job: its transfer fails, the others go on
             logger.exception("publishing blocks of %s failed", order.key)
             outcome = ev.RangeFailed(
@@ -187,19 +193,46 @@ class DataHalf:
         self._reports.fetch_event(job.key, outcome)
 
     def _move_and_verify(self, job: PullJob) -> ev.FetchEvent:
-        views = [self._memory.write_view(block_id) for block_id in job.block_ids]
+        views = write_views(self._memory, job.block_ids)
+        count, begin = len(views), time.monotonic()
+        if job.conversion is not None:
+            self._convert(job, job.conversion, views)
+            self._reports.fetch_event(job.key, ev.PieceLanded(count, begin, time.monotonic()))
+            return ev.PieceVerified(count, time.monotonic())
+        self._read(job, job.first_block, views)
+        self._reports.fetch_event(job.key, ev.PieceLanded(count, begin, time.monotonic()))
+        self._verify_all(job, job.first_block, views)
+        return ev.PieceVerified(count, time.monotonic())
+
+    def _convert(self, job: PullJob, conversion: Conversion, views: Sequence[memoryview]) -> None:
+        """Piece by piece: read the sender's blocks into staging, verify them there, and only then write ours."""
+        from kv_transfer.converting import convert_blocks  # it needs torch, which direct reads do without
+
+        plan = conversion.plan
+        block_bytes, ours = plan.theirs.layout.block_bytes, conversion.first_block
+        with self._staging.buffer(conversion) as buffer:
+            for first, end in self._staging.pieces(conversion):
+                sources = conversion.sources_of(first, end)
+                content = buffer[: len(sources) * block_bytes]
+                staged = [content[at : at + block_bytes] for at in range(0, len(content), block_bytes)]
+                self._read(job, sources.start, staged)
+                self._verify_all(job, sources.start, staged)
+                targets = views[first - ours : end - ours]
+                convert_blocks(plan, {0: (sources.start, content)}, first, targets, conversion.num_tokens)
+        self._counters.add("transfer_converted_blocks_total", len(views))
+
+    def _read(self, job: PullJob, first_block: int, views: Sequence[memoryview]) -> None:
         count, transport = len(views), job.source.transport
-        begin = time.monotonic()
-        request = ReadRequest(job.name, list(range(job.first_block, job.first_block + count)))
+        request = ReadRequest(job.name, list(range(first_block, first_block + count)))
         self._receiver.fetch(job.source, request, views, job.read)
         self._counters.add("transfer_blocks_total", count, transport=transport)
         num_bytes = sum(view.nbytes for view in views)
         self._counters.add("transfer_bytes_total", num_bytes, transport=transport)
-        self._reports.fetch_event(job.key, ev.PieceLanded(count, begin, time.monotonic()))
-        for offset, view in enumerate(views):
+
+    def _verify_all(self, job: PullJob, first_block: int, views: Sequence[memoryview]) -> None:
+        for offset, view in enumerate(views, start=first_block - job.first_block):
             job.read.check()
             self._verify(job, offset, view)
-        return ev.PieceVerified(count, time.monotonic())
 
     def _verify(self, job: PullJob, offset: int, view: memoryview) -> None:
         found = xxhash.xxh3_64_intdigest(view, seed=job.seeds[offset])

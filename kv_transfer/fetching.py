@@ -1,5 +1,6 @@
 """The receiver's side of the control half: every prompt whose KV this worker fetches."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,15 +11,18 @@ from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Failed, Published, Received, TransferEvent
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
+from kv_transfer.announced import AnnouncedBlocks, SourceRange, complete_event, published_event
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.desk import Desk
 from kv_transfer.handshake import PeerTarget, Session
 from kv_transfer.link import PeerRef
-from kv_transfer.orders import CommitJob, PullJob, digest_seeds
+from kv_transfer.orders import CommitJob, Conversion, PullJob, digest_seeds
+from kv_transfer.plan import PeerTerms
 from kv_transfer.states import NOT_NEEDED, Fetch, FetchState
 from kv_transfer.transitions import advance_fetch
-from kv_transfer.transport import LeaseName, Read, Source
+from kv_transfer.transport import LeaseName, RangeGrant, Read, Source, grants_within
 
+logger = logging.getLogger(__name__)
 _WireKey = tuple[PeerRef, str, int]
 _QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
@@ -46,9 +50,13 @@ class FetchPorts:
 
 @dataclass
 class _Wanted:
-    """One fetch with what the pure machine does not need to know."""
+    """One fetch with what the pure machine does not need to know: that counts this worker's blocks only.
 
-    key: str
+    seeds: of this worker's blocks. announced: what the sender announced by its own, where it cuts the prompt otherwise.
+    grants: what came with the announced ranges, by the sender's blocks. num_blocks, num_bytes: what was ordered to cross.
+    """
+
+    request: EngineRequest
     ref: PeerRef
     transfer_id: str
     attempt: int
@@ -56,7 +64,15 @@ class _Wanted:
     seeds: tuple[int, ...]
     since: float
     lease: str = ""
+    announced: AnnouncedBlocks | None = None
+    num_blocks: int = 0
+    num_bytes: int = 0
+    grants: list[RangeGrant] = field(default_factory=list)
     read: Read = field(default_factory=Read)
+
+    @property
+    def key(self) -> str:
+        return self.request.key
 
     @property
     def wire_key(self) -> _WireKey:
@@ -80,6 +96,7 @@ class FetchDesk(Desk):
         self._wanted: dict[str, _Wanted] = {}
         self._by_wire: dict[_WireKey, _Wanted] = {}
         self._sources: dict[PeerRef, Source] = {}
+        self._terms: dict[PeerRef, PeerTerms] = {}
         self._events: list[TransferEvent] = []
         self._failure: str | None = None
         counters.add("transfer_fallbacks_total", 0)
@@ -92,7 +109,7 @@ class FetchDesk(Desk):
         seeds = digest_seeds(request, self._settings.model_fingerprint, self._settings.block_size)
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
         wanted = _Wanted(
-            request.key,
+            request,
             PeerRef(target.boot_id, is_dialed=True),
             transfer.transfer_id,
             request.attempt,
@@ -100,6 +117,10 @@ class FetchDesk(Desk):
             tuple(seeds),
             self._clock(),
         )
+        with self._lock:
+            terms = self._terms.get(wanted.ref)
+        if terms is not None:  # hash a long prompt here, not under the lock when its first block is announced
+            wanted.announced = AnnouncedBlocks.of(request, terms)
         with self._acting():
             if request.key in self._wanted or wanted.wire_key in self._by_wire:
                 raise InternalError(
@@ -141,8 +162,8 @@ class FetchDesk(Desk):
             first_tokens=list(fetch.first_tokens or ()),
             exposed_seconds=fetch.exposed_seconds,
             hidden_seconds=fetch.hidden_seconds,
-            num_blocks=fetch.num_landed,
-            num_bytes=fetch.num_landed * self._settings.block_bytes,
+            num_blocks=wanted.num_blocks,
+            num_bytes=wanted.num_bytes,
         )
 
     def take_events(self) -> list[TransferEvent]:
@@ -188,11 +209,16 @@ class FetchDesk(Desk):
 
         with self._lock:
             self._sources[ref] = self._ports.choose(session, told)
+            if session.terms is not None:
+                self._terms[ref] = session.terms
+        if session.terms is not None:
+            self._note(session.worker_id, session.terms)
 
     def link_down(self, ref: PeerRef, kind: str, message: str) -> Source | None:
         """The peer is dead or refused: every fetch from it that still needs it fails. Returns where it was read."""
         with self._acting():
             source = self._sources.pop(ref, None)
+            self._terms.pop(ref, None)
             for wanted in [wanted for wanted in self._wanted.values() if wanted.ref == ref]:
                 self._apply(wanted, ev.SenderFailed(kind, message))
         return source
@@ -200,12 +226,17 @@ class FetchDesk(Desk):
     def message(
         self, ref: PeerRef, message: msg.BlocksPublished | msg.TransferComplete | msg.TransferFailed
     ) -> None:
-        """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted."""
+        """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted.
+
+        A sender that still lends is told again that nobody reads: its lease would be renewed as long as this worker lives.
+        """
         now = self._clock()
         with self._acting():
             wanted = self._by_wire.get((ref, message.transfer_id, message.attempt))
             if wanted is None:
                 self._counters.add("transfer_stale_messages_total")
+                if not isinstance(message, msg.TransferFailed):
+                    self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
                 return
             match message:
                 case msg.BlocksPublished():
@@ -213,9 +244,13 @@ class FetchDesk(Desk):
                         self._apply(wanted, _changed_lease(message))
                         return
                     wanted.lease = message.lease
-                    self._apply(wanted, ev.Announced(message.first_block, tuple(message.digests), now))
+                    wanted.grants += message.grants
+                    published = published_event(self._announced(wanted), message, now)
+                    if published is not None:
+                        self._apply(wanted, published)
                 case msg.TransferComplete():
-                    self._apply(wanted, ev.Completed(message.num_blocks, tuple(message.first_tokens), now))
+                    num_blocks, announced = wanted.fetch.num_blocks, self._announced(wanted)
+                    self._apply(wanted, complete_event(announced, message, num_blocks, now))
                 case msg.TransferFailed():
                     self._apply(wanted, ev.SenderFailed(_known_kind(message.kind), message.message))
 
@@ -257,6 +292,19 @@ class FetchDesk(Desk):
                 for wanted in self._wanted.values()
             ]
 
+    def _note(self, worker_id: str, terms: PeerTerms) -> None:
+        what = terms.plan.describe() or "nothing"
+        logger.info("KV from worker %s (model %s): converted is %s", worker_id, terms.model_fingerprint, what)
+        if not terms.plan.is_direct:
+            self._counters.add("transfer_converting_links_total")
+
+    def _announced(self, wanted: _Wanted) -> AnnouncedBlocks | None:
+        """What the sender announced by its own blocks; None where it cuts, names and digests them as this worker does."""
+        terms = self._terms.get(wanted.ref)
+        if wanted.announced is None and terms is not None:
+            wanted.announced = AnnouncedBlocks.of(wanted.request, terms)
+        return wanted.announced
+
     def _apply(self, wanted: _Wanted, event: ev.FetchEvent) -> None:
         wanted.fetch, actions = advance_fetch(wanted.fetch, event)
         for action in actions:
@@ -279,15 +327,26 @@ class FetchDesk(Desk):
 
     def _pull_job(self, wanted: _Wanted, pull: ev.Pull) -> PullJob:
         end = pull.first_block + len(pull.block_ids)
+        source = SourceRange(pull.first_block, pull.digests, wanted.seeds[pull.first_block : end])
+        block_bytes, conversion = self._settings.block_bytes, None
+        if (announced := wanted.announced) is not None:
+            source, plan = announced.sources_of(pull.first_block, end), announced.plan
+            block_bytes = plan.theirs.layout.block_bytes
+            if not plan.is_direct:
+                conversion = Conversion(plan, pull.first_block, end, announced.num_tokens)
+        wanted.num_blocks += len(source.digests)
+        wanted.num_bytes += len(source.digests) * block_bytes
         return PullJob(
             key=wanted.key,
             source=self._sources[wanted.ref],
             name=LeaseName(wanted.transfer_id, wanted.attempt, wanted.lease),
-            first_block=pull.first_block,
+            first_block=source.first_block,
             block_ids=pull.block_ids,
-            digests=pull.digests,
-            seeds=wanted.seeds[pull.first_block : end],
+            digests=source.digests,
+            seeds=source.seeds,
             read=wanted.read,
+            conversion=conversion,
+            grants=tuple(grants_within(wanted.grants, source.first_block, source.end_block)),
         )
 
     def _tell(self, wanted: _Wanted, action: ev.FetchAction) -> None:
@@ -301,7 +360,9 @@ class FetchDesk(Desk):
                 self._ports.post(wanted.ref, msg.CancelFetch(*wire))
                 return
             case ev.TellPublished():
-                self._events.append(Published(wanted.key))
+                terms = self._terms.get(wanted.ref)
+                origin = None if terms is None else terms.kv_fingerprint
+                self._events.append(Published(wanted.key, origin))
             case ev.TellFailed():
                 if action.kind != NOT_NEEDED:
                     self._counters.add("transfer_failures_total", kind=action.kind)

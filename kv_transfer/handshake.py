@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from contract.errors import IncompatiblePeerError, UnauthenticatedError, WorkerLostError, error_from_kind
 from contract.identity import proof, proof_matches
-from contract.layout import KVLayout
+from contract.layout import KVLayout, weights_of
 from kv_transfer.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
@@ -22,6 +22,7 @@ from kv_transfer.messages import (
     Refused,
     Welcome,
 )
+from kv_transfer.plan import PeerTerms, terms_between
 
 _ACCEPTOR, _DIALER, _DATA = "kv-control-acceptor", "kv-control-dialer", "kv-data"
 
@@ -58,7 +59,8 @@ class Session:
     """A link that is up.
 
     timeout_seconds: how long the peer bears silence. offers: what the dialer may choose from, never empty for it.
-    token: authenticates the dialer's data connections; derived on both sides, never sent on the link.
+    token: authenticates the dialer's data connections; derived on both sides, never sent on the link. terms: how the
+    dialer makes its own KV of the peer's; None where nothing differs.
     """
 
     worker_id: str
@@ -67,6 +69,7 @@ class Session:
     timeout_seconds: float
     offers: tuple[Offer, ...]
     token: str
+    terms: PeerTerms | None = None
 
 
 class Dialing:
@@ -115,7 +118,8 @@ class Dialing:
         return Prove(dialer_proof, me.model_fingerprint, me.layout, list(me.transports), me.timeout_seconds)
 
     def _open(self, challenge: Challenge, welcome: Welcome) -> Session:
-        token = proof(self._me.secret, _DATA, *_parts(self._hello, challenge))
+        me = self._me
+        token = proof(me.secret, _DATA, *_parts(self._hello, challenge))
         return Session(
             challenge.worker_id,
             challenge.boot_id,
@@ -123,6 +127,7 @@ class Dialing:
             welcome.timeout_seconds,
             tuple(welcome.offers),
             token,
+            terms_between(me.layout, me.model_fingerprint, welcome.layout, welcome.model_fingerprint),
         )
 
 
@@ -202,9 +207,12 @@ def _common_protocol(peer: Hello | Challenge, who: str) -> int:
 def _agree(
     me: LocalIdentity, peer: Prove | Welcome, ours: Sequence[str], theirs: Sequence[str], who: str
 ) -> None:
-    """Raise IncompatiblePeerError that names everything that differs; one transport in common is enough."""
+    """Raise IncompatiblePeerError that names everything that differs and cannot be converted.
+
+    One transport in common is enough. Both sides come to the same answer.
+    """
     differences = me.layout.differences(peer.layout)
-    if me.model_fingerprint != peer.model_fingerprint:
+    if weights_of(me.model_fingerprint) != weights_of(peer.model_fingerprint):
         differences.append(
             f"model_fingerprint: ours is {me.model_fingerprint}, the peer's is {peer.model_fingerprint}"
         )

@@ -6,7 +6,8 @@ import msgspec
 
 from contract.block_hash import all_block_hashes
 from contract.requests import EngineRequest
-from kv_transfer.transport import LeaseName, Read, Source
+from kv_transfer.plan import TransferPlan
+from kv_transfer.transport import LeaseName, RangeGrant, Read, Source
 
 
 class PublishOrder(msgspec.Struct, frozen=True):
@@ -29,8 +30,25 @@ class TransferMetadata(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """The blocks ``first_block``..``end_block`` - 1 of a prompt of ``num_tokens``, by our count, come out of others."""
+
+    plan: TransferPlan
+    first_block: int
+    end_block: int
+    num_tokens: int
+
+    def sources_of(self, our_first: int, our_end: int) -> range:
+        """Which of their blocks these come out of."""
+        return self.plan.source_blocks(our_first, our_end, self.num_tokens)
+
+
+@dataclass(frozen=True)
 class PullJob:
-    """Read blocks ``first_block``... of a peer's lease into ``block_ids`` and verify them."""
+    """Read blocks ``first_block``... of a peer's lease, verify them, and have them in ``block_ids``.
+
+    first_block, digests, seeds, grants: by the sender's blocks. conversion: None where those are ours, one for one.
+    """
 
     key: str
     source: Source
@@ -40,6 +58,8 @@ class PullJob:
     digests: tuple[int, ...]
     seeds: tuple[int, ...]
     read: Read
+    conversion: Conversion | None = None
+    grants: tuple[RangeGrant, ...] = ()
 
 
 @dataclass(frozen=True)

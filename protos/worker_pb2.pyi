@@ -339,9 +339,8 @@ class Registration(_message.Message):
     CONTROL_ADDRESS_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KV_LAYOUT_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     ADMIN_ADDRESS_FIELD_NUMBER: _builtins.int
@@ -363,12 +362,8 @@ class Registration(_message.Message):
     """Name under which the model is served."""
     model_fingerprint: _builtins.str
     """contract.layout.model_fingerprint."""
-    layout_fingerprint: _builtins.str
-    """contract.layout.KVLayout.fingerprint."""
     max_model_len: _builtins.int
     """Tokens that prompt and answer may have together."""
-    block_size: _builtins.int
-    """Tokens of a KV block."""
     num_blocks: _builtins.int
     """Blocks of its pool."""
     vocab_size: _builtins.int
@@ -377,6 +372,10 @@ class Registration(_message.Message):
     """host:port of its admin HTTP server."""
     pid: _builtins.int
     """Its process id, for people."""
+    @_builtins.property
+    def kv_layout(self) -> Global___KvLayout:
+        """The shape of its KV blocks."""
+
     def __init__(
         self,
         *,
@@ -389,21 +388,58 @@ class Registration(_message.Message):
         control_address: _builtins.str = ...,
         model_name: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
-        layout_fingerprint: _builtins.str = ...,
+        kv_layout: Global___KvLayout | None = ...,
         max_model_len: _builtins.int = ...,
-        block_size: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         admin_address: _builtins.str = ...,
         pid: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "block_size", b"block_size", "boot_id", b"boot_id", "control_address", b"control_address", "layout_fingerprint", b"layout_fingerprint", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "boot_id", b"boot_id", "control_address", b"control_address", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Registration: _TypeAlias = Registration  # noqa: Y015
+
+@_typing.final
+class KvLayout(_message.Message):
+    """contract.layout.KVLayout: the shape of a KV block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    """Layers of the model."""
+    num_kv_heads: _builtins.int
+    """KV heads of a layer."""
+    head_dim: _builtins.int
+    """Numbers of a head."""
+    block_size: _builtins.int
+    """Tokens of a block."""
+    dtype: _builtins.str
+    """float32, bfloat16 or float16."""
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):

@@ -8,6 +8,7 @@ from typing import Any
 
 from contract.errors import IncompatiblePeerError, InvalidRequestError, WorkerLostError
 from contract.identity import Role
+from contract.layout import KVLayout, weights_of
 from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
@@ -195,22 +196,36 @@ class Registry:
                 f"worker {new.worker_id} speaks protocol {new.protocol_min}..{new.protocol_max}, "
                 f"this router {PROTOCOL_MIN}..{PROTOCOL_MAX}"
             )
-        if self._model_fingerprint not in (None, new.model_fingerprint):
+        if self._model_fingerprint and weights_of(self._model_fingerprint) != weights_of(
+            new.model_fingerprint
+        ):
             raise IncompatiblePeerError(
-                f"worker {new.worker_id} has the model (or dtype) {new.model_name} with fingerprint "
+                f"worker {new.worker_id} has the model {new.model_name} with fingerprint "
                 f"{new.model_fingerprint}, this router serves {self._model_fingerprint}"
             )
+        layout = _layout_of(new)
         for other in self._workers.values():
-            theirs = other.registration.layout_fingerprint
-            if theirs != new.layout_fingerprint and other.name != new.worker_id:
+            differences = layout.differences(_layout_of(other.registration))
+            if differences and other.name != new.worker_id:
                 raise IncompatiblePeerError(
-                    f"worker {new.worker_id} has the KV layout {new.layout_fingerprint}, "
-                    f"worker {other.name} has {theirs}; block size, dtype and heads must agree"
+                    f"no KV can be handed over between worker {new.worker_id} (ours) and worker {other.name} "
+                    f"(the peer): {'; '.join(differences)}"
                 )
 
 
+def _layout_of(registration: pb.Registration) -> KVLayout:
+    layout = registration.kv_layout
+    return KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+    )
+
+
 def _check_complete(new: pb.Registration) -> None:
-    names = ["worker_id", "boot_id", "address", "model_fingerprint", "layout_fingerprint", "max_model_len"]
+    names = ["worker_id", "boot_id", "address", "model_fingerprint", "max_model_len"]
     roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
     if new.role not in roles:
         raise InvalidRequestError(f"role is {new.role!r}; choose one of {', '.join(roles)}", param="role")
@@ -219,3 +234,5 @@ def _check_complete(new: pb.Registration) -> None:
     for name in names:
         if not getattr(new, name):
             raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)
+    if not new.HasField("kv_layout"):
+        raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks kv_layout", param="kv_layout")

@@ -259,10 +259,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             "address": address,
             "control_address": address,
             "model_name": "scripted",
-            "model_fingerprint": "model-a",
-            "layout_fingerprint": "layout-a",
+            "model_fingerprint": "model-a@float32",
+            "kv_layout": kv_layout(),
             "max_model_len": 4096,
-            "block_size": 16,
             "num_blocks": 256,
             "vocab_size": 1000,
         }
@@ -275,6 +274,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def _tell(self) -> None:
         async with self._heard:
             self._heard.notify_all()
+
+
+def kv_layout(block_size: int = 16, dtype: str = "float32") -> pb.KvLayout:
+    """The shape of a scripted worker's blocks."""
+    return pb.KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=block_size, dtype=dtype)
 
 
 def _is_watched(script: Script, index: int, size: int) -> bool:

@@ -1,15 +1,16 @@
-"""A prefill and a decode engine in this process, joined by real tcp connectors, and requests that cross them."""
+"""A prefill and a decode engine in this process, joined by real connectors, and requests that cross them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from contract.identity import Role
 from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
 from engine.client import EngineClient, InProcessClient
+from engine.connector import ConnectorFactory
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings
@@ -75,15 +76,35 @@ def tokens_of(*legs: list[EngineOutput]) -> list[int]:
     return [token for outputs in legs for output in outputs for token in output.token_ids]
 
 
+@dataclass(frozen=True)
+class Sides:
+    """What each side's engine settings have of their own, and how the two are joined.
+
+    connect: role → connector factory, in place of the real connector over ``transport``.
+    """
+
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+    transport: str = "tcp"
+    connect: Callable[[Role], ConnectorFactory] | None = None
+
+
 @asynccontextmanager
 async def running_pair(
-    model: Path, decorate: Decorate | None = None, **settings: Any
+    model: Path, decorate: Decorate | None = None, sides: Sides | None = None, **settings: Any
 ) -> AsyncIterator[EnginePair]:
-    """Two engines on ``model`` in float32."""
-    engine = EngineSettings(**{"model": model, "dtype": "float32", "kv_cache_bytes": 16 * 2**20, **settings})
-    prefill = await InProcessClient.start(engine, _factory(Role.PREFILL, None))
+    """Two engines on ``model``, in float32 where ``sides`` does not say otherwise. ``settings`` are for both."""
+    sides = sides or Sides()
+    both = {"model": model, "dtype": "float32", "kv_cache_bytes": 16 * 2**20, **settings}
+
+    def connect(role: Role, decorate: Decorate | None) -> ConnectorFactory:
+        return sides.connect(role) if sides.connect else _factory(role, decorate, sides.transport)
+
+    sender = EngineSettings(**{**both, **sides.prefill})
+    prefill = await InProcessClient.start(sender, connect(Role.PREFILL, None))
     try:
-        decode = await InProcessClient.start(engine, _factory(Role.DECODE, decorate))
+        receiver = EngineSettings(**{**both, **sides.decode})
+        decode = await InProcessClient.start(receiver, connect(Role.DECODE, decorate))
         try:
             yield EnginePair(prefill, decode)
         finally:
@@ -92,14 +113,14 @@ async def running_pair(
         await prefill.shutdown()
 
 
-def _factory(role: Role, decorate: Decorate | None) -> TransferFactory:
+def _factory(role: Role, decorate: Decorate | None, transport: str) -> TransferFactory:
     return TransferFactory(
         TransferSettings(
             worker_id=role.value,
             boot_id=f"boot-{role.value}",
             role=role,
             secret="a secret of the tests",
-            transport="tcp",
+            transport=transport,
             peer_timeout_seconds=20.0,
             decorate=decorate,
         )

@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from contract.errors import SettingError
 from contract.identity import Role
 from engine.settings import EngineSettings
 from kv_transfer.settings import TransferSettings, TransportName
@@ -33,7 +34,7 @@ class WorkerSettings(Settings):
     control_port: int = Field(default=0, ge=0, le=65535)
     """Port of the control link to other workers; 0 picks a free one."""
     data_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the KV data that other workers fetch by transport tcp; 0 picks a free one."""
+    """Port of the KV data that other workers fetch by transport tcp (or nixl or nccl); 0 picks a free one."""
     admin: Address = "127.0.0.1:0"
     """HOST:PORT of /health, /metrics and /debug/state."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -41,7 +42,7 @@ class WorkerSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto is the checkpoint's own."""
     transport: TransportName = "auto"
-    """How KV blocks travel: shm (workers on one machine), tcp, or auto, the best that both workers can do."""
+    """How KV blocks travel: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers can do."""
     shm_dir: Path | None = None
     """Folder of the sockets of transport shm; containers share it by a volume. Unset: one of this user's in /tmp."""
     block_size: int = Field(default=16, ge=1, le=1024)
@@ -64,6 +65,8 @@ class WorkerSettings(Settings):
     """Keep the KV of finished prompts for prompts that begin alike."""
     num_threads: int = Field(default=1, ge=1)
     """Threads of torch."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes (on CUDA: devices) that share the model's weights and KV heads; only workers of role both have several."""
     remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a request may wait for its KV before it ends with an error. A dead peer is noticed far sooner."""
     lease_seconds: float = Field(default=30.0, gt=0)
@@ -105,11 +108,18 @@ class WorkerSettings(Settings):
             workers_on_host=self.workers_on_host,
             enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
+            tensor_parallel_size=self.tensor_parallel_size,
             remote_kv_timeout_seconds=self.remote_kv_timeout_seconds,
         )
 
     def transfer(self, role: Role, worker_id: str, boot_id: str) -> TransferSettings:
-        """The connector's part."""
+        """The connector's part. Raises SettingError where several ranks would have to hand over KV."""
+        if self.tensor_parallel_size > 1:
+            raise SettingError(
+                f"tensor_parallel_size {self.tensor_parallel_size} with role {role.value} is not served yet; "
+                "use role both, or 1",
+                param="tensor_parallel_size",
+            )
         return TransferSettings(
             worker_id=worker_id,
             boot_id=boot_id,

@@ -1,6 +1,7 @@
 """Between the wire's messages (protos) and the contract's: what router and engine mean by a request and its tokens."""
 
 from contract.errors import InvalidRequestError
+from contract.layout import KVLayout
 from contract.requests import (
     EngineOutput,
     EngineRequest,
@@ -82,4 +83,15 @@ def _timings_to(timings: RequestTimings | None) -> pb.LegTimings | None:
         prefill_seconds=timings.prefill_seconds,
         transfer_exposed_seconds=timings.transfer_exposed_seconds,
         transfer_hidden_seconds=timings.transfer_hidden_seconds,
+    )
+
+
+def layout_message(layout: KVLayout) -> pb.KvLayout:
+    """What a registration says of the worker's blocks."""
+    return pb.KvLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
     )

@@ -20,7 +20,7 @@ from serving.process_facts import facts_of
 from text.model_card import MODEL_FILES
 from worker.link import RouterLink
 from worker.settings import WorkerSettings
-from worker.wire import entry_from_output
+from worker.wire import entry_from_output, layout_message
 
 logger = logging.getLogger(__name__)
 
@@ -208,9 +208,8 @@ class Worker:
             control_address=info.control_address,
             model_name=model_name(self._settings),
             model_fingerprint=info.model_fingerprint,
-            layout_fingerprint=info.layout.fingerprint(),
+            kv_layout=layout_message(info.layout),
             max_model_len=info.max_model_len,
-            block_size=info.layout.block_size,
             num_blocks=info.num_blocks,
             vocab_size=info.vocab_size,
             admin_address=admin_address,

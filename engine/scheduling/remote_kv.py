@@ -136,7 +136,9 @@ class KVReceiver:
         failures = []
         for event in self._connector.take_events():
             match event:
-                case Published(key) if key in self._waiting:
+                case Published(key, kv_fingerprint) if key in self._waiting:
+                    if kv_fingerprint is not None:
+                        self._waiting[key].hash_from(kv_fingerprint)
                     self._published.add(self._waiting[key])
                 case Drained(key) if self._pool.is_quarantined(key):
                     self._pool.release_quarantine(key)

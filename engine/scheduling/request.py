@@ -48,7 +48,8 @@ class Request:
     arrival_number: counts the scheduler's requests; no two have the same.
 
     token_ids: all known tokens: the prompt, then the answer's. num_computed_tokens: how many of them have their KV in
-    this request's blocks. num_emitted_tokens: tokens that left this engine as output. structured_output_request: the
+    this request's blocks. num_emitted_tokens: tokens that left this engine as output. hash_root: what ``block_hashes``
+    start from; computed_root: what they start from for KV that this engine computes. structured_output_request: the
     place of grammars.
     """
 
@@ -57,6 +58,7 @@ class Request:
     milestones: Milestones
     arrival_number: int
     block_size: int
+    computed_root: BlockHash
     hash_root: BlockHash
     block_hashes: list[BlockHash]
     status: RequestStatus = RequestStatus.WAITING
@@ -85,6 +87,7 @@ class Request:
             milestones=Milestones(queued=now),
             arrival_number=arrival_number,
             block_size=block_size,
+            computed_root=root,
             hash_root=root,
             block_hashes=full_block_hashes(root, asked.prompt_token_ids, block_size),
         )
@@ -166,6 +169,10 @@ class Request:
             parent = self.block_hashes[-1] if self.block_hashes else self.hash_root
             self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
 
+    def hash_from(self, fingerprint: str) -> None:
+        """Its KV is not what this engine would compute: find and keep its blocks under hashes of their own (law 7)."""
+        self._hash_under(self.asked.hash_root(fingerprint))
+
     def reusable_hashes(self) -> list[BlockHash]:
         """Hashes of blocks that may come from the cache while the newest token is still computed here (for its logits)."""
         return self.block_hashes[: (self.num_tokens - 1) // self.block_size]
@@ -186,10 +193,12 @@ class Request:
         self.milestones.transfer_hidden_seconds = received.hidden_seconds
 
     def lose_blocks(self) -> None:
-        """Its blocks were taken away: everything must be computed again."""
+        """Its blocks were taken away: everything must be computed again, here, whoever computed it before."""
         self.status = RequestStatus.PREEMPTED
         self.num_computed_tokens = 0
         self.num_indexed_blocks = 0
+        if self.hash_root != self.computed_root:
+            self._hash_under(self.computed_root)
 
     def runner_sampling(self) -> SamplingParams:
         """The sampling parameters with ``min_tokens`` counted from the end of *this* engine's prompt.
@@ -230,6 +239,10 @@ class Request:
             output.error_kind = ending.error_kind
             output.error_message = ending.error_message
         return output
+
+    def _hash_under(self, root: BlockHash) -> None:
+        self.hash_root = root
+        self.block_hashes = full_block_hashes(root, self.token_ids, self.block_size)
 
 
 def ending_after(request: Request, index: int, max_model_len: int) -> Ending | None:

@@ -1,6 +1,7 @@
 """What processes still hold, read from outside: their /debug/state when nobody asks anything of them."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -29,7 +30,8 @@ async def read_metrics(admin: str) -> str:
 
 def count(metrics: list[str], name: str) -> float:
     """The sum of a counter over all labels; 0 where it has no sample yet."""
-    return counter(metrics, name) if any(f"\n{name}{{" in text for text in metrics) else 0.0
+    has_sample = any(re.search(rf"^{name}[{{ ]", text, re.M) for text in metrics)
+    return counter(metrics, name) if has_sample else 0.0
 
 
 def what_is_held(state: State) -> dict[str, Any]:

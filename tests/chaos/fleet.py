@@ -1,5 +1,6 @@
 """A router and workers as an operator starts them one by one: own processes, fixed ports, stopped and killed singly."""
 
+import asyncio
 import os
 import secrets
 import signal
@@ -10,6 +11,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from contract.identity import Role
 from tests.chaos.books import State, count, read_metrics, read_states
@@ -105,6 +108,15 @@ class Fleet:
         """Names of the workers that the router counts on."""
         states = await read_states([(ROUTER, self.facts[ROUTER]["admin"])])
         return {worker["worker_id"] for worker in states[ROUTER]["workers"] if worker["max_requests"]}
+
+    async def until_serving(self) -> None:
+        """Until the router's /health says so, at most for half a minute."""
+        async with asyncio.timeout(30), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"http://{self.facts[ROUTER]['http']}/health") as response:
+                    if response.status == 200:
+                        return
+                await asyncio.sleep(0.05)
 
     async def num_replays(self) -> float:
         """Attempts that failed and were followed by another one, since the router's start."""

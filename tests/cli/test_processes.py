@@ -1,6 +1,7 @@
 """Which processes ``up`` starts, and with which flags."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -9,6 +10,7 @@ from cli.processes import local_processes
 from cli.settings import LocalSettings, ServeSettings, UpSettings
 from cli.workers import PrefillCommand
 from contract.identity import Role
+from kv_transfer.settings import TransportName
 from worker.launch import ProcessSpec
 
 ROUTER_FACTS = {
@@ -91,3 +93,9 @@ def test_a_worker_understands_the_flags_that_up_gives(tmp_path: Path) -> None:
 def test_flags_of_values() -> None:
     values = {"one_two": 3, "left_out": None, "yes": True, "no": False}
     assert to_arguments(values) == ["--one-two", "3", "--yes", "--no-no"]
+
+
+def test_up_offers_every_transport_that_its_workers_have() -> None:
+    """Written out there, because a router's command must not load what moves KV."""
+    offered = get_args(LocalSettings.model_fields["transport"].annotation)
+    assert offered == get_args(TransportName)

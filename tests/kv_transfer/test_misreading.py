@@ -114,7 +114,7 @@ def test_a_worker_that_was_started_again_is_a_stranger() -> None:
 def test_another_layout_is_refused_by_what_differs() -> None:
     dialer, acceptor = dialing(), Accepting(identity("p"))
     proved = answer(dialer, answer(acceptor, dialer.begin()))
-    with pytest.raises(IncompatiblePeerError, match="block_size"):
+    with pytest.raises(IncompatiblePeerError, match="head_dim"):
         acceptor.receive(msgspec.structs.replace(proved[0], layout=SMALL))
     assert acceptor.session is None
 

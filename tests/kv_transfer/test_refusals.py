@@ -36,7 +36,7 @@ def failure_of(pair: Pair, **peer: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layout": msgspec.structs.replace(LAYOUT, block_size=8)}, "block_size: ours is 4, the peer's is 8"),
+        ({"layout": msgspec.structs.replace(LAYOUT, block_size=6)}, "block_size: ours is 4, the peer's is 6"),
         ({"layout": msgspec.structs.replace(LAYOUT, dtype="float16")}, "dtype: ours is float32"),
         ({"model": "another"}, f"model_fingerprint: ours is {MODEL}, the peer's is another"),
     ],

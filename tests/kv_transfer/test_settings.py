@@ -23,7 +23,7 @@ from tests.kv_transfer.builders import SECRET, settings_for
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"transport": "pigeon"}, "transport is 'pigeon'; choose one of auto, shm, tcp, local"),
+        ({"transport": "pigeon"}, "transport is 'pigeon'; choose one of auto, shm, nixl, nccl, tcp, local"),
         ({"transport": "local"}, "come together"),
         ({"local": LocalHub()}, "come together"),
         ({"lease_seconds": 0.0}, "lease_seconds is 0.0; it must be above 0"),
@@ -32,6 +32,7 @@ from tests.kv_transfer.builders import SECRET, settings_for
         ({"control_port": 70000}, "control_port is 70000; it must lie in 0..65535"),
         ({"secret": ""}, "secret is empty"),
         ({"max_frame_bytes": 10}, "max_frame_bytes is 10"),
+        ({"max_staging_bytes": 0}, "max_staging_bytes is 0; it must be 1 or more"),
         ({"host": "0.0.0.0"}, "set advertise_host too"),
         ({"role": Role.ROUTER}, "role is router"),
     ],
@@ -48,9 +49,9 @@ def test_the_secret_is_not_printed() -> None:
 
 def test_a_wrong_transport_name_gets_the_right_ones() -> None:
     context: Any = None
-    with pytest.raises(SettingError, match="choose one of shm, tcp, local"):
+    with pytest.raises(SettingError, match="choose one of shm, nixl, nccl, tcp, local"):
         open_transport("pigeon", context)
-    assert transport_names() == ("shm", "tcp", "local")
+    assert transport_names() == ("shm", "nixl", "nccl", "tcp", "local")
 
 
 def test_a_user_may_choose_every_transport_that_crosses_processes() -> None:
@@ -105,10 +106,10 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_bytes", "sizes"), [(16, [64, 64, 22]), (2**21, [2] * 75), (2**30, [1] * 150)]
+    ("block_bytes", "sizes"), [(16, [256, 256, 88]), (2**21, [2] * 300), (2**30, [1] * 600)]
 )
 def test_reads_are_cut_into_pieces(block_bytes: int, sizes: list[int]) -> None:
-    """At most 64 blocks and 4 MiB a piece, and at least one block."""
-    pieces = list(ReadRequest(LeaseName("t", 0, "l"), list(range(150))).pieces(block_bytes))
+    """At most 256 blocks and 4 MiB a piece, and at least one block."""
+    pieces = list(ReadRequest(LeaseName("t", 0, "l"), list(range(600))).pieces(block_bytes))
     assert [len(piece.indices) for _, piece in pieces] == sizes
-    assert [index for _, piece in pieces for index in piece.indices] == list(range(150))
+    assert [index for _, piece in pieces for index in piece.indices] == list(range(600))

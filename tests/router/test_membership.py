@@ -10,7 +10,7 @@ import pytest
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
-from router.testing import Script, ScriptedWorker
+from router.testing import Script, ScriptedWorker, kv_layout
 from serving.peer_auth import peer_metadata
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, byte_ids, write_model
@@ -24,8 +24,10 @@ TEXT = "/v1/completions"
     [
         ({"protocol_min": 2, "protocol_max": 3}, "speaks protocol 2..3, this router 1..1"),
         ({"protocol_min": 0, "protocol_max": 0}, "speaks protocol 0..0"),
-        ({"model_fingerprint": "model-b"}, "model-b, this router serves model-a"),
-        ({"layout_fingerprint": "layout-b"}, "layout-b, worker prefill-0 has layout-a"),
+        ({"model_fingerprint": "model-b@float32"}, "model-b@float32, this router serves model-a@float32"),
+        ({"kv_layout": kv_layout(block_size=24)}, "(the peer): block_size: ours is 24, the peer's is 16"),
+        ({"kv_layout": kv_layout(dtype="float16")}, "dtype: ours is float16, the peer's is float32"),
+        ({"kv_layout": None}, "lacks kv_layout"),
         ({"role": "router"}, "role is 'router'"),
         ({"worker_id": ""}, "lacks worker_id"),
         ({"boot_id": ""}, "lacks boot_id"),
@@ -40,6 +42,15 @@ async def test_a_worker_that_does_not_fit_is_refused_by_name(overrides: dict[str
         assert words in (caught.value.details() or "")
         workers = (await cluster.debug_state())["workers"]
         assert {worker["worker_id"] for worker in workers} == {"prefill-0", "decode-0"}
+
+
+async def test_a_worker_whose_kv_can_be_converted_is_taken() -> None:
+    """Its peers make a plan of it at their handshake."""
+    layout = kv_layout(block_size=32, dtype="bfloat16")
+    async with running_cluster(SAY) as cluster:
+        await cluster.add(Role.DECODE, "new", model_fingerprint="model-a@bfloat16", kv_layout=layout)
+        workers = (await cluster.debug_state())["workers"]
+        assert {worker["worker_id"] for worker in workers} == {"prefill-0", "decode-0", "new"}
 
 
 async def test_a_worker_of_a_later_protocol_range_that_overlaps_is_taken() -> None:

@@ -1,0 +1,148 @@
+"""How KV gets from a peer's blocks into ours when the two sides cut it differently: geometry only, no bytes, no I/O.
+
+A plan is made once per peer pair, at the handshake. *Their* blocks are the sender's, *our* blocks the receiver's. Both
+sides number a transfer's blocks from 0 at the prompt's first token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from contract.layout import KVLayout, received_fingerprint
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one worker keeps its KV: ``num_ranks`` ranks of equal ``layout``; rank r holds the r-th run of the KV heads."""
+
+    layout: KVLayout
+    num_ranks: int = 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Over all ranks."""
+        return self.layout.num_kv_heads * self.num_ranks
+
+    def first_head(self, rank: int) -> int:
+        """The first head that this rank holds."""
+        return self.layout.num_kv_heads * rank
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks of a prompt."""
+        return -(-num_tokens // self.layout.block_size)
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """``num_heads`` heads from ``their_first`` on in a block of their rank, from ``our_first`` on in our rank's."""
+
+    their_rank: int
+    their_first: int
+    our_first: int
+    num_heads: int
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """``num_tokens`` tokens that lie together on both sides; the offsets count tokens within a block."""
+
+    their_block: int
+    their_offset: int
+    our_block: int
+    our_offset: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Maps the blocks of any prompt on their side to those on ours. Both sides fit: ``KVLayout.differences`` is empty."""
+
+    ours: Side
+    theirs: Side
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Their blocks are ours byte by byte (rank by rank), so they are read straight into the pool."""
+        return self.ours == self.theirs
+
+    def describe(self) -> str:
+        """What is converted, as "block_size 16 → 32, dtype bfloat16 → float32"; empty for a direct plan."""
+        ours, theirs = self.ours.layout, self.theirs.layout
+        changes = [
+            ("block_size", theirs.block_size, ours.block_size),
+            ("dtype", theirs.dtype, ours.dtype),
+            ("ranks", self.theirs.num_ranks, self.ours.num_ranks),
+        ]
+        return ", ".join(f"{name} {old} → {new}" for name, old, new in changes if old != new)
+
+    def source_blocks(self, our_first: int, our_end: int, num_tokens: int) -> range:
+        """Which of their blocks hold tokens of our blocks ``our_first``..``our_end`` - 1 of a prompt of ``num_tokens``."""
+        ours, theirs = self.ours.layout.block_size, self.theirs.layout.block_size
+        first, end = our_first * ours, min(our_end * ours, num_tokens)
+        return range(first // theirs, -(-end // theirs))
+
+    def num_covered(self, num_their_blocks: int, num_tokens: int) -> int:
+        """How many of our first blocks lie within their first ``num_their_blocks``."""
+        covered = num_their_blocks * self.theirs.layout.block_size
+        if covered >= num_tokens:
+            return self.ours.num_blocks(num_tokens)
+        return covered // self.ours.layout.block_size
+
+    def pieces(self, our_first: int, our_end: int, max_source_blocks: int) -> Iterator[tuple[int, int]]:
+        """Cut our blocks into (first, end) that need at most so many of theirs each, or are one block of ours.
+
+        No block of theirs is needed by two pieces where our blocks are the smaller ones.
+        """
+        ours, theirs = self.ours.layout.block_size, self.theirs.layout.block_size
+        while our_first < our_end:
+            limit = (our_first * ours // theirs + max(1, max_source_blocks)) * theirs // ours
+            end = min(our_end, max(limit, our_first + 1))
+            yield our_first, end
+            our_first = end
+
+    def token_runs(self, our_first: int, our_end: int, num_tokens: int) -> Iterator[TokenRun]:
+        """All tokens of these blocks of ours, in order; nothing behind the prompt's end."""
+        ours, theirs = self.ours.layout.block_size, self.theirs.layout.block_size
+        token, end = our_first * ours, min(our_end * ours, num_tokens)
+        while token < end:
+            (our_block, our_offset), (their_block, their_offset) = divmod(token, ours), divmod(token, theirs)
+            count = min(ours - our_offset, theirs - their_offset, end - token)
+            yield TokenRun(their_block, their_offset, our_block, our_offset, count)
+            token += count
+
+    def head_runs(self, our_rank: int = 0) -> list[HeadRun]:
+        """Where the heads of our rank come from, in order; the ranks in it are those that it reads from."""
+        head, runs = self.ours.first_head(our_rank), []
+        end = head + self.ours.layout.num_kv_heads
+        while head < end:
+            their_rank, their_first = divmod(head, self.theirs.layout.num_kv_heads)
+            count = min(self.theirs.layout.num_kv_heads - their_first, end - head)
+            runs.append(HeadRun(their_rank, their_first, head - self.ours.first_head(our_rank), count))
+            head += count
+        return runs
+
+
+@dataclass(frozen=True)
+class PeerTerms:
+    """What a link agreed on where the two sides are not alike.
+
+    model_fingerprint: the peer's, which its digests are seeded with. kv_fingerprint: what hashes of its KV start from
+    here; None: it is the KV that would be computed here, cut otherwise at most.
+    """
+
+    plan: TransferPlan
+    model_fingerprint: str
+    kv_fingerprint: str | None
+
+
+def terms_between(
+    ours: KVLayout, our_fingerprint: str, theirs: KVLayout, their_fingerprint: str
+) -> PeerTerms | None:
+    """The terms of a peer that was found compatible; None where nothing differs."""
+    plan = TransferPlan(Side(ours), Side(theirs))
+    if plan.is_direct and our_fingerprint == their_fingerprint:
+        return None
+    their_kv = f"{their_fingerprint}/{theirs.dtype}"
+    is_computed_alike = their_kv == f"{our_fingerprint}/{ours.dtype}"
+    kv_fingerprint = None if is_computed_alike else received_fingerprint(our_fingerprint, their_kv)
+    return PeerTerms(plan, their_fingerprint, kv_fingerprint)

@@ -1,0 +1,160 @@
+"""A reference for hand-overs between unequal engines: the plainest connector, without transport, plan or blocks.
+
+The sender's KV of a whole prompt becomes one tensor ``[num_layers, 2, num_kv_heads, num_tokens, head_dim]``; the receiver
+rounds it to its own dtype and cuts it into its own blocks. One request at a time: the prefill leg ends before the
+decode leg begins.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contract.identity import Role
+from contract.layout import KVLayout
+from contract.requests import EngineRequest
+from engine.connector import (
+    ConnectorFactory,
+    ConnectorPair,
+    FirstToken,
+    KVMemory,
+    Published,
+    Received,
+    TransferEvent,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Shelf:
+    """Where prompts' KV lies between the legs, by transfer id; one for both engines."""
+
+    kv: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, list[FirstToken]] = field(default_factory=dict)
+
+    def connect(self, role: Role) -> ConnectorFactory:
+        """A factory of either side's connector."""
+
+        def factory(layout: KVLayout, _fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+            connector = PlainConnector(self, layout, wake)
+            return ConnectorPair(connector, PlainRank(connector), f"{role}:1")
+
+        return factory
+
+
+class PlainConnector:
+    """Both directions of ``SchedulerConnector``. A request that has published its last token has published all."""
+
+    def __init__(self, shelf: Shelf, layout: KVLayout, wake: Callable[[], None]) -> None:
+        self.shelf, self.layout, self._wake = shelf, layout, wake
+        self.memory: KVMemory | None = None
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+        self._lent: dict[str, tuple[EngineRequest, list[int]]] = {}
+        self._fetched: dict[str, EngineRequest] = {}
+        self._events: list[TransferEvent] = []
+        self._ready: list[str] = []
+
+    def open_send(self, request: EngineRequest, block_ids: list[int], _num_cached_tokens: int) -> None:
+        self._lent[request.key] = request, block_ids
+
+    def publish(self, request_id: str, num_computed_tokens: int) -> None:
+        if num_computed_tokens == len(self._lent[request_id][0].prompt_token_ids):
+            self._ready.append(request_id)
+
+    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
+        transfer = self._lent.pop(request_id)[0].transfer
+        assert transfer is not None
+        self.shelf.tokens[transfer.transfer_id] = first_tokens
+        self.sent.add(request_id)
+        self._wake()
+
+    def start_fetch(self, request: EngineRequest) -> None:
+        self._fetched[request.key] = request
+        self._events.append(Published(request.key))
+        self._wake()
+
+    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+        kv = self.shelf.kv[self._transfer_of(request_id)]
+        for index in range(num_cached_blocks, len(block_ids)):
+            start, end = index * self.layout.block_size, (index + 1) * self.layout.block_size
+            tokens = kv[:, :, :, start:end]
+            self._block(block_ids[index])[:, :, :, : tokens.shape[3]] = tokens.to(DTYPES[self.layout.dtype])
+        self.received.add(request_id)
+        self._wake()
+
+    def take_received(self, request_id: str) -> Received:
+        tokens = self.shelf.tokens[self._transfer_of(request_id)]
+        del self._fetched[request_id]
+        return Received(tokens, 0.0, 0.0, 0, 0)
+
+    def take_events(self) -> list[TransferEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def build_metadata(self) -> Any | None:
+        ready, self._ready = self._ready, []
+        return ready or None
+
+    def has_work(self) -> bool:
+        return bool(self._events or self._ready or self.sent or self.received)
+
+    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
+        raise AssertionError(f"{request_id} was abandoned: {kind}: {message}")
+
+    def cancel_fetch(self, request_id: str) -> bool:
+        raise AssertionError(f"{request_id} was cancelled")
+
+    def debug_state(self) -> dict[str, Any]:
+        return {}
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        return
+
+    def keep(self, request_id: str) -> None:
+        """The prompt is computed: put its KV on the shelf."""
+        request, block_ids = self._lent[request_id]
+        assert request.transfer is not None
+        whole = torch.cat([self._block(block_id) for block_id in block_ids], dim=3)
+        num_tokens = len(request.prompt_token_ids)
+        self.shelf.kv[request.transfer.transfer_id] = whole[:, :, :, :num_tokens]
+
+    def _transfer_of(self, request_id: str) -> str:
+        transfer = self._fetched[request_id].transfer
+        assert transfer is not None
+        return transfer.transfer_id
+
+    def _block(self, block_id: int) -> Tensor:
+        assert self.memory is not None
+        layout = self.layout
+        flat = torch.frombuffer(self.memory.write_view(block_id), dtype=DTYPES[layout.dtype])
+        return flat.view(layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+
+
+class PlainRank:
+    """The rank's half: everything happens in the step's thread."""
+
+    def __init__(self, connector: PlainConnector) -> None:
+        self._connector = connector
+
+    def start(self, memory: KVMemory) -> None:
+        self._connector.memory = memory
+
+    def execute(self, metadata: Any) -> None:
+        for request_id in metadata:
+            self._connector.keep(request_id)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        connector = self._connector
+        taken = connector.sent, connector.received
+        connector.sent, connector.received = set(), set()
+        return taken
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,85 @@
+"""Blocks converted by a plan equal the whole prompt's KV, cut again: any block sizes, ranks, dtypes, pieces."""
+
+import msgspec
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from contract.layout import KVLayout
+from engine.kv_cache.memory import TORCH_DTYPES, StagedKVMemory
+from kv_transfer.converting import convert_blocks
+from kv_transfer.plan import Side, TransferPlan
+from tests.kv_transfer.test_plan import ranges
+
+UNTOUCHED = 7.0
+
+
+def prompt_kv(plan: TransferPlan, num_tokens: int) -> Tensor:
+    """``[num_layers, 2, all heads, num_tokens, head_dim]`` in the sender's dtype; many values round in bfloat16."""
+    layout = plan.theirs.layout
+    shape = (layout.num_layers, 2, plan.theirs.num_kv_heads, num_tokens, layout.head_dim)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(num_tokens)) * 100
+    return noise.to(TORCH_DTYPES[layout.dtype])
+
+
+def cut(kv: Tensor, side: Side, rank: int, first: int, end: int) -> Tensor:
+    """Blocks ``first``..``end`` - 1 of a rank, one at a time; places behind the prompt's end hold UNTOUCHED."""
+    layout = side.layout
+    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    heads = kv[:, :, side.first_head(rank) : side.first_head(rank) + layout.num_kv_heads]
+    blocks = []
+    for block in range(first, end):
+        tokens = heads[:, :, :, block * layout.block_size : (block + 1) * layout.block_size]
+        whole = torch.full(shape, UNTOUCHED).to(TORCH_DTYPES[layout.dtype])
+        whole[:, :, :, : tokens.shape[3]] = tokens.to(whole.dtype)
+        blocks.append(whole)
+    return torch.stack(blocks)
+
+
+def as_bytes(blocks: Tensor) -> memoryview:
+    return memoryview(bytearray(blocks.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
+
+
+def room_for(layout: KVLayout, count: int) -> list[memoryview]:
+    size = layout.num_layers * 2 * layout.num_kv_heads * layout.block_size * layout.head_dim
+    return [as_bytes(torch.full((size,), UNTOUCHED).to(TORCH_DTYPES[layout.dtype])) for _ in range(count)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(ranges(), st.integers(1, 8))
+def test_converted_blocks_are_the_prompt_cut_again(
+    case: tuple[TransferPlan, int, int, int], most: int
+) -> None:
+    plan, num_tokens, first, end = case
+    kv = prompt_kv(plan, num_tokens)
+    for rank in range(plan.ours.num_ranks):
+        targets = room_for(plan.ours.layout, end - first)
+        for piece_first, piece_end in plan.pieces(first, end, most):
+            blocks = plan.source_blocks(piece_first, piece_end, num_tokens)
+            sources = {
+                run.their_rank: (
+                    blocks.start,
+                    as_bytes(cut(kv, plan.theirs, run.their_rank, blocks.start, blocks.stop)),
+                )
+                for run in plan.head_runs(rank)
+            }
+            part = targets[piece_first - first : piece_end - first]
+            convert_blocks(plan, sources, piece_first, part, num_tokens, rank)
+        expected = cut(kv.to(TORCH_DTYPES[plan.ours.layout.dtype]), plan.ours, rank, first, end)
+        assert b"".join(targets) == bytes(as_bytes(expected))
+
+
+def test_a_pool_that_is_reached_by_copies_gets_whole_blocks() -> None:
+    """As on a device: what is converted into a block's host copy is in the pool after ``commit``, and nothing else."""
+    ours = KVLayout(num_layers=2, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
+    theirs = msgspec.structs.replace(ours, block_size=8, dtype="bfloat16")
+    plan, memory = TransferPlan(Side(ours), Side(theirs)), StagedKVMemory(ours, 6, torch.device("cpu"))
+    kv, block_ids = prompt_kv(plan, 10), [5, 2, 3]
+    content = as_bytes(cut(kv, plan.theirs, 0, 0, 2))
+    convert_blocks(plan, {0: (0, content)}, 0, [memory.write_view(block) for block in block_ids], 10)
+    assert not memory.pool.any()
+    memory.commit(block_ids)
+    moved = torch.cat([memory.pool[block] for block in block_ids], dim=3)
+    assert torch.equal(moved[:, :, :, :10], kv.float())
+    assert not moved[:, :, :, 10:].any() and not memory.pool[[0, 1, 4]].any()
