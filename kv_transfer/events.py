@@ -33,10 +33,11 @@ class Ordered:
 
 @dataclass(frozen=True)
 class RangeReady:
-    """These blocks are computed, digested and readable."""
+    """These blocks are computed, digested and readable. grants: see ``transport.RangeGrant``; (transport, bytes)."""
 
     first_block: int
     digests: tuple[int, ...]
+    grants: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass(frozen=True)

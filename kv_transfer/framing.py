@@ -1,4 +1,4 @@
-"""Length-prefixed msgpack frames, and iovecs over sockets. A frame over its bound is refused before it is read."""
+"""Length-prefixed msgpack frames, and iovecs of bytes over sockets. A frame over its bound is refused before it is read."""
 
 import socket
 import struct
@@ -59,7 +59,7 @@ def read_frame(sock: socket.socket, message_type: type[_T], max_bytes: int) -> _
     receive_all(sock, [memoryview(body)])
     try:
         return msgspec.msgpack.decode(body, type=message_type)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TransferError(f"the peer sent a malformed frame: {error}") from error
 
 
@@ -73,28 +73,30 @@ class ShortReadError(TransferError):
 
 def send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
     """Send all buffers, many per system call."""
-    rest = list(views)
-    while rest:
-        rest = _after(rest, sock.sendmsg(rest))
+    rest, left = views, sum(map(len, views))
+    while left:
+        count = sock.sendmsg(rest)
+        left -= count
+        rest = _after(rest, count) if left else ()
 
 
-def receive_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fill all buffers, many per system call. Raises ShortReadError."""
-    rest, done = list(views), 0
-    wanted = sum(view.nbytes for view in views)
-    while rest and wanted:
-        count = sock.recvmsg_into(rest)[0]
+def receive_all(sock: socket.socket, views: Sequence[memoryview], flags: int = 0) -> None:
+    """Fill all buffers, many per system call. flags: ``recvmsg``'s. Raises ShortReadError."""
+    wanted = left = sum(map(len, views))
+    rest = views
+    while left:
+        count = sock.recvmsg_into(rest, 0, flags)[0]
         if count == 0:
-            raise ShortReadError(done, wanted)
-        done += count
-        rest = _after(rest, count)
+            raise ShortReadError(wanted - left, wanted)
+        left -= count
+        rest = _after(rest, count) if left else ()
 
 
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
+def _after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
     for position, view in enumerate(views):
-        if count < view.nbytes:
+        if count < len(view):
             return [view[count:], *views[position + 1 :]]
-        count -= view.nbytes
+        count -= len(view)
     return []
 
 

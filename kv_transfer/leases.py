@@ -6,15 +6,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.connector import KVMemory
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transport import FlatMemory, LeaseName, ReadRequest, StaleLeaseError, read_views
 
 
 @dataclass
 class _Lease:
+    """views: of the blocks of a flat pool, made when they are lent and not when somebody waits for them."""
+
     memory: KVMemory
     block_ids: list[int] = field(default_factory=list)
+    views: list[memoryview] = field(default_factory=list)
     num_readers: int = 0
     num_revokes: int = 0
+
+    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [self.memory.read_view(block_id) for block_id in block_ids]
 
 
 class LeaseBook:
@@ -27,8 +33,11 @@ class LeaseBook:
 
     def extend(self, name: LeaseName, memory: KVMemory, block_ids: Sequence[int]) -> None:
         """Make ``block_ids`` readable as the next indices of this lease."""
+        views = read_views(memory, block_ids) if isinstance(memory, FlatMemory) else ()
         with self._lock:
-            self._leases.setdefault(name, _Lease(memory)).block_ids.extend(block_ids)
+            lease = self._leases.setdefault(name, _Lease(memory))
+            lease.views.extend(views)
+            lease.block_ids.extend(block_ids)
 
     def revoke(self, name: LeaseName) -> None:
         """End the lease; ``on_idle`` is called once for each call, as soon as nobody reads."""
@@ -45,7 +54,7 @@ class LeaseBook:
         """The requested blocks' bytes; the lease cannot become idle within. Raises StaleLeaseError."""
         lease = self._begin(request)
         try:
-            yield [lease.memory.read_view(lease.block_ids[index]) for index in request.indices]
+            yield request.pick(lease.views) if lease.views else lease.read(request.pick(lease.block_ids))
         finally:
             self._end(request.name, lease)
 
@@ -57,12 +66,6 @@ class LeaseBook:
     def _begin(self, request: ReadRequest) -> _Lease:
         with self._lock:
             lease = self._valid(request.name)
-            for index in request.indices:
-                if not 0 <= index < len(lease.block_ids):
-                    raise StaleLeaseError(
-                        f"block {index} of transfer {request.name.transfer_id} is not readable;"
-                        f" {len(lease.block_ids)} blocks are"
-                    )
             lease.num_readers += 1
             return lease
 

@@ -12,9 +12,10 @@ import msgspec
 from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.connector import FirstToken
+from kv_transfer.transport import RangeGrant
 
-PROTOCOL_MIN = 2
-PROTOCOL_MAX = 2
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
 MAX_HANDSHAKE_BYTES = 65536
 
 
@@ -95,13 +96,17 @@ class FetchBlocks(Message, frozen=True, tag="fetch"):
 
 
 class BlocksPublished(Message, frozen=True, tag="published"):
-    """These blocks can be read under ``lease``. digests: xxh3_64 per block, seeded with its canonical hash."""
+    """These blocks can be read under ``lease``. digests: xxh3_64 per block, seeded with its canonical hash.
+
+    grants: see ``RangeGrant``; of the ranges that the blocks are in, where a transport hands out any.
+    """
 
     transfer_id: str
     attempt: int
     lease: str
     first_block: int
     digests: list[int]
+    grants: list[RangeGrant] = []
 
 
 class TransferComplete(Message, frozen=True, tag="complete"):

@@ -18,7 +18,7 @@ from kv_transfer.link import PeerRef
 from kv_transfer.orders import PublishOrder, digest_seeds
 from kv_transfer.states import Ending, Send, SendState
 from kv_transfer.transitions import advance_send
-from kv_transfer.transport import LeaseName
+from kv_transfer.transport import LeaseName, RangeGrant, grants_within
 
 _MAX_REMEMBERED = 4096
 _TransferKey = tuple[str, int]
@@ -47,7 +47,10 @@ class SendPorts:
 
 @dataclass
 class _Lent:
-    """One transfer with what the pure machine does not need to know. num_wanted: blocks to order at the next step."""
+    """One transfer with what the pure machine does not need to know.
+
+    num_wanted: blocks to order at the next step. grants: of what is published, in order; empty where nobody hands out any.
+    """
 
     transfer_id: str
     attempt: int
@@ -59,6 +62,7 @@ class _Lent:
     seeds: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_wanted: int = 0
+    grants: list[RangeGrant] = field(default_factory=list)
 
     @property
     def name(self) -> LeaseName:
@@ -75,8 +79,10 @@ class SendDesk(Desk):
         counters: Counters,
         completions: Completions,
         clock: Callable[[], float] = time.monotonic,
+        new_lease: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         self._settings, self._ports, self._clock = settings, ports, clock
+        self._new_lease = new_lease
         self._counters, self._completions = counters, completions
         super().__init__()
         self._lent: dict[_TransferKey, _Lent] = {}
@@ -110,7 +116,7 @@ class SendDesk(Desk):
                 self._lent[wire_key] = lent
             else:
                 self._apply(lent, ev.Opened(len(block_ids), self._clock()))
-            lent.key, lent.lease = request.key, secrets.token_hex(8)
+            lent.key, lent.lease = request.key, self._new_lease()
             lent.block_ids, lent.seeds = list(block_ids), seeds
             lent.num_tokens = len(request.prompt_token_ids)
             lent.num_wanted = self._num_full_blocks(lent, num_cached_tokens)
@@ -160,7 +166,10 @@ class SendDesk(Desk):
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """The data half's report."""
         with self._acting():
-            self._apply(self._find(key), event)
+            lent = self._find(key)
+            if isinstance(event, ev.RangeReady) and event.grants:
+                lent.grants.append(RangeGrant(event.first_block, len(event.digests), dict(event.grants)))
+            self._apply(lent, event)
 
     def lease_idle(self, name: LeaseName) -> None:
         """The transport's answer to a release."""
@@ -292,12 +301,9 @@ class SendDesk(Desk):
     def _perform(self, lent: _Lent, action: ev.SendAction) -> None:
         match action:
             case ev.Announce():
-                self._post(
-                    lent,
-                    msg.BlocksPublished(
-                        *self._wire(lent), lent.lease, action.first_block, list(action.digests)
-                    ),
-                )
+                first, digests = action.first_block, list(action.digests)
+                grants = grants_within(lent.grants, first, first + len(digests))
+                self._post(lent, msg.BlocksPublished(*self._wire(lent), lent.lease, first, digests, grants))
             case ev.AnnounceComplete():
                 tokens = list(action.first_tokens)
                 self._post(lent, msg.TransferComplete(*self._wire(lent), lent.send.num_blocks, tokens))

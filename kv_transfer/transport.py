@@ -5,18 +5,84 @@ in that list, so nobody can ask for a block outside it. A read counts only when 
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol, TypeVar, overload, runtime_checkable
 
 import msgspec
 
 from contract.errors import TransferError
+from contract.layout import KVLayout
 from engine.connector import KVMemory
 
 MAX_PIECE_BYTES = 4 * 2**20
-MAX_PIECE_BLOCKS = 64
+MAX_PIECE_BLOCKS = 256
+MAX_GRANT_BYTES = 65536
+_T = TypeVar("_T")
+
+
+@runtime_checkable
+class FlatMemory(Protocol):
+    """A pool whose blocks lie side by side in host memory. pool_view: block i at i · block_bytes."""
+
+    layout: KVLayout
+    pool_view: memoryview
+
+
+class BlockViews(Sequence[memoryview]):
+    """The blocks ``block_ids`` of a flat pool, as views that are made when they are looked at: keeping thousands is slow.
+
+    Raises IndexError for a block that the pool does not have.
+    """
+
+    def __init__(self, pool: memoryview, block_bytes: int, block_ids: Sequence[int]) -> None:
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < pool.nbytes // block_bytes:
+            raise IndexError(
+                f"blocks {min(block_ids)}..{max(block_ids)} of a pool of {pool.nbytes // block_bytes}"
+            )
+        self.pool, self.block_bytes, self.block_ids = pool, block_bytes, block_ids
+
+    def __len__(self) -> int:
+        """How many blocks."""
+        return len(self.block_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "BlockViews": ...
+
+    def __getitem__(self, index: int | slice) -> "memoryview | BlockViews":
+        """One view, or fewer blocks."""
+        if isinstance(index, slice):
+            return BlockViews(self.pool, self.block_bytes, self.block_ids[index])
+        start = self.block_ids[index] * self.block_bytes
+        return self.pool[start : start + self.block_bytes]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """All views, one after the other."""
+        size, pool = self.block_bytes, self.pool
+        return (pool[block_id * size : (block_id + 1) * size] for block_id in self.block_ids)
+
+    def as_list(self) -> list[memoryview]:
+        """All views at once."""
+        size, pool = self.block_bytes, self.pool
+        return [pool[block_id * size : (block_id + 1) * size] for block_id in self.block_ids]
+
+
+def read_views(memory: KVMemory, block_ids: Sequence[int]) -> Sequence[memoryview]:
+    """``read_view`` of each block; of a flat pool without a call for each. Raises IndexError."""
+    if isinstance(memory, FlatMemory):
+        return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids)
+    return [memory.read_view(block_id) for block_id in block_ids]
+
+
+def write_views(memory: KVMemory, block_ids: Sequence[int]) -> Sequence[memoryview]:
+    """``write_view`` of each block; of a flat pool without a call for each. Raises IndexError."""
+    if isinstance(memory, FlatMemory):
+        return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids)
+    return [memory.write_view(block_id) for block_id in block_ids]
 
 
 class StaleLeaseError(TransferError):
@@ -35,17 +101,60 @@ class LeaseName(msgspec.Struct, frozen=True):
     lease: str
 
 
-class ReadRequest(msgspec.Struct, frozen=True):
-    """The blocks ``indices`` of a lease, relative to the transfer."""
+class RangeGrant(msgspec.Struct, frozen=True):
+    """What the sender's transports handed out with the blocks ``first_block``... of a transfer.
+
+    by_transport: bytes that only the transport of that name understands; it reads the blocks by them without asking.
+    """
+
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
+    by_transport: dict[str, Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)]]
+
+    @property
+    def end_block(self) -> int:
+        """The first block behind the range."""
+        return self.first_block + self.num_blocks
+
+
+def grants_within(grants: Iterable[RangeGrant], first_block: int, end_block: int) -> list[RangeGrant]:
+    """Those of ranges that have a block in ``first_block``..``end_block`` - 1."""
+    return [grant for grant in grants if grant.first_block < end_block and first_block < grant.end_block]
+
+
+class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The blocks ``indices`` of a lease, relative to the transfer; one at least.
+
+    grants: of the ranges that these blocks are in, in order and without a gap; they are not said to the sender.
+    """
 
     name: LeaseName
-    indices: list[int]
+    indices: Annotated[list[int], msgspec.Meta(min_length=1)]
+    grants: tuple[RangeGrant, ...] = ()
 
     def pieces(self, block_bytes: int) -> Iterator[tuple[int, "ReadRequest"]]:
         """(offset into ``indices``, request) of at most MAX_PIECE_BYTES (at least one block) each."""
         step = max(1, min(MAX_PIECE_BLOCKS, MAX_PIECE_BYTES // block_bytes))
         for start in range(0, len(self.indices), step):
             yield start, ReadRequest(self.name, self.indices[start : start + step])
+
+    def pick(self, lent: list[_T], base: int = 0) -> list[_T]:
+        """What stands behind the indices among the items that are lent, of which the first is ``base``'s.
+
+        Raises StaleLeaseError.
+        """
+        first, count = self.indices[0] - base, len(self.indices)
+        if self.indices == list(
+            range(base + first, base + first + count)
+        ):  # the usual one, faster for thousands
+            if first >= 0 and first + count <= len(lent):
+                return lent[first : first + count]
+        elif min(self.indices) >= base and max(self.indices) < base + len(lent):
+            return [lent[index - base] for index in self.indices]
+        outside = next(index for index in self.indices if not base <= index < base + len(lent))
+        raise StaleLeaseError(
+            f"block {outside} of transfer {self.name.transfer_id} is not readable; {len(lent)} blocks are"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +177,7 @@ class Read:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._interrupt: Callable[[], None] | None = None
+        self._on_landed: Callable[[int], None] | None = None
         self.is_stopped = False
 
     def stop(self) -> None:
@@ -94,6 +204,24 @@ class Read:
             with self._lock:
                 self._interrupt = None
 
+    def landed(self, num_blocks: int) -> None:
+        """Called by a transport, in the thread that fetches: the request's first ``num_blocks`` have their bytes.
+
+        The lease was valid after the last of them, and they are not written to any more. Raises TransferError when they
+        are not what they should be: the transport must end the read. To say nothing is allowed.
+        """
+        if self._on_landed is not None:
+            self._on_landed(num_blocks)
+
+    @contextmanager
+    def telling(self, on_landed: Callable[[int], None]) -> Iterator[None]:
+        """Within, in this thread, ``on_landed`` hears what a transport says by ``landed``; nobody else does."""
+        before, self._on_landed = self._on_landed, on_landed
+        try:
+            yield
+        finally:
+            self._on_landed = before
+
 
 class SenderTransport(Protocol):
     """Lends blocks of this process's pool. Thread-safe."""
@@ -103,8 +231,11 @@ class SenderTransport(Protocol):
     def start(self, memory: KVMemory) -> None:
         """The pool that every lease lends from; called once, before ``publish``."""
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Append ``block_ids`` to the blocks that may be read under this lease."""
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
+        """Append ``block_ids`` to the blocks that may be read under this lease.
+
+        Returns what a receiver reads them by without asking (at most MAX_GRANT_BYTES, see ``RangeGrant``), or None.
+        """
 
     def release(self, name: LeaseName) -> None:
         """Start no more reads of this lease, end running ones; ``on_idle(name)`` once per call when none runs."""

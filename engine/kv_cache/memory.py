@@ -58,13 +58,14 @@ class PagedKVMemory(ABC):
 class MappedKVMemory(PagedKVMemory):
     """The pool in host memory: an anonymous file (memfd) that another process may map, else private pages.
 
-    memfd: the file's descriptor, None where the system has none. The views are the pool itself.
+    memfd: the file's descriptor, None where the system has none. The views are the pool itself; pool_view is all of it.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         num_bytes = num_blocks * layout.block_bytes
         self.memfd = _create_memfd(num_bytes)
         self._bytes = mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes)
+        self.pool_view = memoryview(self._bytes)
         flat = torch.frombuffer(self._bytes, dtype=TORCH_DTYPES[layout.dtype])
         super().__init__(layout, num_blocks, flat.view(_pool_shape(layout, num_blocks)))
 
@@ -75,7 +76,7 @@ class MappedKVMemory(PagedKVMemory):
     def write_view(self, block_id: int) -> memoryview:
         """See PagedKVMemory."""
         start = self._check(block_id) * self.layout.block_bytes
-        return memoryview(self._bytes)[start : start + self.layout.block_bytes]
+        return self.pool_view[start : start + self.layout.block_bytes]
 
     def commit(self, block_ids: list[int]) -> None:
         """Nothing: a write is visible at once."""

@@ -13,7 +13,7 @@ from kv_transfer.transports.local import LocalHub
 class TransportContext:
     """What a transport is opened with. on_idle: see ``SenderTransport.release``; called from any thread.
 
-    shm_dir: see ``TransferSettings``.
+    shm_dir: see ``TransferSettings``. is_auto: opened beside others, because the worker's transport is ``auto``.
     """
 
     host: str
@@ -25,3 +25,4 @@ class TransportContext:
     on_idle: Callable[[LeaseName], None]
     local: LocalHub | None = None
     shm_dir: Path | None = None
+    is_auto: bool = False

@@ -43,9 +43,7 @@ class IdleTogether:
 
 
 class Lending:
-    """Owns the senders by their transports' names, best first. A ``SenderTransport`` itself, which has no address."""
-
-    address = ""
+    """Owns the senders by their transports' names, best first. Thread-safe, as they are."""
 
     def __init__(self, senders: Mapping[str, SenderTransport]) -> None:
         self._senders = dict(senders)
@@ -71,10 +69,10 @@ class Lending:
         for sender in self._senders.values():
             sender.start(memory)
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Append blocks to the lease, everywhere."""
-        for sender in self._senders.values():
-            sender.publish(name, block_ids)
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> tuple[tuple[str, bytes], ...]:
+        """Append blocks to the lease, everywhere; returns (transport, grant) of those that hand out any."""
+        granted = [(each, sender.publish(name, block_ids)) for each, sender in self._senders.items()]
+        return tuple((each, grant) for each, grant in granted if grant is not None)
 
     def release(self, name: LeaseName) -> None:
         """End the lease, everywhere."""

@@ -9,6 +9,7 @@ from contract.errors import SettingError
 from kv_transfer.transport import ReceiverTransport, SenderTransport, Transport
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.lending import IdleTogether
+from kv_transfer.transports.settings import has_nvidia_gpu, has_rdma_device
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
@@ -19,6 +20,32 @@ def _open_shm(context: TransportContext) -> Transport:
     from kv_transfer.transports.shm_sender import ShmSender
 
     return Transport(ShmSender(context), ShmReceiver(context.read_timeout_seconds))
+
+
+def _open_nixl(context: TransportContext) -> Transport:
+    from kv_transfer.transports.nixl_library import load
+    from kv_transfer.transports.nixl_owner import NixlOwner
+    from kv_transfer.transports.nixl_receiver import NixlReceiver, agent_name
+    from kv_transfer.transports.nixl_sender import NixlSender
+
+    if context.is_auto:
+        context = replace(context, data_port=0)  # which is for tcp then
+    owner = NixlOwner(load(context.host), agent_name(context.boot_id))
+    try:
+        sender = NixlSender(context, owner)
+    except BaseException:
+        owner.close()
+        raise
+    return Transport(sender, NixlReceiver(owner, context.read_timeout_seconds))
+
+
+def _open_nccl(context: TransportContext) -> Transport:
+    from kv_transfer.transports.nccl_receiver import NcclReceiver
+    from kv_transfer.transports.nccl_sender import NcclSender
+
+    sender = NcclSender(context)
+    host = context.advertise_host or context.host
+    return Transport(sender, NcclReceiver(sender, host, context.read_timeout_seconds))
 
 
 def _open_tcp(context: TransportContext) -> Transport:
@@ -41,16 +68,27 @@ def _open_local(context: TransportContext) -> Transport:
 
 _TRANSPORTS: dict[str, Callable[[TransportContext], Transport]] = {
     "shm": _open_shm,
+    "nixl": _open_nixl,
+    "nccl": _open_nccl,
     "tcp": _open_tcp,
     "local": _open_local,
 }
-_AUTO_NAMES = ("shm", "tcp")
-"""What ``auto`` offers, best first. The last of them works everywhere."""
 
 
 def transport_names() -> tuple[str, ...]:
     """The names that ``open_transport`` knows."""
     return tuple(_TRANSPORTS)
+
+
+def auto_names(can_nixl_be_best: bool) -> tuple[str, ...]:
+    """What ``auto`` offers, best first. The last of them works everywhere.
+
+    Between host memories without an RDMA card ``nixl`` goes by plain TCP, at which ``tcp`` is faster.
+    """
+    if can_nixl_be_best:
+        return ("shm", "nixl", "tcp")
+    logger.info("transport auto does without nixl: there is neither an RDMA card nor an NVIDIA GPU here")
+    return ("shm", "tcp")
 
 
 def open_transport(name: str, context: TransportContext) -> Transport:
@@ -70,7 +108,8 @@ def open_transports(
 
     ``on_idle`` is called when all senders are idle. Nothing stays open when this raises.
     """
-    names = _AUTO_NAMES if name == AUTO else (name,)
+    names = auto_names(has_rdma_device() or has_nvidia_gpu()) if name == AUTO else (name,)
+    context = replace(context, is_auto=name == AUTO)
     opened: dict[str, Transport] = {}
     idle = IdleTogether(names, context.on_idle)
     try:

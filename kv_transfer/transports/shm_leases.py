@@ -105,18 +105,14 @@ class SharedLeases:
 
     def grant(self, request: ReadRequest) -> Grant:
         """What stands behind the indices, and how to see the lease's end. Raises StaleLeaseError."""
-        transfer = f"transfer {request.name.transfer_id}"
         with self._lock:
             lease = self._leases.get(request.name)
             if lease is None:
                 raise StaleLeaseError(
-                    f"the lease of {transfer} (attempt {request.name.attempt}) is over or was never given"
+                    f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) is over or"
+                    " was never given"
                 )
-            count = len(lease.block_ids)
-            for index in request.indices:
-                if not 0 <= index < count:
-                    raise StaleLeaseError(f"block {index} of {transfer} is not readable; {count} blocks are")
-            ids = [lease.block_ids[index] for index in request.indices]
+            ids = request.pick(lease.block_ids)
             return Grant(lease.slot, self._table.generation(lease.slot), ids)
 
     def revoke(self, name: LeaseName) -> None:

@@ -1,5 +1,8 @@
 """The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, one memcpy per block.
 
+Python's lock is held while a small block is copied (letting it go would cost as much as the copy), and let go after
+every mebibyte; large blocks are copied without it. So a step of the engine is held up for a fraction of a millisecond.
+
 The mapping is not prefaulted: a populated mapping would allocate every page that the sender has not touched yet, and
 fault in gigabytes at the first contact. Only pages of lent blocks are read; each costs its minor fault once per peer
 (the kernel maps sixteen at a time), and the mapping is kept as long as the link.
@@ -9,14 +12,22 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
+import numpy as np
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import HEADER, ShortReadError, read_frame, receive_all, write_frame
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.framing import HEADER, FrameBuffer, ShortReadError, receive_all, write_frame
+from kv_transfer.transport import (
+    BlockViews,
+    Read,
+    ReadRequest,
+    ReadStoppedError,
+    Source,
+    StaleLeaseError,
+)
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.shm_leases import SLOT_BYTES
 from kv_transfer.transports.shm_wire import (
@@ -29,8 +40,9 @@ from kv_transfer.transports.shm_wire import (
 )
 from kv_transfer.transports.tcp_wire import DataHello, DataStatus
 
-_BLOCKS_PER_LOOK = 32
-"""How many blocks are copied between two looks at the sender's pidfd."""
+_BLOCKS_PER_LOOK, _BYTES_PER_LOOK = 32, 2**20
+"""At most so much is copied between two looks at the sender's pidfd, which let Python's lock go."""
+_LARGE_BYTES = 2**18
 
 
 class _MappedPeer:
@@ -89,14 +101,14 @@ class _MappedPeer:
 
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Ask, copy, and compare the generation after the last byte. Raises as ``ReceiverTransport.fetch``."""
-        if any(view.nbytes != self._block_bytes for view in views):
-            raise TransferError(
-                f"a block of {self._who} has {self._block_bytes} bytes, not {views[0].nbytes}"
-            )
+        wrong = next((size for size in _sizes(views) if size != self._block_bytes), None)
+        if wrong is not None:
+            raise TransferError(f"a block of {self._who} has {self._block_bytes} bytes, not {wrong}")
         with read.interruptible(self.stop_asking):
             grant = self._ask(request)
-        for start in range(0, len(views), _BLOCKS_PER_LOOK):
-            end = start + _BLOCKS_PER_LOOK
+        per_look = max(1, min(_BLOCKS_PER_LOOK, _BYTES_PER_LOOK // self._block_bytes))
+        for start in range(0, len(views), per_look):
+            end = start + per_look
             self._copy(grant.block_ids[start:end], views[start:end], read)
             self._check_alive()
         if self._table[grant.slot] != grant.generation:
@@ -107,9 +119,17 @@ class _MappedPeer:
 
     def _copy(self, block_ids: Sequence[int], views: Sequence[memoryview], read: Read) -> None:
         size, pool = self._block_bytes, self._pool
-        for block_id, view in zip(block_ids, views, strict=True):
-            read.check()
-            view[:] = pool[block_id * size : (block_id + 1) * size]
+        if size >= _LARGE_BYTES or not isinstance(views, BlockViews):
+            copy = _copy_unlocked if size >= _LARGE_BYTES else _copy_locked
+            for block_id, view in zip(block_ids, views, strict=True):
+                read.check()
+                copy(pool[block_id * size : (block_id + 1) * size], view)
+            return
+        read.check()
+        target = views.pool
+        for block_id, target_id in zip(block_ids, views.block_ids, strict=True):
+            start, to = block_id * size, target_id * size
+            target[to : to + size] = pool[start : start + size]
 
     def _check_alive(self) -> None:
         if self._is_interrupted:
@@ -120,13 +140,22 @@ class _MappedPeer:
     def _ask(self, request: ReadRequest) -> ShmGrant:
         self._check_alive()
         write_frame(self._sock, request, MAX_SHM_FRAME_BYTES)
-        grant = read_frame(self._sock, ShmGrant, MAX_SHM_FRAME_BYTES)
+        grant = self._hear_grant()
         if grant.status is not DataStatus.OK:
             raise StaleLeaseError(f"{self._who} refused a read as {grant.status}: {grant.message}")
-        is_inside = all(0 <= block_id < self._num_blocks for block_id in grant.block_ids)
-        if len(grant.block_ids) != len(request.indices) or not is_inside or not 0 < grant.slot < NUM_SLOTS:
+        ids = grant.block_ids
+        is_inside = len(ids) == len(request.indices) and max(ids) < self._num_blocks
+        if not is_inside or not 0 < grant.slot < NUM_SLOTS:
             raise TransferError(f"{self._who} granted something that is not in its pool")
         return grant
+
+    def _hear_grant(self) -> ShmGrant:
+        """An answer is sent at once, so that it mostly arrives in one piece."""
+        frames = FrameBuffer(MAX_SHM_FRAME_BYTES)
+        while data := self._sock.recv(HEADER.size + MAX_SHM_FRAME_BYTES):
+            for frame in frames.feed(data):
+                return msgspec.msgpack.decode(frame, type=ShmGrant)
+        raise ShortReadError(0, HEADER.size)
 
     def _hear_welcome(self) -> tuple[ShmWelcome, list[int]]:
         """The words, and the descriptors that came with their first byte."""
@@ -209,6 +238,20 @@ class ShmReceiver:
                 yield peer
         except (OSError, msgspec.MsgspecError, TransferError) as error:
             raise _as_outcome(error, source, read) from error
+
+
+def _sizes(views: Sequence[memoryview]) -> Iterable[int]:
+    if isinstance(views, BlockViews):
+        return (views.block_bytes,)
+    return (view.nbytes for view in views)
+
+
+def _copy_locked(block: memoryview, view: memoryview) -> None:
+    view[:] = block
+
+
+def _copy_unlocked(block: memoryview, view: memoryview) -> None:
+    np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(block, np.uint8))
 
 
 def _as_outcome(error: Exception, source: Source, read: Read) -> Exception:

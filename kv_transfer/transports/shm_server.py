@@ -152,7 +152,7 @@ class ShmServer:
         except BlockingIOError as error:
             logger.debug("a reader takes no answers: %s", error)
             self._drop(reader)
-        except (OSError, msgspec.MsgspecError, KvbatonError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KvbatonError) as error:
             logger.debug("a reader's connection ended: %s", error)
             self._drop(reader)
 

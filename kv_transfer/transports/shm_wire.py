@@ -6,6 +6,8 @@ Then, per part of a read: ReadRequest, answered by ShmGrant. The receiver copies
 compares the generation afterwards; the sender never learns of that and never waits for it.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from kv_transfer.transports.tcp_wire import DataStatus
@@ -34,4 +36,4 @@ class ShmGrant(msgspec.Struct, frozen=True):
     message: str = ""
     slot: int = 0
     generation: int = 0
-    block_ids: list[int] = []
+    block_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []

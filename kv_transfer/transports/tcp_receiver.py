@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import ShortReadError, parse_address, read_frame, receive_all, write_frame
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.framing import ShortReadError, parse_address
+from kv_transfer.transport import BlockViews, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
 from kv_transfer.transports.kept import Kept
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_stream import DataStream
+from kv_transfer.transports.tcp_wire import DataHello, DataReply, DataStatus
+
+_PIECES_AHEAD = 8
+"""How many pieces of a read are asked for before the first of them has arrived."""
 
 
 class _Connection:
@@ -21,6 +25,7 @@ class _Connection:
         family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.settimeout(timeout_seconds)
+        self._stream = DataStream(self.sock)
 
     def interrupt(self) -> None:
         """Shut the socket down, so that no byte can land afterwards."""
@@ -37,20 +42,31 @@ class _Connection:
             return
         self.sock.connect(parse_address(self.source.address))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        write_frame(self.sock, DataHello(self.source.token), MAX_DATA_FRAME_BYTES)
-        reply = read_frame(self.sock, DataReply, MAX_DATA_FRAME_BYTES)
+        self._stream.wait_at_most(self.timeout_seconds, self.timeout_seconds)
+        self._stream.say(DataHello(self.source.token))
+        reply = self._stream.hear(DataReply)
         if reply.status is not DataStatus.OK:
             raise WorkerLostError(
                 f"worker {self.source.worker_id} refused a data connection: {reply.message}"
             )
         self.is_connected = True
 
-    def fetch_piece(self, piece: ReadRequest, views: Sequence[memoryview]) -> None:
-        """Read one piece; a stale one is an error that ends the connection too."""
-        write_frame(self.sock, piece, MAX_DATA_FRAME_BYTES)
-        _expect_ok(self.sock, piece)
+    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Read piece by piece, some of them asked for ahead, so that the sender always has one to send."""
+        pieces = list(request.pieces(views[0].nbytes))
+        for _, piece in pieces[:_PIECES_AHEAD]:
+            self._stream.say(piece)
+        for number, (start, piece) in enumerate(pieces):
+            read.check()
+            self._receive(piece, _made(views[start : start + len(piece.indices)]))
+            for _, later in pieces[number + _PIECES_AHEAD : number + _PIECES_AHEAD + 1]:
+                self._stream.say(later)
+
+    def _receive(self, piece: ReadRequest, views: Sequence[memoryview]) -> None:
+        """The oldest piece that was asked for; a stale one is an error that ends the connection too."""
+        self._expect_ok(piece)
         try:
-            receive_all(self.sock, views)
+            self._stream.fill(views)
         except ShortReadError as error:
             block = piece.indices[error.num_bytes // views[0].nbytes]
             raise TransferError(f"short read in block {block} of {_name(piece)}: {error.message}") from error
@@ -59,7 +75,16 @@ class _Connection:
                 f"no byte for {self.timeout_seconds} s in blocks {piece.indices[0]}..{piece.indices[-1]}"
                 f" of {_name(piece)}"
             ) from error
-        _expect_ok(self.sock, piece)
+        self._expect_ok(piece)
+
+    def _expect_ok(self, piece: ReadRequest) -> None:
+        where = f"blocks {piece.indices[0]}..{piece.indices[-1]} of {_name(piece)}"
+        try:
+            reply = self._stream.hear(DataReply)
+        except ShortReadError as error:
+            raise TransferError(f"short read before {where}: {error.message}") from error
+        if reply.status is not DataStatus.OK:
+            raise StaleLeaseError(f"{where} were refused as {reply.status}: {reply.message}")
 
 
 class TcpReceiver:
@@ -77,8 +102,7 @@ class TcpReceiver:
             with self._connections.using(source, lambda: _Connection(source, self._timeout_seconds)) as found:
                 with read.interruptible(found.interrupt):
                     found.connect()
-                    for start, piece in request.pieces(views[0].nbytes):
-                        found.fetch_piece(piece, views[start : start + len(piece.indices)])
+                    found.fetch(request, views, read)
                 read.check()  # a stop behind the last byte has shut the connection down as well
         except (OSError, TransferError) as error:
             if read.is_stopped:
@@ -105,14 +129,9 @@ def _ended(connections: list[_Connection]) -> list[_Connection]:
     return [connection for connection in connections if connection.sock.fileno() in ended]
 
 
-def _expect_ok(sock: socket.socket, piece: ReadRequest) -> None:
-    where = f"blocks {piece.indices[0]}..{piece.indices[-1]} of {_name(piece)}"
-    try:
-        reply = read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
-    except ShortReadError as error:
-        raise TransferError(f"short read before {where}: {error.message}") from error
-    if reply.status is not DataStatus.OK:
-        raise StaleLeaseError(f"{where} were refused as {reply.status}: {reply.message}")
+def _made(views: Sequence[memoryview]) -> list[memoryview]:
+    """As late as this: while the piece is on its way."""
+    return views.as_list() if isinstance(views, BlockViews) else list(views)
 
 
 def _name(piece: ReadRequest) -> str:

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 
 from contract.errors import TransferError
 from engine.connector import KVMemory
-from kv_transfer.framing import format_address, read_frame, send_all, write_frame
+from kv_transfer.framing import format_address
 from kv_transfer.leases import LeaseBook
 from kv_transfer.listening import Listener
 from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_stream import DataStream
+from kv_transfer.transports.tcp_wire import DataHello, DataReply, DataStatus
 
 logger = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
 """Connections that have not said who they are; one more costs the oldest of them its place."""
 _MAX_WAIT_SECONDS = 3600.0
+_GO_AHEAD = DataReply(DataStatus.OK).padded()
 
 
 class _Connection:
@@ -30,7 +32,7 @@ class _Connection:
     """
 
     def __init__(self, sock: socket.socket, greet_by: float) -> None:
-        self.sock = sock
+        self.sock, self.stream = sock, DataStream(sock)
         self.greet_by = greet_by
         self.token = ""
         self.reading: LeaseName | None = None
@@ -129,16 +131,14 @@ class TcpSender:
             self._connections[connection] = thread
 
     def _serve(self, connection: _Connection) -> None:
-        sock = connection.sock
+        sock, patience = connection.sock, self._context.read_timeout_seconds
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(self._context.read_timeout_seconds)
+            connection.stream.wait_at_most(patience, patience)
             if self._greet(connection):
+                connection.stream.wait_at_most(0, patience)  # the next request may be long in coming
                 while True:
-                    sock.settimeout(None)
-                    request = read_frame(sock, ReadRequest, MAX_DATA_FRAME_BYTES)
-                    sock.settimeout(self._context.read_timeout_seconds)
-                    self._answer(connection, request)
+                    self._answer(connection, connection.stream.hear(ReadRequest))
         except (OSError, TransferError) as error:
             logger.debug("a data connection ended: %s", error)
         except Exception:  # the boundary of the data protocol: the peer sees a short read
@@ -149,12 +149,13 @@ class TcpSender:
                 sock.close()
 
     def _greet(self, connection: _Connection) -> bool:
-        token = read_frame(connection.sock, DataHello, MAX_DATA_FRAME_BYTES).token
+        token = connection.stream.hear(DataHello).token
         with self._lock:
             connection.token = token
         is_known = token in self._context.sessions
         status = DataStatus.OK if is_known else DataStatus.DENIED
-        _reply(connection.sock, status, "" if is_known else "no control link stands behind this connection")
+        message = "" if is_known else "no control link stands behind this connection"
+        connection.stream.say(DataReply(status, message).padded())
         return is_known
 
     def _answer(self, connection: _Connection, request: ReadRequest) -> None:
@@ -165,8 +166,7 @@ class TcpSender:
                 with self._lock:
                     connection.reading = request.name
                 self._book.check(request.name)
-                _reply(connection.sock, DataStatus.OK)
-                send_all(connection.sock, views)
+                connection.stream.say(_GO_AHEAD, views)
             self._book.check(request.name)
         except StaleLeaseError as error:
             status, message = DataStatus.STALE, error.message
@@ -175,17 +175,13 @@ class TcpSender:
             # connection.
             with self._lock:
                 connection.reading = None
-        _reply(connection.sock, status, message)
+        connection.stream.say(DataReply(status, message).padded())
 
     def _end_session(self, token: str) -> None:
         with self._lock:
             for connection in self._connections:
                 if connection.token == token:
                     _shut_down(connection.sock)
-
-
-def _reply(sock: socket.socket, status: DataStatus, message: str = "") -> None:
-    write_frame(sock, DataReply(status, message), MAX_DATA_FRAME_BYTES)
 
 
 def _dismiss(stranger: _Connection) -> None:

@@ -26,8 +26,11 @@ def kv_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm", "auto", "local"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl", "auto", "local"])
 def test_after_a_hand_over(transport: str) -> None:
+    """The second one: what a library opens once for the whole process is open then."""
+    with pair_of(transport=transport) as pair:
+        hand_over(pair, "first")
     before = open_fds()
     with pair_of(transport=transport) as pair:
         hand_over(pair, "r")

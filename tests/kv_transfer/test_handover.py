@@ -11,7 +11,7 @@ from kv_transfer.orders import TransferMetadata
 from kv_transfer.testing import CorruptingReceiver
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Sides, hand_over, pair_of, prompt_of
 
-BOTH = pytest.mark.parametrize("transport", ["tcp", "shm", "local"])
+BOTH = pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl", "local"])
 NUM_BLOCKS = 5
 
 

@@ -42,7 +42,9 @@ class PrefillProcess:
 
 
 @contextmanager
-def prefill_process(transport: str, peer_timeout_seconds: float = 30.0) -> Iterator[PrefillProcess]:
+def prefill_process(
+    transport: str, peer_timeout_seconds: float = 30.0, environment: dict[str, str] | None = None
+) -> Iterator[PrefillProcess]:
     command = [
         sys.executable,
         "-m",
@@ -51,7 +53,7 @@ def prefill_process(transport: str, peer_timeout_seconds: float = 30.0) -> Itera
         transport,
     ]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
     ) as process:
         try:
             yield PrefillProcess(process)
@@ -60,7 +62,7 @@ def prefill_process(transport: str, peer_timeout_seconds: float = 30.0) -> Itera
             process.kill()
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=["tcp", "shm", "nixl"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

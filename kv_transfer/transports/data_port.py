@@ -1,0 +1,179 @@
+"""A data port: peers dial it, show the token of their control link, and are spoken with, one thread per connection."""
+
+import logging
+import math
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from contract.errors import TransferError
+from kv_transfer.framing import format_address, read_frame, write_frame
+from kv_transfer.listening import Listener
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+
+logger = logging.getLogger(__name__)
+_MAX_STRANGERS = 64
+"""Connections that have not said who they are; one more costs the oldest of them its place."""
+_MAX_WAIT_SECONDS = 3600.0
+
+
+class Visit:
+    """One connection. token: empty until it was shown; up to ``greet_by`` (monotonic) there is time for that."""
+
+    def __init__(self, sock: socket.socket, greet_by: float) -> None:
+        self.sock, self.greet_by = sock, greet_by
+        self.token = ""
+        self._lock = threading.Lock()
+        self._is_kept = self._is_over = False
+
+    def end(self) -> None:
+        """Shut the connection down, now or when it is not kept open any more."""
+        with self._lock:
+            self._is_over = True
+            if not self._is_kept:
+                shut_down(self.sock)
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Within, the end of the session leaves the connection open. Raises TransferError behind it, if it is over."""
+        with self._lock:
+            self._is_kept = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_kept = False
+                is_over = self._is_over
+        if is_over:
+            raise TransferError("the session is over")
+
+
+class DataPort:
+    """Owns the port, its threads and its connections; each ends with the session that it was opened for.
+
+    serve: speaks with a peer whose token is good, over a blocking socket; called in the connection's thread. It raises
+    OSError or TransferError at the end.
+    """
+
+    def __init__(self, context: TransportContext, name: str, serve: Callable[[Visit], None]) -> None:
+        self._sessions, self._patience_seconds = context.sessions, context.read_timeout_seconds
+        self._name, self._talk = name, serve
+        self._lock = threading.Lock()
+        self._visits: dict[Visit, threading.Thread] = {}
+        self._is_closed = False
+        self._listener = Listener(context.host, context.data_port)
+        self.address = format_address(context.advertise_host or context.host, self._listener.port)
+        self._wake_in, self._wake_out = socket.socketpair()
+        context.sessions.listen(self._end_session)
+        self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Shut every connection down and join every thread. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            threads = list(self._visits.values())
+            for visit in self._visits:
+                shut_down(visit.sock)
+        self._wake_out.send(b"\0")
+        for thread in (self._thread, *threads):
+            thread.join()
+        for sock in (self._listener, self._wake_in, self._wake_out):
+            sock.close()
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_in, selectors.EVENT_READ)
+            while True:
+                self._listener.watch(selector)
+                ready = [key.fileobj for key, _ in selector.select(self._end_strangers(time.monotonic()))]
+                if self._wake_in in ready:
+                    return
+                if ready and (sock := self._listener.accept()) is not None:
+                    self._receive(sock)
+
+    def _end_strangers(self, now: float) -> float | None:
+        """Dismiss who did not say who it is in time; returns the seconds to the next look."""
+        with self._lock:
+            strangers = self._strangers()
+            for stranger in [stranger for stranger in strangers if stranger.greet_by <= now]:
+                _dismiss(stranger)
+        due = min((stranger.greet_by for stranger in strangers), default=math.inf)  # inf for the dismissed
+        due = min(due, self._listener.resume_at)
+        return None if due == math.inf else max(0.0, min(due - now, _MAX_WAIT_SECONDS))
+
+    def _strangers(self) -> list[Visit]:
+        """Who has said nothing yet and may still do so."""
+        return [one for one in self._visits if not one.token and one.greet_by < math.inf]
+
+    def _receive(self, sock: socket.socket) -> None:
+        visit = Visit(sock, time.monotonic() + self._patience_seconds)
+        thread = threading.Thread(target=self._serve, args=(visit,), name=f"{self._name}-serve", daemon=True)
+        with self._lock:
+            strangers = self._strangers()
+            if len(strangers) >= _MAX_STRANGERS:
+                _dismiss(min(strangers, key=lambda stranger: stranger.greet_by))
+            if self._is_closed:
+                sock.close()
+                return
+            try:
+                thread.start()  # it waits for the lock before it forgets the visit
+            except RuntimeError as error:
+                sock.close()
+                self._listener.pause(f"no thread can be had: {error}")
+                return
+            self._visits[visit] = thread
+
+    def _serve(self, visit: Visit) -> None:
+        try:
+            visit.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            visit.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            visit.sock.settimeout(self._patience_seconds)
+            if self._greet(visit):
+                visit.sock.settimeout(None)
+                self._talk(visit)
+        except (OSError, TransferError) as error:
+            logger.debug("%s: a connection ended: %s", self._name, error)
+        except Exception:  # the boundary of the data protocol: the peer sees its connection close
+            logger.exception("%s: serving a connection failed", self._name)
+        finally:
+            with self._lock:
+                del self._visits[visit]
+                visit.sock.close()
+
+    def _greet(self, visit: Visit) -> bool:
+        token = read_frame(visit.sock, DataHello, MAX_DATA_FRAME_BYTES).token
+        with self._lock:
+            visit.token = token
+        is_known = (
+            token in self._sessions
+        )  # looked up behind the line above: else an end in between is missed
+        status = DataStatus.OK if is_known else DataStatus.DENIED
+        message = "" if is_known else "no control link stands behind this connection"
+        write_frame(visit.sock, DataReply(status, message), MAX_DATA_FRAME_BYTES)
+        return is_known
+
+    def _end_session(self, token: str) -> None:
+        with self._lock:
+            for visit in self._visits:
+                if visit.token == token:
+                    visit.end()
+
+
+def shut_down(sock: socket.socket) -> None:
+    """End what waits for a socket, in whatever thread."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        logger.debug("a connection was closed by its peer already")
+
+
+def _dismiss(stranger: Visit) -> None:
+    stranger.greet_by = math.inf
+    shut_down(stranger.sock)

@@ -1,0 +1,48 @@
+"""Blocks of a pool as one piece for a group, and back; on the GPU where the pool is there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from engine.connector import KVMemory
+from kv_transfer.transport import read_views
+from kv_transfer.transports.nixl_memory import OnDevice
+
+
+class GroupPool:
+    """This worker's pool as a group sees it. backend, device: see ``NcclWelcome``."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory, self.block_bytes = memory, memory.layout.block_bytes
+        self._rows: Any = None
+        self.backend, self.device, self.place = "gloo", "", torch.device("cpu")
+        if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
+            pool = memory.pool
+            self._rows = pool.view(memory.num_blocks, -1)
+            self.backend, self.place = "nccl", pool.device
+            self.device = str(torch.cuda.get_device_properties(pool.device).uuid)
+
+    def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """These blocks side by side, as bytes."""
+        if self._rows is not None:
+            found: torch.Tensor = (
+                self._rows[torch.tensor(block_ids, device=self.place)].view(torch.uint8).flatten()
+            )
+            torch.cuda.synchronize(self.place)
+            return found
+        content = self.empty(len(block_ids) * self.block_bytes)
+        target, size = content.numpy().data, self.block_bytes
+        for number, view in enumerate(read_views(self._memory, block_ids)):
+            target[number * size : (number + 1) * size] = view
+        return content
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Room for so many bytes."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+
+    def scatter(self, content: torch.Tensor, views: Sequence[memoryview]) -> None:
+        """Put the bytes into views of one size, one after the other."""
+        source, size = content.cpu().numpy().data, views[0].nbytes
+        for number, view in enumerate(views):
+            view[:] = source[number * size : (number + 1) * size]

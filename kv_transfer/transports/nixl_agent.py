@@ -1,0 +1,137 @@
+"""One agent of the NIXL library. It is called by one thread only (``nixl_owner``).
+
+The back end is UCX in peer error mode, in which a peer's death is an exception; the other mode is silent for ever. The
+library's progress thread is off on every machine: it spins on a core even when idle.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from contract.errors import SettingError, TransferError, WorkerLostError
+from kv_transfer.transports.nixl_library import NixlLibrary
+from kv_transfer.transports.nixl_memory import Region
+
+logger = logging.getLogger(__name__)
+_SELF = "NIXL_INIT_AGENT"
+
+
+class NixlAgent:
+    """Owns the library's agent. Methods raise WorkerLostError where the peer is gone, TransferError for the rest."""
+
+    def __init__(self, library: NixlLibrary, name: str) -> None:
+        """Bring it up. Raises SettingError."""
+        self._library = library
+        self._num_users: Counter[str] = Counter()
+        api = library.api
+        errors: tuple[type[Exception], ...] = (RuntimeError, *library.errors)
+        try:
+            config = api.nixl_agent_config(
+                enable_prog_thread=False,
+                backends=[],
+                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            )
+            self._agent: Any = api.nixl_agent(name, config)
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+        except errors as error:
+            raise SettingError(
+                f"transport nixl is not possible here: UCX does not come up ({error!r}); choose auto, shm or tcp",
+                param="transport",
+            ) from error
+
+    def register(self, region: Region) -> Any:
+        """Make a region readable for peers that get ``metadata`` from now on, and for this agent to read into."""
+        with self._telling("registering memory"):
+            row = (region.address, region.num_bytes, region.device_id, "")
+            return self._agent.register_memory([row], region.memory_type)
+
+    def deregister(self, registration: Any) -> None:
+        """End that."""
+        with self._telling("deregistering memory"):
+            self._agent.deregister_memory(registration)
+
+    def metadata(self) -> bytes:
+        """What a peer needs to read what is registered now."""
+        found: bytes = self._agent.get_agent_metadata()
+        return found
+
+    def describe(self, region: Region, peer: str = _SELF) -> Any:
+        """A region's blocks for ``prepare``: one strided row where the library knows such, else a row for each."""
+        with self._telling("describing memory"):
+            try:
+                return self._agent.prep_xfer_dlist(peer, region.strided_row(), region.memory_type)
+            except (TypeError, ValueError, AttributeError):
+                return self._agent.prep_xfer_dlist(peer, region.rows(), region.memory_type)
+
+    def undescribe(self, blocks: Any) -> None:
+        """Give that back."""
+        with self._telling("releasing descriptors"):
+            self._agent.release_dlist_handle(blocks)
+
+    def add_peer(self, metadata: bytes, name: str) -> None:
+        """Know a peer, which must have this name. Does not wait for it. Each call needs a ``remove_peer``."""
+        with self._telling(f"adding {name}"):
+            found = self._agent.add_remote_agent(metadata)
+            found = found.decode() if isinstance(found, bytes) else found
+            if found != name:
+                raise TransferError(f"the peer's agent is {found}; it should be {name}")
+            self._num_users[name] += 1
+            self._agent.make_connection(name)
+
+    def remove_peer(self, name: str) -> None:
+        """The last of them disconnects it."""
+        self._num_users[name] -= 1
+        if self._num_users[name]:
+            return
+        del self._num_users[name]
+        with self._telling(f"removing {name}"):
+            self._agent.remove_remote_agent(name)
+
+    def prepare(self, local: Any, local_ids: Sequence[int], remote: Any, remote_ids: Sequence[int]) -> Any:
+        """A read of remote blocks into local ones, to be posted."""
+        into, out_of = np.asarray(local_ids, np.int32), np.asarray(remote_ids, np.int32)
+        with self._telling("preparing a read"):
+            return self._agent.make_prepped_xfer("READ", local, into, remote, out_of)
+
+    def post(self, handle: Any) -> bool:
+        """Begin a read; True when it is done already."""
+        with self._telling("a read"):
+            return _is_done(self._agent.transfer(handle))
+
+    def is_done(self, handle: Any) -> bool:
+        """Drive it on; True when every byte is in place."""
+        with self._telling("a read"):
+            return _is_done(self._agent.check_xfer_state(handle))
+
+    def release(self, handle: Any) -> None:
+        """Give the handle of a terminal read back."""
+        with self._telling("releasing a read"):
+            self._agent.release_xfer_handle(handle)
+
+    def progress(self) -> None:
+        """Drive on what peers do with this agent."""
+        with self._telling("serving peers"):
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """End the library's agent: nothing that was posted can land any more. The last call."""
+        self._agent = None
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._library.disconnected as error:
+            raise WorkerLostError(f"nixl: {what} failed: the peer is gone") from error
+        except self._library.errors as error:
+            raise TransferError(f"nixl: {what} failed: {error!r}") from error
+
+
+def _is_done(state: str) -> bool:
+    if state == "ERR":
+        raise TransferError("nixl: a read ended in an error")
+    return state == "DONE"

@@ -1,0 +1,107 @@
+"""What the NIXL library reads and writes: regions of blocks, in host memory or on a GPU."""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from contract.errors import TransferError
+from engine.connector import KVMemory
+from kv_transfer.transport import BlockViews, FlatMemory
+
+_END_OF_MEMORY = 2**63
+
+
+@dataclass(frozen=True)
+class Region:
+    """Blocks in one piece."""
+
+    address: int
+    block_bytes: int
+    num_blocks: int
+    is_device: bool = False
+    device_id: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def memory_type(self) -> str:
+        """The library's word."""
+        return "VRAM" if self.is_device else "DRAM"
+
+    def check(self) -> None:
+        """Raise TransferError for what cannot be memory."""
+        numbers = (self.address, self.block_bytes, self.num_blocks)
+        if min(numbers) <= 0 or self.address + self.num_bytes >= _END_OF_MEMORY or self.device_id < 0:
+            raise TransferError(
+                f"{self.num_blocks} blocks of {self.block_bytes} bytes at {self.address} are no memory"
+            )
+
+    def find(self, views: Sequence[memoryview]) -> Sequence[int] | None:
+        """Which blocks the writable ``views`` are; None where one of them is no block of this region."""
+        if isinstance(views, BlockViews):
+            is_here = address_of(views.pool) == self.address and views.pool.nbytes <= self.num_bytes
+            return views.block_ids if is_here and views.block_bytes == self.block_bytes else None
+        size, found = self.block_bytes, list[int]()
+        for view in views:
+            number, rest = divmod(address_of(view) - self.address, size)
+            if rest or view.nbytes != size or not 0 <= number < self.num_blocks:
+                return None
+            found.append(number)
+        return found
+
+    def strided_row(self) -> Any:
+        """All blocks as one row of [address, length, device, stride, count]."""
+        row = (self.address, self.block_bytes, self.device_id, self.block_bytes, self.num_blocks)
+        return np.array([row], np.uint64)
+
+    def rows(self) -> Any:
+        """A row of [address, length, device] for each block."""
+        rows = np.empty((self.num_blocks, 3), np.uint64)
+        rows[:, 0] = np.arange(self.num_blocks, dtype=np.uint64) * self.block_bytes + self.address
+        rows[:, 1], rows[:, 2] = self.block_bytes, self.device_id
+        return rows
+
+
+class HostMemory:
+    """Private host memory as a region; alive as long as this object."""
+
+    def __init__(self, block_bytes: int, num_blocks: int) -> None:
+        self._view = memoryview(mmap.mmap(-1, block_bytes * num_blocks))
+        self.region = Region(address_of(self._view), block_bytes, num_blocks)
+
+    def block(self, number: int) -> memoryview:
+        """One of its blocks."""
+        size = self.region.block_bytes
+        return self._view[number * size : (number + 1) * size]
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A KVMemory that is one tensor."""
+
+    pool: Any
+
+
+def region_of(memory: KVMemory) -> Region:
+    """The pool, wherever it is. Raises TransferError where its blocks are not in one piece."""
+    size, count = memory.layout.block_bytes, memory.num_blocks
+    if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
+        return Region(memory.pool.data_ptr(), size, count, True, memory.pool.device.index or 0)
+    if isinstance(memory, FlatMemory):
+        return Region(address_of(memory.pool_view), size, count)
+    first, last = (address_of(memory.write_view(number)) for number in (0, count - 1))
+    if last != first + (count - 1) * size:
+        raise TransferError("the KV pool is not in one piece of memory")
+    return Region(first, size, count)
+
+
+def address_of(view: memoryview) -> int:
+    """Where a writable view begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

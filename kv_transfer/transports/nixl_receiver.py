@@ -1,0 +1,250 @@
+"""The ``nixl`` transport's receiver: one-sided reads out of a peer's pool, straight into this worker's own.
+
+The lease is asked for before a read and again after its last byte. A read that was posted cannot be taken back: ``fetch``
+returns when it is terminal, however long that takes; until then its blocks stay in quarantine, and nobody else waits.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from functools import partial
+
+from contract.errors import TransferError, WorkerLostError
+from kv_transfer.framing import ShortReadError, parse_address, read_frame, write_frame
+from kv_transfer.transport import (
+    BlockViews,
+    LeaseName,
+    Read,
+    ReadRequest,
+    ReadStoppedError,
+    Source,
+    StaleLeaseError,
+)
+from kv_transfer.transports.data_port import shut_down
+from kv_transfer.transports.kept import Kept
+from kv_transfer.transports.nixl_owner import NixlOwner
+from kv_transfer.transports.nixl_peer import RemotePool
+from kv_transfer.transports.nixl_wire import (
+    MAX_GRANT_BLOCKS,
+    MAX_NIXL_FRAME_BYTES,
+    NixlAsk,
+    NixlGrant,
+    NixlWelcome,
+)
+from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+
+logger = logging.getLogger(__name__)
+_MAX_POST_BYTES = 64 * 2**20
+"""Reads are posted in parts: the CPU may be what moves the bytes, and a stop is heard between two of them."""
+
+
+def agent_name(boot_id: str) -> str:
+    """What the agent of this incarnation of a worker is called."""
+    return f"kvbaton-{boot_id}"
+
+
+class _Peer:
+    """The connection to a sender's data port, and its pool."""
+
+    def __init__(self, source: Source, owner: NixlOwner, timeout_seconds: float) -> None:
+        self._source, self._owner, self._timeout_seconds = source, owner, timeout_seconds
+        self._who = f"worker {source.worker_id}"
+        self._pool: RemotePool | None = None
+        self._lock = threading.Lock()
+        self._is_interrupted = self._is_posted = False
+        family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        self._sock.settimeout(timeout_seconds)
+
+    def interrupt(self) -> None:
+        """The link is gone: end what waits for the peer's words at once, a posted read when it is terminal.
+
+        Until then the connection stays open: the peer must know that somebody reads.
+        """
+        with self._lock:
+            self._is_interrupted = True
+            if not self._is_posted:
+                self.stop_asking()
+
+    def stop_asking(self) -> None:
+        """Shut the connection down."""
+        shut_down(self._sock)
+
+    def close(self) -> None:
+        """Close the connection, and forget the pool as soon as nothing is posted to it."""
+        self._sock.close()
+        if self._pool is not None:
+            self._owner.disconnect(self._pool)
+
+    def connect(self, read: Read) -> RemotePool:
+        """Dial, show the token, and prove by reading that the library reaches the right memory; once.
+
+        Raises WorkerLostError where nobody (who knows us) answers, TransferError for a pool that cannot be read.
+        """
+        if self._pool is not None:
+            return self._pool
+        with read.interruptible(self.stop_asking):
+            self._sock.connect(parse_address(self._source.address))
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            write_frame(self._sock, DataHello(self._source.token), MAX_DATA_FRAME_BYTES)
+            reply = read_frame(self._sock, DataReply, MAX_DATA_FRAME_BYTES)
+            if reply.status is not DataStatus.OK:
+                raise WorkerLostError(f"{self._who} refused a data connection: {reply.message}")
+            welcome = read_frame(self._sock, NixlWelcome, MAX_NIXL_FRAME_BYTES)
+        if welcome.status is not DataStatus.OK:
+            raise TransferError(f"{self._who} lends nothing over nixl: {welcome.message}")
+        pool = self._pool = self._owner.connect(agent_name(self._source.boot_id), self._who, welcome)
+        self._wait_at_most(self._owner.read_nonce(pool), read)
+        if pool.found_nonce.block(0) != welcome.nonce:
+            raise TransferError(f"nixl reads other memory than that of {self._who}")
+        self._wait_at_most(self._owner.read_into_bounce(pool, [0]), read)
+        self._ask(NixlAsk(None, []))
+        return pool
+
+    def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Ask, read, and ask again behind the last byte. Raises as ``ReceiverTransport.fetch``."""
+        pool = self.connect(read)
+        sizes = {views.block_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
+        if sizes != {pool.region.block_bytes}:
+            raise TransferError(
+                f"a block of {self._who} has {pool.region.block_bytes} bytes, not {min(sizes)}"
+            )
+        with read.interruptible(self.stop_asking):
+            block_ids = self._ask(NixlAsk(request.name, request.indices)).block_ids
+        if len(block_ids) != len(views) or not all(0 <= each < pool.region.num_blocks for each in block_ids):
+            raise TransferError(f"{self._who} granted something that is not in its pool")
+        self._move(pool, block_ids, views, read)
+        with read.interruptible(self.stop_asking):
+            self._check_lease(request.name, len(views))
+
+    def _move(
+        self, pool: RemotePool, block_ids: Sequence[int], views: Sequence[memoryview], read: Read
+    ) -> None:
+        own = self._owner.pool.find(views) if self._owner.pool is not None else None
+        step = pool.bounce.region.num_blocks
+        if own is not None:
+            step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
+        for start in range(0, len(block_ids), step):
+            part = block_ids[start : start + step]
+            with self._posting(read):
+                if own is not None:
+                    self._wait(self._owner.read(pool, part, own[start : start + step]))
+                    continue
+                self._wait(self._owner.read_into_bounce(pool, part))
+            for number in range(len(part)):
+                views[start + number][:] = pool.bounce.block(number)
+
+    @contextmanager
+    def _posting(self, read: Read) -> Iterator[None]:
+        """Within, a read may be open. Raises ReadStoppedError before and behind it, TransferError without a link."""
+        read.check()
+        with self._lock:
+            self._check_link()
+            self._is_posted = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_posted = False
+        self._check_link()
+        read.check()
+
+    def _check_link(self) -> None:
+        if self._is_interrupted:
+            raise TransferError(f"the link to {self._who} is gone")
+
+    def _check_lease(self, name: LeaseName, num_blocks: int) -> None:
+        try:
+            self._ask(NixlAsk(name, []))
+        except StaleLeaseError as error:
+            raise StaleLeaseError(
+                f"the lease of transfer {name.transfer_id} (attempt {name.attempt}) ended while {num_blocks} blocks"
+                f" were read from {self._who}; none of them can be used"
+            ) from error
+
+    def _ask(self, ask: NixlAsk) -> NixlGrant:
+        write_frame(self._sock, ask, MAX_NIXL_FRAME_BYTES)
+        grant = read_frame(self._sock, NixlGrant, MAX_NIXL_FRAME_BYTES)
+        if grant.status is not DataStatus.OK:
+            raise StaleLeaseError(f"{self._who} refused a read as {grant.status}: {grant.message}")
+        return grant
+
+    def _wait(self, posted: "Future[None]") -> None:
+        """Until the read is terminal: blocks of the pool are its target."""
+        if not posted.done() and not wait([posted], self._timeout_seconds).done:
+            logger.warning(
+                "a read from %s is not terminal after %s s; its blocks stay in quarantine",
+                self._who,
+                self._timeout_seconds,
+            )
+        posted.result()
+
+    def _wait_at_most(self, posted: "Future[None]", read: Read) -> None:
+        """Until it is terminal, stopped, or too late: it cannot reach blocks of the pool, and may end when it will."""
+        stopped: Future[None] = Future()
+        with read.interruptible(partial(_settle, stopped)):
+            wait([posted, stopped], self._timeout_seconds, FIRST_COMPLETED)
+        read.check()
+        if not posted.done():
+            raise TransferError(f"nixl read nothing from {self._who} in {self._timeout_seconds} s")
+        posted.result()
+
+
+class NixlReceiver:
+    """Owns the connections to peers. One on which anything but a stale lease went wrong is closed, never reused."""
+
+    def __init__(self, owner: NixlOwner, timeout_seconds: float) -> None:
+        self._owner, self._timeout_seconds = owner, timeout_seconds
+        self._peers: Kept[_Peer] = Kept(harmless=StaleLeaseError)
+
+    def probe(self, source: Source, read: Read) -> None:
+        """Connect, authenticate, and read the nonce and a block. Raises what ``fetch`` would."""
+        with self._using(source, read) as peer:
+            peer.connect(read)
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Read part by part. Stopping ends the read behind the part that is posted, once that is terminal."""
+        with self._using(source, read) as peer:
+            for start in range(0, len(views), MAX_GRANT_BLOCKS):
+                end = start + MAX_GRANT_BLOCKS
+                peer.read(ReadRequest(request.name, request.indices[start:end]), views[start:end], read)
+
+    def forget(self, source: Source) -> None:
+        """Close its connection and forget its pool."""
+        self._peers.forget(source)
+
+    def close(self) -> None:
+        """Close every connection, and the agent: a read that is not terminal fails."""
+        self._peers.close()
+        self._owner.close()
+
+    @contextmanager
+    def _using(self, source: Source, read: Read) -> Iterator[_Peer]:
+        """The peer; whatever goes wrong within is raised as ``fetch`` says."""
+        read.check()
+        try:
+            with self._peers.using(source, lambda: _Peer(source, self._owner, self._timeout_seconds)) as peer:
+                yield peer
+        except (OSError, TransferError, WorkerLostError) as error:
+            raise _as_outcome(error, source, read) from error
+
+
+def _settle(stopped: "Future[None]") -> None:
+    if not stopped.done():
+        stopped.set_result(None)
+
+
+def _as_outcome(error: Exception, source: Source, read: Read) -> Exception:
+    """What the caller is told; a sender whose socket is closed is gone."""
+    if isinstance(error, StaleLeaseError):
+        return error
+    if read.is_stopped:
+        return ReadStoppedError("the read was stopped")
+    if isinstance(error, (ShortReadError, ConnectionError)):
+        return WorkerLostError(f"worker {source.worker_id} closed its data connection: {error}")
+    if isinstance(error, (TransferError, WorkerLostError)):
+        return error
+    return TransferError(f"reading from worker {source.worker_id} failed: {error}")

@@ -1,0 +1,61 @@
+"""Both roles of ``nccl`` (by gloo) without control links, and a process that plays the sender: see ``nixl_port``."""
+
+import sys
+
+from kv_transfer.leases import Sessions
+from kv_transfer.testing import ByteMemory
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, write_views
+from kv_transfer.transports.nccl_receiver import NcclReceiver
+from kv_transfer.transports.nccl_sender import NcclSender
+from tests.kv_transfer.nixl_port import LAYOUT, NAME, NUM_BLOCKS, TOKEN, context_for, say
+
+
+class NcclPort:
+    """A sender with one session, whose block i is full of bytes i + 1."""
+
+    def __init__(self, boot_id: str = "boot", timeout_seconds: float = 30.0) -> None:
+        self.sessions, self.idle = Sessions(), list[LeaseName]()
+        self.sessions.begin(TOKEN)
+        self.sender = NcclSender(context_for(boot_id, self.sessions, self.idle, timeout_seconds))
+        self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
+        for block_id in range(NUM_BLOCKS):
+            self.memory.fill(block_id, bytes([block_id + 1]))
+        self.sender.start(self.memory)
+        self.source = Source("p", boot_id, self.sender.address, TOKEN, "nccl")
+
+
+class Reader:
+    """A receiver with a pool of its own."""
+
+    def __init__(self, timeout_seconds: float = 30.0) -> None:
+        self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
+        self._sender = NcclSender(context_for("reader", Sessions(), []))
+        self._sender.start(self.memory)
+        self.receiver = NcclReceiver(self._sender, "127.0.0.1", timeout_seconds)
+
+    def fetch(self, source: Source, indices: list[int], read: Read | None = None) -> None:
+        """Read into the first blocks."""
+        views = write_views(self.memory, list(range(len(indices))))
+        self.receiver.fetch(source, ReadRequest(NAME, indices), views, read or Read())
+
+    def holds(self, block_id: int, byte: int) -> bool:
+        """The whole block is full of it."""
+        return bytes(self.memory.read_view(block_id)) == bytes([byte]) * LAYOUT.block_bytes
+
+    def close(self) -> None:
+        self.receiver.close()
+        self._sender.close()
+
+
+def main(boot_id: str, timeout_seconds: float) -> None:
+    port = NcclPort(boot_id, timeout_seconds)
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    say(address=port.sender.address)
+    for _ in sys.stdin:
+        port.sender.release(NAME)
+        say(idle=len(port.idle))
+    port.sender.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,122 @@
+"""Both roles of ``nixl`` without control links, and a process that plays the sender.
+
+As a program: ``BOOT_ID``, told what to do by lines on standard input: it lends blocks 0..NUM_BLOCKS-1 of its pool, and
+``release`` ends that. ``UCX_TLS=self,tcp`` in its environment leaves only the lane on which its help is needed.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from contract.layout import KVLayout
+from kv_transfer.leases import Sessions
+from kv_transfer.testing import ByteMemory
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, write_views
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.nixl_library import load
+from kv_transfer.transports.nixl_owner import NixlOwner
+from kv_transfer.transports.nixl_receiver import NixlReceiver, agent_name
+from kv_transfer.transports.nixl_sender import NixlSender
+
+NAME = LeaseName("t", 0, "lease")
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="float32")
+NUM_BLOCKS = 100
+TOKEN = "token"
+
+
+def context_for(
+    boot_id: str, sessions: Sessions, idle: list[LeaseName], timeout_seconds: float = 30.0
+) -> TransportContext:
+    return TransportContext(
+        host="127.0.0.1",
+        advertise_host=None,
+        data_port=0,
+        boot_id=boot_id,
+        read_timeout_seconds=timeout_seconds,
+        sessions=sessions,
+        on_idle=idle.append,
+    )
+
+
+class NixlPort:
+    """A sender with one session, whose block i is full of bytes i + 1."""
+
+    def __init__(self, boot_id: str = "boot", memory: ByteMemory | None = None) -> None:
+        self.sessions, self.idle = Sessions(), list[LeaseName]()
+        self.sessions.begin(TOKEN)
+        self.owner = NixlOwner(load("127.0.0.1"), agent_name(boot_id))
+        self.sender = NixlSender(context_for(boot_id, self.sessions, self.idle), self.owner)
+        self.memory = memory or ByteMemory(LAYOUT, NUM_BLOCKS)
+        for block_id in range(self.memory.num_blocks):
+            self.memory.fill(block_id, bytes([block_id + 1]))
+        self.sender.start(self.memory)
+        self.source = Source("p", boot_id, self.sender.address, TOKEN, "nixl")
+
+
+class Reader:
+    """A receiver with a pool of its own, which is registered as a worker's is."""
+
+    def __init__(self, boot_id: str = "reader", timeout_seconds: float = 30.0) -> None:
+        self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
+        self.owner = NixlOwner(load("127.0.0.1"), agent_name(boot_id))
+        self._sender = NixlSender(context_for(boot_id, Sessions(), []), self.owner)
+        self._sender.start(self.memory)
+        self.receiver = NixlReceiver(self.owner, timeout_seconds)
+
+    def fetch(
+        self,
+        source: Source,
+        indices: list[int],
+        into: list[int] | None = None,
+        read: Read | None = None,
+        name: LeaseName = NAME,
+    ) -> None:
+        """Read into the blocks ``into``, else into the first ones."""
+        views = write_views(self.memory, into or list(range(len(indices))))
+        self.receiver.fetch(source, ReadRequest(name, indices), views, read or Read())
+
+    def holds(self, block_id: int, byte: int) -> bool:
+        """The whole block is full of it."""
+        return bytes(self.memory.read_view(block_id)) == bytes([byte]) * LAYOUT.block_bytes
+
+    def close(self) -> None:
+        self.receiver.close()
+        self._sender.close()
+
+
+class HookedRead(Read):
+    """A read that does something at its look number ``number`` whether it was stopped."""
+
+    def __init__(self, number: int, hook: Callable[[], None]) -> None:
+        super().__init__()
+        self._looks_left, self._hook = number, hook
+
+    def check(self) -> None:
+        self._looks_left -= 1
+        if self._looks_left == 0:
+            self._hook()
+        super().check()
+
+
+BEFORE_POST, BEHIND_LAST_BYTE = 3, 4
+"""Once connected, fetch looks at its begin, when it asks, before the one part that it posts, and behind it."""
+
+
+def say(**words: Any) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+def main(boot_id: str) -> None:
+    port = NixlPort(boot_id)
+    port.sender.publish(NAME, range(NUM_BLOCKS))
+    say(address=port.sender.address)
+    for _ in sys.stdin:
+        port.sender.release(NAME)
+        say(idle=len(port.idle))
+    port.sender.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,205 @@
+"""Pools whose blocks lie side by side in host memory: blocks are named, not handed over one by one, and land the same."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from contract.layout import KVLayout
+from engine.kv_cache.memory import MappedKVMemory
+from kv_transfer.leases import Sessions
+from kv_transfer.testing import ByteMemory, GatedRead
+from kv_transfer.transport import (
+    BlockViews,
+    LeaseName,
+    Read,
+    ReadRequest,
+    ReadStoppedError,
+    Source,
+    StaleLeaseError,
+    Transport,
+    read_views,
+    write_views,
+)
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.registry import open_transport
+
+WAIT = 30.0
+NAME, OTHER = LeaseName("t", 0, "lease"), LeaseName("u", 0, "other")
+SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+LARGE = KVLayout(num_layers=1, num_kv_heads=8, head_dim=256, block_size=16, dtype="float32")
+MANY = 256 * 9 + 40
+"""More pieces than the tcp receiver asks for ahead, and a short one at the end."""
+
+
+def content(block_id: int) -> bytes:
+    return (block_id + 1).to_bytes(4, "little")
+
+
+def filled(layout: KVLayout, num_blocks: int) -> MappedKVMemory:
+    memory = MappedKVMemory(layout, num_blocks)
+    for block_id in range(num_blocks):
+        memory.write_view(block_id)[:] = content(block_id) * (layout.block_bytes // 4)
+    return memory
+
+
+class Port:
+    """Both roles of a transport in this process, over a flat pool each."""
+
+    def __init__(self, name: str, folder: Path, layout: KVLayout, num_blocks: int) -> None:
+        self.target = MappedKVMemory(layout, num_blocks)
+        self.sessions, self.idle = Sessions(), list[LeaseName]()
+        self.sessions.begin("token")
+        context = TransportContext(
+            "127.0.0.1", None, 0, "b", WAIT, self.sessions, self.idle.append, shm_dir=folder
+        )
+        self.opened: Transport = open_transport(name, context)
+        self.opened.sender.start(filled(layout, num_blocks))
+        self.source = Source("p", "b", self.opened.sender.address, "token", name)
+
+    def fetch(self, name: LeaseName, indices: list[int], into: list[int], read: Read | None = None) -> None:
+        views = write_views(self.target, into)
+        self.opened.receiver.fetch(self.source, ReadRequest(name, indices), views, read or Read())
+
+    def landed(self, block_ids: list[int]) -> list[bytes]:
+        return [bytes(self.target.read_view(block_id)[-4:]) for block_id in block_ids]
+
+
+@contextmanager
+def port_of(name: str, folder: Path, layout: KVLayout, num_blocks: int) -> Iterator[Port]:
+    port = Port(name, folder, layout, num_blocks)
+    try:
+        yield port
+    finally:
+        port.opened.receiver.close()
+        port.opened.sender.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("layout", "num_blocks"), [(SMALL, MANY), (LARGE, 20)])
+def test_scattered_blocks_land_where_they_should(
+    transport: str, layout: KVLayout, num_blocks: int, tmp_path: Path
+) -> None:
+    """Lent in one order, asked for in another, landing in a third."""
+    assert (LARGE.block_bytes, SMALL.block_bytes) == (2**18, 64)
+    with port_of(transport, tmp_path, layout, num_blocks) as port:
+        lent = [(7 * number) % num_blocks for number in range(num_blocks)]
+        asked = [(11 * number) % num_blocks for number in range(num_blocks)]
+        into = [(13 * number) % num_blocks for number in range(num_blocks)]
+        assert len(set(lent)) == len(set(asked)) == len(set(into)) == num_blocks
+        port.opened.sender.publish(NAME, lent[:10])
+        port.opened.sender.publish(NAME, lent[10:])
+        port.fetch(NAME, asked, into)
+        assert port.landed(into) == [content(lent[index]) for index in asked]
+        port.fetch(NAME, list(range(num_blocks)), into)
+        assert port.landed(into) == [content(block_id) for block_id in lent]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("indices", [[0, 1, 2], [2], [1, 0, 2], [-1, 0], [1, -1], [-1]])
+def test_nobody_reads_outside_a_lease(transport: str, indices: list[int], tmp_path: Path) -> None:
+    with port_of(transport, tmp_path, SMALL, 8) as port:
+        port.opened.sender.publish(NAME, [6, 7])
+        words = f"block {-1 if -1 in indices else 2} of transfer t is not readable; 2 blocks are"
+        with pytest.raises(StaleLeaseError, match=words):
+            port.fetch(NAME, indices, list(range(len(indices))))
+        assert not any(port.target.read_view(0))
+        port.fetch(NAME, [1, 0], [0, 1])
+        assert port.landed([0, 1]) == [content(7), content(6)]
+
+
+class EndingRead(Read):
+    """Does something before the look number ``at`` whether it was stopped."""
+
+    def __init__(self, at: int, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._looks_left, self._then = at, then
+
+    def check(self) -> None:
+        self._looks_left -= 1
+        if self._looks_left == 0:
+            self._then()
+        super().check()
+
+
+def test_a_lease_that_ends_while_pieces_of_it_are_asked_for_gives_no_more_of_them(tmp_path: Path) -> None:
+    """Law 3 with pieces asked for ahead: the read fails, and its connection's later answers reach nobody else."""
+    with port_of("tcp", tmp_path, SMALL, MANY) as port:
+        sender, everything = port.opened.sender, list(range(MANY))
+        sender.publish(NAME, everything)
+        sender.publish(OTHER, [5])
+        read = EndingRead(4, lambda: sender.release(NAME))
+        with pytest.raises(Exception, match=r"is over or was never given|short read"):
+            port.fetch(NAME, everything, everything, read)
+        port.fetch(OTHER, [0], [1])
+        assert port.landed([1]) == [content(5)]
+
+
+@pytest.mark.parametrize(("layout", "first_untouched"), [(SMALL, 32), (LARGE, 4)])
+def test_a_stopped_read_of_shm_ends_after_at_most_a_mebibyte(
+    layout: KVLayout, first_untouched: int, tmp_path: Path
+) -> None:
+    """Small blocks are looked after by the dozen, large ones one by one."""
+    with port_of("shm", tmp_path, layout, 40) as port:
+        port.opened.sender.publish(NAME, range(40))
+        read, outcome = GatedRead(1 if layout is SMALL else first_untouched), list[BaseException]()
+
+        def fetch() -> None:
+            try:
+                port.fetch(NAME, list(range(40)), list(range(40)), read)
+            except ReadStoppedError as error:
+                outcome.append(error)
+
+        reading = threading.Thread(target=fetch)
+        reading.start()
+        assert read.is_waiting.wait(WAIT)
+        read.stop()
+        read.gate.set()
+        reading.join(WAIT)
+        assert len(outcome) == 1
+        assert port.landed([first_untouched - 1]) == [content(first_untouched - 1)]
+        assert not any(port.target.read_view(first_untouched))
+
+
+@pytest.mark.parametrize("layout", [SMALL, LARGE])
+def test_blocks_of_another_size_are_refused(layout: KVLayout, tmp_path: Path) -> None:
+    with port_of("shm", tmp_path, layout, 2) as port:
+        port.opened.sender.publish(NAME, [0])
+        port.target = MappedKVMemory(LARGE if layout is SMALL else SMALL, 2)
+        with pytest.raises(
+            Exception, match=f"has {layout.block_bytes} bytes, not {port.target.layout.block_bytes}"
+        ):
+            port.fetch(NAME, [0], [0])
+
+
+def test_views_of_a_flat_pool_are_those_of_its_blocks() -> None:
+    memory = filled(SMALL, 8)
+    views = write_views(memory, [5, 2, 7])
+    assert isinstance(views, BlockViews)
+    wanted = [memory.read_view(block_id) for block_id in (5, 2, 7)]
+    assert len(views) == 3
+    assert list(views) == views.as_list() == wanted
+    assert [views[0], views[-1]] == [wanted[0], wanted[2]]
+    assert list(views[1:]) == wanted[1:]
+    views[1][:4] = b"here"
+    assert bytes(memory.read_view(2)[:4]) == b"here"
+    assert all(view.readonly for view in read_views(memory, [0, 1]))
+    assert list(write_views(memory, [])) == []
+
+
+@pytest.mark.parametrize("block_ids", [[8], [0, -1], [3, 99, 4]])
+def test_blocks_that_a_pool_does_not_have_have_no_views(block_ids: list[int]) -> None:
+    for memory in (filled(SMALL, 8), ByteMemory(SMALL, 8)):
+        for views in (read_views, write_views):
+            with pytest.raises(IndexError, match="of a pool of 8"):
+                views(memory, block_ids)
+
+
+def test_a_pool_that_is_not_flat_is_asked_for_every_block() -> None:
+    memory = ByteMemory(SMALL, 8)
+    memory.fill(3, b"abc")
+    for views in (read_views(memory, [3, 4]), write_views(memory, [3, 4])):
+        assert isinstance(views, list)
+        assert views == [memory.read_view(3), memory.read_view(4)]

@@ -1,0 +1,172 @@
+"""``nccl`` by gloo between real processes: right bytes, or one clear error within its timeout."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from contract.errors import KvbatonError, TransferError, WorkerLostError
+from kv_transfer.testing import ByteMemory
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transports.nccl_pool import GroupPool
+from kv_transfer.transports.nccl_receiver import check_welcome
+from kv_transfer.transports.nccl_wire import NcclWelcome
+from kv_transfer.transports.tcp_wire import DataStatus
+from tests.kv_transfer.nccl_port import NcclPort, Reader
+from tests.kv_transfer.nixl_port import LAYOUT, NAME, NUM_BLOCKS, TOKEN
+
+ROOT = Path(__file__).parents[2]
+
+
+class Sender:
+    """The other end of ``nccl_port``."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.source = Source("p", "boot", str(self._hear()["address"]), TOKEN, "nccl")
+
+    def release(self) -> dict[str, object]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        return msgspec.json.decode(self.process.stdout.readline(), type=dict[str, object])
+
+
+@contextmanager
+def sender_process(timeout_seconds: float = 30.0) -> Iterator[Sender]:
+    command = [sys.executable, "-m", "tests.kv_transfer.nccl_port", "boot", str(timeout_seconds)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            yield Sender(process)
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def port() -> Iterator[NcclPort]:
+    made = NcclPort()
+    made.sender.publish(NAME, range(NUM_BLOCKS))
+    yield made
+    made.sender.close()
+
+
+def test_all_blocks_cross_two_processes_in_any_order(reader: Reader) -> None:
+    with sender_process() as sender:
+        reader.fetch(sender.source, list(range(NUM_BLOCKS))[::-1])
+        assert all(reader.holds(number, NUM_BLOCKS - number) for number in range(NUM_BLOCKS))
+        assert sender.release() == {"idle": 1}
+        with pytest.raises(StaleLeaseError, match="is over or was never given"):
+            reader.fetch(sender.source, [0])
+
+
+def test_a_sender_that_dies_is_an_error_and_its_successor_is_read(reader: Reader) -> None:
+    with sender_process() as sender:
+        reader.fetch(sender.source, [0])
+        sender.process.kill()
+        with pytest.raises(WorkerLostError):
+            reader.fetch(sender.source, [1])
+    with sender_process() as successor:
+        reader.fetch(successor.source, [7])
+        assert reader.holds(0, 8)
+
+
+def test_a_silent_sender_fails_the_read_within_its_timeout() -> None:
+    """Nothing reaches a block: also what arrives when the sender goes on is dropped."""
+    reader = Reader(timeout_seconds=2.0)
+    with sender_process() as sender:
+        reader.fetch(sender.source, [0])
+        sender.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sender.process.pid, os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(TransferError, match="reading from worker p failed: timed out"):
+            reader.fetch(sender.source, [1])
+        sender.process.send_signal(signal.SIGCONT)
+        assert sender.release() == {"idle": 1}
+        assert reader.holds(0, 1)
+    reader.close()
+
+
+def test_a_read_from_a_silent_sender_can_be_stopped(reader: Reader) -> None:
+    outcome: list[KvbatonError | None] = []
+    read = Read()
+
+    def run() -> None:
+        try:
+            reader.fetch(sender.source, [1], read)
+            outcome.append(None)
+        except KvbatonError as error:
+            outcome.append(error)
+
+    with sender_process() as sender:
+        reader.fetch(sender.source, [0])
+        sender.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sender.process.pid, os.WSTOPPED | os.WNOWAIT)
+        thread = threading.Thread(target=run)
+        thread.start()
+        read.stop()
+        thread.join(20)
+        assert isinstance(outcome[0], ReadStoppedError)
+        assert reader.holds(0, 1)
+
+
+def test_a_guessed_token_an_ended_session_and_a_block_outside_are_refused(
+    port: NcclPort, reader: Reader
+) -> None:
+    with pytest.raises(WorkerLostError, match="refused a data connection: no control link stands"):
+        reader.fetch(replace(port.source, token="guessed"), [0])
+    with pytest.raises(StaleLeaseError, match="block 100 of transfer t is not readable; 100 blocks are"):
+        reader.fetch(port.source, [NUM_BLOCKS])
+    reader.fetch(port.source, [5])
+    assert reader.holds(0, 6)
+    half = [memoryview(bytearray(LAYOUT.block_bytes // 2))]
+    with pytest.raises(TransferError, match="has 524288 bytes, not 262144"):
+        reader.receiver.fetch(port.source, ReadRequest(NAME, [0]), half, Read())
+    reader.fetch(port.source, [6])
+    port.sessions.end(TOKEN)
+    with pytest.raises(WorkerLostError, match="closed its data connection"):
+        reader.fetch(port.source, [0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"backend": "nccl"}, "moves bytes by nccl, this worker by gloo"),
+        ({"status": DataStatus.DENIED, "message": "no pool"}, "lends nothing over nccl: no pool"),
+    ],
+)
+def test_pools_that_cannot_be_one_group_are_refused(changes: dict[str, object], words: str) -> None:
+    pool = GroupPool(ByteMemory(LAYOUT, 2))
+    welcome = NcclWelcome(DataStatus.OK, backend="gloo", block_bytes=LAYOUT.block_bytes)
+    check_welcome(welcome, pool, "worker p")
+    with pytest.raises(TransferError, match=words):
+        check_welcome(msgspec.structs.replace(welcome, **changes), pool, "worker p")
+
+
+def test_two_ranks_on_one_gpu_are_refused_with_a_way_out() -> None:
+    pool = GroupPool(ByteMemory(LAYOUT, 2))
+    pool.backend, pool.device = "nccl", "GPU-1"
+    welcome = NcclWelcome(DataStatus.OK, backend="nccl", device="GPU-1", block_bytes=LAYOUT.block_bytes)
+    with pytest.raises(TransferError, match=r"on the same GPU \(GPU-1\).*choose nixl or shm"):
+        check_welcome(welcome, pool, "worker p")
+    check_welcome(msgspec.structs.replace(welcome, device="GPU-2"), pool, "worker p")

@@ -1,0 +1,242 @@
+"""``nixl`` between real processes: whoever dies or stops in the middle of a read, no wrong byte is used.
+
+The senders have UCX's TCP lane only. There a read needs the sender's help, so that one that is stopped leaves it open.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import contains
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from contract.errors import KvbatonError, WorkerLostError
+from contract.identity import Role
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, ReceiverTransport, Source
+from tests.kv_transfer.builders import prompt_of, settings_for, worker
+from tests.kv_transfer.nixl_port import BEFORE_POST, NAME, NUM_BLOCKS, TOKEN, HookedRead, NixlPort, Reader
+from tests.kv_transfer.test_two_processes import prefill_process
+
+ROOT = Path(__file__).parents[2]
+TCP_LANE = {**os.environ, "UCX_TLS": "self,tcp"}  # noqa: TID251 - a child's environment
+
+
+class Sender:
+    """The other end of ``nixl_port``."""
+
+    def __init__(self, process: "subprocess.Popen[str]", boot_id: str) -> None:
+        self.process = process
+        self.source = Source("p", boot_id, str(self._hear()["address"]), TOKEN, "nixl")
+
+    def release(self) -> dict[str, object]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        return msgspec.json.decode(self.process.stdout.readline(), type=dict[str, object])
+
+
+@contextmanager
+def sender_process(boot_id: str, environment: dict[str, str] | None = None) -> Iterator[Sender]:
+    command = [sys.executable, "-m", "tests.kv_transfer.nixl_port", boot_id]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment or TCP_LANE,
+    ) as process:
+        try:
+            yield Sender(process, boot_id)
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def stop(process: "subprocess.Popen[str]") -> None:
+    """Stop it, and wait until it is."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+class Hook:
+    """Does something once, and lets others wait until that is done."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work, self._is_done = work, threading.Event()
+
+    def __call__(self) -> None:
+        self._work()
+        self._is_done.set()
+
+    def wait(self) -> None:
+        assert self._is_done.wait(30)
+
+
+class Fetching:
+    """A fetch of everything in a thread; ``work`` is done when it was granted and is about to be posted."""
+
+    def __init__(self, reader: Reader, source: Source, work: Callable[[], None]) -> None:
+        reader.receiver.probe(source, Read())
+        hook = Hook(work)
+        self.read, self.outcome = HookedRead(BEFORE_POST, hook), list[KvbatonError | None]()
+        self._thread = threading.Thread(target=self._run, args=(reader, source))
+        self._thread.start()
+        hook.wait()
+
+    def end(self) -> KvbatonError | None:
+        self._thread.join(60)
+        return self.outcome[0]
+
+    def is_running(self) -> bool:
+        """Looked at for a moment: what must not end does not."""
+        self._thread.join(0.3)
+        return self._thread.is_alive()
+
+    def _run(self, reader: Reader, source: Source) -> None:
+        try:
+            reader.fetch(source, list(range(NUM_BLOCKS)), read=self.read)
+            self.outcome.append(None)
+        except KvbatonError as error:
+            self.outcome.append(error)
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("environment", [dict(os.environ), TCP_LANE], ids=["cma", "tcp"])  # noqa: TID251
+def test_all_blocks_cross_in_any_order(reader: Reader, environment: dict[str, str]) -> None:
+    backwards = list(range(NUM_BLOCKS))[::-1]
+    with sender_process("boot", environment) as sender:
+        reader.fetch(sender.source, backwards)
+        assert all(reader.holds(number, NUM_BLOCKS - number) for number in range(NUM_BLOCKS))
+        assert sender.release() == {"idle": 1}
+        with pytest.raises(KvbatonError, match="is over or was never given"):
+            reader.fetch(sender.source, [0])
+
+
+def test_a_sender_killed_in_the_middle_of_a_read_and_its_successor(reader: Reader) -> None:
+    """The read ends as an error, what was known of the sender goes, and a new incarnation is a stranger."""
+    with sender_process("first") as sender:
+        fetching = Fetching(reader, sender.source, sender.process.kill)
+        assert isinstance(fetching.end(), WorkerLostError)
+        with pytest.raises(KvbatonError):
+            reader.fetch(sender.source, [0])
+        reader.receiver.forget(sender.source)
+    with sender_process("second") as successor:
+        reader.fetch(successor.source, [6], [99])
+        assert reader.holds(99, 7)
+    assert reader.owner.is_driving() is False
+
+
+def test_a_read_from_a_stopped_sender_stays_open_until_it_is_terminal(reader: Reader) -> None:
+    """Stopping it gives nothing back: its bytes do land, later, and only then does fetch return."""
+    other = NixlPort("other")
+    other.sender.publish(NAME, [41])
+    with sender_process("boot") as sender:
+        fetching = Fetching(reader, sender.source, partial(stop, sender.process))
+        assert fetching.is_running()
+        fetching.read.stop()
+        reader.receiver.forget(sender.source)
+        assert fetching.is_running()
+        assert reader.owner.is_driving() is True
+        assert not reader.holds(0, 1)
+        reader.fetch(other.source, [0], [99])
+        assert reader.holds(99, 42), "another peer is read meanwhile"
+        sender.process.send_signal(signal.SIGCONT)
+        assert isinstance(fetching.end(), ReadStoppedError)
+        assert reader.holds(0, 1)
+        assert reader.owner.is_driving() is False
+    other.sender.close()
+
+
+def test_closing_the_agent_ends_a_read_from_a_stopped_sender(reader: Reader) -> None:
+    """Without an agent nothing can land."""
+    with sender_process("boot") as sender:
+        fetching = Fetching(reader, sender.source, partial(stop, sender.process))
+        assert fetching.is_running()
+        reader.receiver.close()
+        assert isinstance(fetching.end(), KvbatonError)
+        sender.process.send_signal(signal.SIGCONT)
+        assert sender.release() == {"idle": 1}
+        assert not reader.holds(0, 1)
+
+
+class SparedRead(Read):
+    """Stands for another read, and has its hook."""
+
+    def __init__(self, inner: Read, hook: Callable[[], None]) -> None:
+        super().__init__()
+        self._inner, self._hook, self._looks_left = inner, hook, BEFORE_POST
+
+    def check(self) -> None:
+        self._looks_left -= 1
+        if self._looks_left == 0:
+            self._hook()
+        self._inner.check()
+
+
+class HookingReceiver:
+    """Calls ``hook`` when the next fetch has been granted and is about to be posted."""
+
+    def __init__(self, inner: ReceiverTransport, hook: Callable[[], None]) -> None:
+        self._inner, self._hook = inner, hook
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        self._inner.fetch(source, request, views, SparedRead(read, self._hook))
+
+    def forget(self, source: Source) -> None:
+        self._inner.forget(source)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_blocks_stay_in_quarantine_while_their_sender_is_stopped() -> None:
+    """A cancelled fetch holds its blocks until the sender goes on; then they are free, and late bytes did no harm."""
+    with prefill_process("nixl", environment=TCP_LANE) as prefill:
+        stopping = Hook(partial(stop, prefill.process))
+        hooks = [Hook(lambda: None), stopping]
+        patient = settings_for(
+            "d",
+            Role.DECODE,
+            peer_timeout_seconds=300.0,
+            transport="nixl",
+            decorate=lambda inner: HookingReceiver(inner, lambda: hooks.pop(0)()),
+        )
+        with worker(patient) as decode:
+            driver, prompt = decode.driver, prompt_of(3)
+            for name in ("first", "r"):
+                fetch = prefill.fetch_request(name, prompt)
+                driver.scheduler.start_fetch(fetch)
+                prefill.tell("open", name=name, num_tokens=len(prompt))
+                prefill.tell("publish", num_tokens=len(prompt))
+                driver.wait_for(partial(contains, driver.published, fetch.key), "published")
+                driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
+                if name == "first":
+                    prefill.tell("finish")
+                    driver.wait_for(lambda: driver.received, "received")
+            stopping.wait()
+            assert driver.scheduler.cancel_fetch(fetch.key) is False
+            with pytest.raises(TimeoutError):
+                driver.wait_for(lambda: driver.drained, "drained", timeout_seconds=0.5)
+            assert decode.count("transfers_quarantined") == 1
+            prefill.process.send_signal(signal.SIGCONT)
+            driver.wait_for(lambda: driver.drained == [fetch.key], "drained")
+            assert decode.count("transfers_quarantined") == 0
+            assert driver.memory.committed == [1, 2, 3], "the first transfer's"

@@ -1,0 +1,102 @@
+"""A data connection's bytes: whole pieces at a time, bounded waits, and frames that keep the blocks aligned."""
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from contract.errors import TransferError
+from kv_transfer.framing import ShortReadError, encode_frame, write_frame
+from kv_transfer.transport import LeaseName, ReadRequest
+from kv_transfer.transports.tcp_stream import DataStream
+from kv_transfer.transports.tcp_wire import ALIGNMENT, MAX_DATA_FRAME_BYTES, DataReply, DataStatus
+
+WAIT = 30.0
+Ends = tuple[DataStream, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """A stream, and its peer's plain socket."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+        listener.accept()[0] as peer,
+    ):
+        stream = DataStream(sock)
+        stream.wait_at_most(WAIT, WAIT)
+        peer.settimeout(WAIT)
+        yield stream, peer
+
+
+def test_what_the_sender_says_keeps_the_blocks_aligned() -> None:
+    for length in range(2 * ALIGNMENT):
+        reply = DataReply(DataStatus.STALE, "x" * length)
+        frame = encode_frame(reply.padded(), MAX_DATA_FRAME_BYTES)
+        assert len(frame) % ALIGNMENT == 0
+        read = msgspec.msgpack.decode(frame[4:], type=DataReply)
+        assert (read.status, read.message) == (reply.status, reply.message)
+
+
+def test_words_and_blocks_arrive_in_order_however_they_are_cut(ends: Ends) -> None:
+    stream, peer = ends
+    reply = DataReply(DataStatus.OK)
+    write_frame(peer, reply, MAX_DATA_FRAME_BYTES)
+    for part in (b"abc", b"de", b"fghij", b"kl"):
+        peer.sendall(part)
+    write_frame(peer, reply, MAX_DATA_FRAME_BYTES)
+    blocks = [memoryview(bytearray(4)) for _ in range(3)]
+    assert stream.hear(DataReply) == reply
+    stream.fill(blocks)
+    assert [bytes(block) for block in blocks] == [b"abcd", b"efgh", b"ijkl"]
+    assert stream.hear(DataReply) == reply
+
+
+def test_blocks_go_out_behind_their_words(ends: Ends) -> None:
+    stream, peer = ends
+    words = DataReply(DataStatus.OK, "go")
+    stream.say(words, [memoryview(b"one"), memoryview(b"two")])
+    wanted = encode_frame(words, MAX_DATA_FRAME_BYTES) + b"onetwo"
+    assert peer.recv(len(wanted), socket.MSG_WAITALL) == wanted
+
+
+def test_a_peer_that_says_nothing_or_takes_nothing_is_waited_for_so_long_and_no_longer(ends: Ends) -> None:
+    stream, peer = ends
+    stream.wait_at_most(0.05, 0.05)
+    block = memoryview(bytearray(8))
+    with pytest.raises(TimeoutError):
+        stream.hear(DataReply)
+    with pytest.raises(TimeoutError):
+        stream.fill([block])
+    peer.sendall(b"half")
+    with pytest.raises(TimeoutError):
+        stream.fill([block])
+    assert bytes(block[:4]) == b"half"
+    with pytest.raises(TimeoutError):
+        stream.say(DataReply(DataStatus.OK), [memoryview(bytes(2**26))])
+
+
+def test_the_shortest_patience_is_no_eternity(ends: Ends) -> None:
+    """The kernel takes 0 for ever; what is nearly 0 must not become it."""
+    stream, _peer = ends
+    stream.wait_at_most(1e-9, 1e-9)
+    with pytest.raises(TimeoutError):
+        stream.fill([memoryview(bytearray(1))])
+
+
+def test_a_stream_that_ends_early_says_how_far_it_came(ends: Ends) -> None:
+    stream, peer = ends
+    peer.sendall(b"12345")
+    peer.close()
+    with pytest.raises(ShortReadError) as caught:
+        stream.fill([memoryview(bytearray(4)), memoryview(bytearray(4))])
+    assert caught.value.num_bytes == 5
+    with pytest.raises(TransferError, match="closed after 0 of 4 bytes"):
+        stream.hear(DataReply)
+
+
+def test_a_request_for_nothing_is_no_request() -> None:
+    frame = encode_frame(ReadRequest(LeaseName("t", 0, "l"), []), MAX_DATA_FRAME_BYTES)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(frame[4:], type=ReadRequest)
