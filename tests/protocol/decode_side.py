@@ -1,0 +1,180 @@
+"""A decode worker of the explored world: production's scheduler and fetch desk, and its reads, byte range by byte range."""
+
+from contract.errors import ErrorKind
+from engine.scheduling.ending import RequestStatus, ended_by_error
+from kv_transfer import events as ev
+from kv_transfer import messages as msg
+from kv_transfer.counters import Counters
+from kv_transfer.fetching import FetchPorts, FetchSettings
+from kv_transfer.handshake import Session
+from kv_transfer.link import PeerRef
+from kv_transfer.orders import CommitJob, PullJob
+from kv_transfer.transport import Read, Source
+from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
+from tests.protocol.frames import frame_of, message_of
+from tests.protocol.scenario import BLOCK_SIZE, MODEL, Scenario
+from tests.protocol.sink import LawBrokenError, Sink
+
+CORRUPT: Content = (-1,)
+DECODE_BUDGET = 8
+_WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+class Reading:
+    """A posted pull. stage: posted → copying → copied → landed. source_blocks: where it reads, once it has begun."""
+
+    def __init__(self, job: PullJob, read: Read) -> None:
+        self.key, self.name, self.first_block = job.key, job.name, job.first_block
+        self.block_ids, self.digests, self.seeds = job.block_ids, job.digests, job.seeds
+        self.read = read
+        self.stage = "posted"
+        self.source_blocks: tuple[int, ...] = ()
+        self.num_copied = 0
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(range(self.first_block, self.first_block + len(self.block_ids)))
+
+
+class Committing:
+    """A posted commit."""
+
+    def __init__(self, job: CommitJob) -> None:
+        self.key, self.block_ids, self.read = job.key, job.block_ids, job.read
+
+
+class DecodeSide(EngineSide):
+    """Owns one incarnation of a decode worker. lanes: posted reads by the boot id that they read from."""
+
+    def __init__(self, scenario: Scenario, sink: Sink, boot: str) -> None:
+        super().__init__(scenario, sink, boot, scenario.decode_blocks)
+        self.lanes: dict[str, list[Reading]] = {}
+        self.commits: list[Committing] = []
+        self.desk = scenario.rules.fetch_desk(
+            FetchSettings(MODEL, BLOCK_SIZE, 1),
+            FetchPorts(
+                dial=lambda target, message: sink.ask("dial", target.boot_id, frame_of(message)),
+                post=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
+                pull=lambda job: sink.ask("pull", job),
+                commit=lambda job: sink.ask("commit", job),
+                wake_core=lambda: None,
+                choose=lambda session, _told: Source("p", session.boot_id, "", session.token),
+            ),
+            Counters(),
+            self.completions,
+            no_time,
+        )
+        connector = Connector(None, self.desk)
+        self.scheduler = self.make_scheduler(scenario.rules.decode_scheduler, connector, DECODE_BUDGET)
+
+    def prepare(self) -> None:
+        """Before every call: nothing."""
+
+    def carry_out(self) -> None:
+        """What the desk's ports were told: jobs stay here, words go out."""
+        for effect in self.sink.take():
+            match effect:
+                case ("pull", PullJob() as job):
+                    self.lanes.setdefault(job.source.boot_id, []).append(Reading(job, job.read))
+                case ("commit", CommitJob() as job):
+                    self.commits.append(Committing(job))
+                case _:
+                    self.sink.ask(*effect)
+
+    def hear(self, peer: str, frame: bytes) -> None:
+        """A frame of a prefill worker; see ``ControlHalf.link_message``."""
+        message = message_of(frame)
+        assert isinstance(message, (msg.BlocksPublished, msg.TransferComplete, msg.TransferFailed))
+        self.desk.message(PeerRef(peer, is_dialed=True), message)
+
+    def link_up(self, peer: str) -> None:
+        """The dialed link is welcomed."""
+        self.desk.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), "token"))
+
+    def link_down(self, peer: str) -> None:
+        """It ended, or could not be dialed."""
+        self.desk.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
+
+    def run_out_of_time(self) -> None:
+        """``remote_kv_timeout_seconds`` are over for whoever waits for KV."""
+        late = [one for one in self.scheduler.requests.values() if one.status is _WAITING]
+        for request in late:
+            self.scheduler._finish(request, ended_by_error(ErrorKind.DEADLINE, "no KV came in time"))
+
+    def begin(self, peer: str, source_blocks: tuple[int, ...]) -> None:
+        """The lease was valid before the first byte."""
+        reading = self.lanes[peer][0]
+        reading.source_blocks, reading.stage = source_blocks, "copying"
+
+    def take_block(self, peer: str, content: Content | None) -> None:
+        """The bytes of the next block land."""
+        reading = self.lanes[peer][0]
+        block = reading.block_ids[reading.num_copied]
+        self._check_may_write(reading.key, block)
+        self.contents[block] = content if content is not None else CORRUPT
+        reading.num_copied += 1
+        if reading.num_copied == len(reading.block_ids):
+            reading.stage = "copied"
+
+    def land(self, peer: str) -> None:
+        """The last byte is there, and the lease was valid after it."""
+        reading = self.lanes[peer][0]
+        reading.stage = "landed"
+        self.desk.fetch_event(reading.key, ev.PieceLanded(len(reading.block_ids), 0.0, 0.0))
+
+    def end(self, peer: str, why: str) -> None:
+        """The read is terminal without success."""
+        reading = self.lanes[peer].pop(0)
+        outcome = ev.JobStopped() if why == "stopped" else ev.JobFailed(ErrorKind.TRANSFER_FAILED, why)
+        self.desk.fetch_event(reading.key, outcome)
+
+    def verify(self, peer: str) -> None:
+        """Compare the digests of what has landed."""
+        reading = self.lanes[peer][0]
+        if reading.read.is_stopped:
+            self.end(peer, "stopped")
+            return
+        found = [
+            self.sink.digest(self.contents.get(block), seed)
+            for block, seed in zip(reading.block_ids, reading.seeds, strict=True)
+        ]
+        if self.scenario.checks_digests and found != list(reading.digests):
+            self.end(peer, "a digest does not match")
+            return
+        self.lanes[peer].pop(0)
+        self.desk.fetch_event(reading.key, ev.PieceVerified(len(reading.block_ids), 0.0))
+
+    def commit(self) -> None:
+        """Make verified blocks visible."""
+        job = self.commits.pop(0)
+        request = self.scheduler.requests.get(job.key)
+        if job.read.is_stopped or request is None:
+            self.desk.fetch_event(job.key, ev.JobStopped())
+            return
+        self.check_prefix(
+            job.key, self.pool.table_of(job.key), request.token_ids[: request.num_prompt_tokens]
+        )
+        self.desk.fetch_event(job.key, ev.CommitDone())
+
+    def _check_may_write(self, key: str, block: int) -> None:
+        is_quarantined = block in self.pool._quarantined.get(key, ())
+        owner = self.owner_of(block)
+        if owner != key and not is_quarantined:
+            raise LawBrokenError(
+                f"{self.boot}: a read for {key} writes into block {block}, which is"
+                f" {'held by ' + owner if owner else 'free'}"
+            )
+        if self.pool._index.holds(block):
+            raise LawBrokenError(f"{self.boot}: a read for {key} writes into block {block}, which is visible")
+
+    def tidy(self) -> None:
+        """An idle lane is no lane."""
+        super().tidy()
+        self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
+
+    def what_is_held(self) -> list[str]:
+        """Fetches and jobs too."""
+        held = [f"fetch of {one['transfer_id']} is {one['state']}" for one in self.desk.debug_state()]
+        jobs = [reading.key for lane in self.lanes.values() for reading in lane]
+        jobs += [job.key for job in self.commits]
+        return super().what_is_held() + held + [f"a job of {key} is not terminal" for key in jobs]

@@ -1,0 +1,218 @@
+"""A worker's step thread: production's scheduler over a model whose KV is the tokens that it was computed from."""
+
+from typing import Any
+
+from contract.errors import KvbatonError
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from engine.connector import FirstToken, Received, TransferEvent
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler import Scheduler
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.inspection import check_integrity
+from kv_transfer.counters import Completions
+from kv_transfer.fetching import FetchDesk
+from kv_transfer.orders import PublishOrder, TransferMetadata
+from kv_transfer.sending import SendDesk
+from tests.protocol.scenario import BLOCK_SIZE, MODEL, VOCABULARY, Scenario, asked_of, content_of_hashes
+from tests.protocol.sink import LawBrokenError, Sink
+
+Content = tuple[int, ...]
+
+
+def no_time() -> float:
+    """The clock stands: time is an action of the explorer."""
+    return 0.0
+
+
+class Connector:
+    """Says who hears what, as ``ControlHalf`` does: a worker of this world has one desk."""
+
+    def __init__(self, sends: SendDesk | None, fetches: FetchDesk | None) -> None:
+        self._sends, self._fetches = sends, fetches
+
+    @property
+    def sends(self) -> SendDesk:
+        assert self._sends is not None
+        return self._sends
+
+    @property
+    def fetches(self) -> FetchDesk:
+        assert self._fetches is not None
+        return self._fetches
+
+    def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
+        self.sends.open(request, block_ids, num_cached_tokens)
+
+    def publish(self, request_id: str, num_computed_tokens: int) -> None:
+        self.sends.publish(request_id, num_computed_tokens)
+
+    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
+        self.sends.finish(request_id, first_tokens)
+
+    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
+        self.sends.abandon(request_id, kind, message)
+
+    def start_fetch(self, request: EngineRequest) -> None:
+        self.fetches.start(request)
+
+    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+        self.fetches.receive_into(request_id, block_ids, num_cached_blocks)
+
+    def cancel_fetch(self, request_id: str) -> bool:
+        return self.fetches.cancel(request_id)
+
+    def take_received(self, request_id: str) -> Received:
+        return self.fetches.take_received(request_id)
+
+    def take_events(self) -> list[TransferEvent]:
+        return self._fetches.take_events() if self._fetches else []
+
+    def build_metadata(self) -> TransferMetadata | None:
+        orders: list[PublishOrder] = self._sends.take_orders() if self._sends else []
+        return TransferMetadata(orders) if orders else None
+
+    def has_work(self) -> bool:
+        """What the desks wait to be asked for; completions are asked for by the worker."""
+        has_events = self._fetches is not None and self._fetches.has_events()
+        return has_events or (self._sends is not None and self._sends.has_orders())
+
+    def debug_state(self) -> dict[str, Any]:
+        return {}
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing runs here."""
+
+
+class EngineSide:
+    """Owns scheduler, pool and what the blocks contain. A subclass adds the worker's desk and its data half."""
+
+    def __init__(self, scenario: Scenario, sink: Sink, boot: str, num_blocks: int) -> None:
+        self.scenario, self.sink, self.boot = scenario, sink, boot
+        self.pool = BlockPool(num_blocks + 1, BLOCK_SIZE, enable_prefix_caching=scenario.caches_prefixes)
+        self.completions = Completions()
+        self.contents: dict[int, Content] = {}
+
+    def make_scheduler(self, make: Any, connector: Connector, max_num_batched_tokens: int) -> Scheduler:
+        """Production's, or a mutant."""
+        scheduler: Scheduler = make(
+            self.scenario.settings(max_num_batched_tokens),
+            self.pool,
+            max_model_len=64,
+            vocab_size=VOCABULARY,
+            model_fingerprint=MODEL,
+            connector=connector,
+            clock=no_time,
+        )
+        return scheduler
+
+    scheduler: Scheduler
+
+    @property
+    def needs_step(self) -> bool:
+        """A step may change something."""
+        return self.scheduler.needs_step() or not self.completions.is_empty
+
+    def accept(
+        self, number: int, attempt: int, num_delivered: int, transfer: SendTransfer | ReceiveTransfer | None
+    ) -> None:
+        """The router's call; a request that the engine refuses is answered with an error."""
+        asked = asked_of(self.scenario, number, attempt, num_delivered, transfer)
+        try:
+            self.scheduler.add_request(asked)
+        except KvbatonError as error:
+            self.scheduler.reject(asked, error)
+
+    def cancel(self, request_id: str, attempt: int | None) -> None:
+        """The router's Cancel."""
+        self.scheduler.abort_request(request_id, attempt)
+
+    def abort_all(self) -> None:
+        """The router's stream is lost."""
+        for asked in [request.asked for request in self.scheduler.requests.values()]:
+            self.scheduler.abort_request(asked.request_id, asked.attempt)
+
+    def step(self) -> None:
+        """Decide, compute, take in."""
+        output = self.scheduler.schedule()
+        computed = self._compute(output)
+        self.take_metadata(output.kv_connector_metadata)
+        computed.finished_sending, computed.finished_recving = self.completions.take()
+        for outputs in self.scheduler.update_from_output(output, computed).values():
+            for one in outputs:
+                self.sink.ask(
+                    "entry",
+                    int(one.request_id),
+                    one.attempt,
+                    one.first_index,
+                    tuple(one.token_ids),
+                    one.finish_reason and str(one.finish_reason),
+                    one.error_kind and str(one.error_kind),
+                )
+
+    def take_metadata(self, metadata: TransferMetadata | None) -> None:
+        """This step's orders to the data half."""
+        assert metadata is None
+
+    def tidy(self) -> None:
+        """After every call: check the laws that hold here, and number requests and blocks anew, in the same order."""
+        check_integrity(self.scheduler)
+        expected = content_of_hashes(self.scenario)
+        for block_hash, block in self.pool._index._block_by_hash.items():
+            if self.contents.get(block) != expected[block_hash]:
+                raise LawBrokenError(
+                    f"{self.boot}: block {block} can be found by a content that it does not hold"
+                )
+        in_order = sorted(self.scheduler.requests.values(), key=lambda request: request.arrival_number)
+        for arrival_number, request in enumerate(in_order):
+            request.arrival_number = arrival_number
+        self.scheduler.totals.num_requests = len(in_order)
+        if (
+            not self.scenario.caches_prefixes
+        ):  # free blocks without content differ by nothing but their numbers
+            for block in sorted(self.pool._free):
+                self.pool._free.move_to_end(block)
+
+    def what_is_held(self) -> list[str]:
+        """What must not be there once everything is quiet."""
+        held = [f"request {key} is {one.status.name}" for key, one in self.scheduler.requests.items()]
+        held += [f"{holder} holds {count} blocks" for holder, count in self.pool.holders().items()]
+        held += [
+            f"{count} blocks in quarantine" for count in [self.pool.count_by_state()["quarantined"]] if count
+        ]
+        return held
+
+    def owner_of(self, block: int) -> str | None:
+        """Who holds the block; None for a free or quarantined one."""
+        holders = [holder for holder in self.pool.holders() if block in self.pool.table_of(holder)]
+        return ", ".join(holders) or None
+
+    def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        computed = ModelRunnerOutput()
+        for row, (key, num_tokens) in enumerate(output.num_scheduled_tokens.items()):
+            request = self.scheduler.requests[key]
+            table = self.pool.table_of(key)
+            begin, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+            self.check_prefix(key, table, request.token_ids[:begin])
+            for index in range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
+                self.contents[table[index]] = tuple(request.token_ids[: min(end, (index + 1) * BLOCK_SIZE)])
+            sampled = (
+                [self.scenario.token(int(request.asked.request_id), end)] if end == request.num_tokens else []
+            )
+            computed.req_ids.append(key)
+            computed.req_id_to_index[key] = row
+            computed.sampled_token_ids.append(sampled)
+        return computed
+
+    def check_prefix(self, key: str, table: list[int], tokens: list[int]) -> None:
+        """The blocks hold the KV of exactly these tokens."""
+        for index in range(-(-len(tokens) // BLOCK_SIZE)):
+            wanted = tuple(tokens[: (index + 1) * BLOCK_SIZE])
+            found = self.contents.get(table[index])
+            if found != wanted:
+                raise LawBrokenError(
+                    f"misread: {self.boot} computes {key} on block {table[index]}, which holds the KV of"
+                    f" {found}, not of {wanted}"
+                )

@@ -1,0 +1,122 @@
+"""Copies of production objects that are good enough to go back to, and a name for each state that they can be in.
+
+``fork`` copies the mutable part of an object graph; ``freeze`` gives equal values for states that behave alike. Both
+walk plain attributes, so a class that gains one is covered without a word here. What only counts, waits or is called
+back (locks, counters, ports, deadlines) is shared by all copies and is no part of a state.
+"""
+
+import dataclasses
+import threading
+from collections import OrderedDict, defaultdict
+from enum import Enum
+from functools import cache
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+import msgspec
+
+from contract.requests import EngineRequest
+from engine.scheduling.deadlines import Deadlines
+from kv_transfer.counters import Counters
+from kv_transfer.fetching import FetchPorts
+from kv_transfer.sending import SendPorts
+from tests.protocol.sink import Sink
+
+_T = TypeVar("_T")
+_COPIED_PACKAGES = ("engine.", "kv_transfer.", "router.", "tests.protocol.")
+_SHARED: tuple[type, ...] = (Counters, Deadlines, FetchPorts, SendPorts, Sink)
+_NAMELESS = (type(threading.Lock()), FunctionType, MethodType)
+
+
+def fork(root: _T) -> _T:
+    """A copy that shares nothing mutable with ``root`` but what is shared by all copies."""
+    copied: _T = _Forking().copy(root)
+    return copied
+
+
+def freeze(root: Any) -> Any:
+    """A hashable value; equal for two graphs of the same shape and content."""
+    return _Freezing().value(root)
+
+
+class _Forking:
+    """One walk; an object that is reached twice is copied once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Any] = {}
+
+    def copy(self, value: Any) -> Any:
+        kind: Any = type(value)
+        if kind in _ATOMS:
+            return value
+        if (known := self._copies.get(id(value))) is not None:
+            return known
+        if kind is list:
+            copied: Any = [self.copy(item) for item in value]
+        elif kind is set:
+            copied = set(value)
+        elif kind in (dict, OrderedDict):
+            copied = kind((key, self.copy(item)) for key, item in value.items())
+        elif kind is defaultdict:
+            copied = defaultdict(value.default_factory, {key: self.copy(item) for key, item in value.items()})
+        elif is_copied(kind):
+            copied = kind.__new__(kind)
+            self._copies[id(value)] = copied
+            copied.__dict__.update({name: self.copy(item) for name, item in value.__dict__.items()})
+            return copied
+        else:
+            return value
+        self._copies[id(value)] = copied
+        return copied
+
+
+class _Freezing:
+    """One walk; an object that is reached twice is named by its number the second time."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def value(self, value: Any) -> Any:
+        kind: Any = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind in (list, tuple):
+            return tuple(map(self.value, value))
+        if kind is set:
+            return frozenset(value)
+        if kind in (dict, OrderedDict, defaultdict):
+            return tuple((key, self.value(item)) for key, item in value.items())
+        if is_copied(kind):
+            return self._object(kind, value)
+        if kind is EngineRequest:
+            return value.key, type(value.transfer).__name__
+        if isinstance(value, msgspec.Struct):
+            return tuple(map(self.value, msgspec.structs.astuple(value))) if is_frozen(kind) else None
+        return None if kind in _NAMELESS or isinstance(value, _SHARED) else value
+
+    def _object(self, kind: type, value: Any) -> Any:
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return number
+        self._numbers[id(value)] = len(self._numbers)
+        return kind.__name__, *(self.value(item) for item in value.__dict__.values())
+
+
+_ATOMS = frozenset({int, str, bytes, float, bool, type(None)})
+
+
+@cache
+def is_copied(kind: Any) -> bool:
+    """True for our own mutable classes."""
+    is_ours = f"{kind.__module__}.".startswith(_COPIED_PACKAGES) and not issubclass(kind, (*_SHARED, Enum))
+    is_plain = not issubclass(kind, (msgspec.Struct, tuple)) and not is_frozen(kind)
+    return is_ours and is_plain and hasattr(kind, "__init__")
+
+
+@cache
+def is_frozen(kind: Any) -> bool:
+    """True for a frozen dataclass or Struct."""
+    if issubclass(kind, msgspec.Struct):
+        return bool(kind.__struct_config__.frozen)
+    parameters: Any = getattr(kind, "__dataclass_params__", None)
+    return dataclasses.is_dataclass(kind) and bool(parameters.frozen)

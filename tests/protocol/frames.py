@@ -1,0 +1,15 @@
+"""Messages on the explored links: the frames of production's codec, which are hashable."""
+
+import msgspec
+
+from kv_transfer.messages import Message, decode_message
+
+
+def frame_of(message: Message) -> bytes:
+    """What goes over a link."""
+    return msgspec.msgpack.encode(message)
+
+
+def message_of(frame: bytes) -> Message:
+    """What the other side reads."""
+    return decode_message(frame)

@@ -1,0 +1,49 @@
+"""Production's rules with one of them taken out, each by a class that differs in that rule alone."""
+
+from typing import Any
+
+from contract.errors import InternalError
+from engine.connector import Failed
+from engine.scheduler import Scheduler
+from engine.scheduling.remote_kv import KVReceiver
+from engine.scheduling.request import Request
+from kv_transfer.fetching import FetchDesk
+from tests.protocol.scenario import Rules
+
+
+class NoQuarantine(FetchDesk):
+    """Says that the blocks of a cancelled fetch may be freed, whatever still reads into them."""
+
+    def cancel(self, key: str) -> bool:
+        super().cancel(key)
+        return True
+
+
+class EagerReceiver(KVReceiver):
+    """Reserves as soon as a request arrives, not only behind the sender's first ``published``."""
+
+    def start(self, request: Request) -> None:
+        super().start(request)
+        self._published.add(request)
+
+    def take_events(self) -> list[Failed]:
+        failures = super().take_events()
+        for key in self._num_cached_blocks:
+            self._published.remove(self._waiting[key])
+        return failures
+
+
+class EagerScheduler(Scheduler):
+    """A decode worker's scheduler with an EagerReceiver."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._connector is None:
+            raise InternalError("a decode worker needs a connector")
+        self.receiver = EagerReceiver(self._connector, self.pool)
+
+
+NO_QUARANTINE = Rules(fetch_desk=NoQuarantine)
+NO_SECOND_CHECK = Rules(checks_lease_twice=False)
+NO_ATTEMPT = Rules(tells_attempts_apart=False)
+EAGER_RESERVATION = Rules(decode_scheduler=EagerScheduler)

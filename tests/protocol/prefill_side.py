@@ -1,0 +1,146 @@
+"""A prefill worker of the explored world: production's scheduler, send desk and lease book, moved call by call."""
+
+from typing import cast
+
+from contract.errors import ErrorKind
+from engine.connector import KVMemory
+from kv_transfer import events as ev
+from kv_transfer import messages as msg
+from kv_transfer.counters import Counters
+from kv_transfer.leases import LeaseBook
+from kv_transfer.orders import PublishOrder, TransferMetadata
+from kv_transfer.sending import SendPorts, SendSettings
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from tests.protocol.engine_side import Connector, EngineSide, no_time
+from tests.protocol.frames import frame_of, message_of
+from tests.protocol.scenario import BLOCK_SIZE, MODEL, Scenario
+from tests.protocol.sink import Sink
+
+LEASE_SECONDS = 10.0
+NUM_PARKED = 4
+NO_MEMORY = cast(KVMemory, None)
+"""The bytes of a lease are ``contents`` here; the lease book only passes its memory on."""
+
+
+class PrefillSide(EngineSide):
+    """Owns one incarnation of a prefill worker.
+
+    orders: what the data thread has to digest, in order. num_leases: how many leases it ever gave.
+    """
+
+    def __init__(self, scenario: Scenario, sink: Sink, boot: str) -> None:
+        super().__init__(scenario, sink, boot, scenario.prefill_blocks)
+        self.num_leases = 0
+        self.orders: list[PublishOrder] = []
+        self.book = LeaseBook(lambda name: sink.ask("idle", name))
+        self.desk = scenario.rules.send_desk(
+            SendSettings(MODEL, BLOCK_SIZE, LEASE_SECONDS, LEASE_SECONDS, NUM_PARKED),
+            SendPorts(
+                post=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
+                release=lambda name: sink.ask("release", name),
+                wake_core=lambda: None,
+                wake_links=lambda: None,
+            ),
+            Counters(),
+            self.completions,
+            no_time,
+            lambda: sink.new_lease(),
+        )
+        self.scheduler = self.make_scheduler(
+            scenario.rules.prefill_scheduler, Connector(self.desk, None), scenario.prefill_chunk
+        )
+
+    def name_lease(self) -> str:
+        """A token that no other lease of this incarnation ever had."""
+        self.num_leases += 1
+        return f"{self.boot}/{self.num_leases}"
+
+    def take_metadata(self, metadata: TransferMetadata | None) -> None:
+        """The forward pass is done: its orders go to the data thread."""
+        self.orders += metadata.orders if metadata else []
+
+    def digest(self, is_failing: bool) -> None:
+        """The data thread digests and publishes its next order."""
+        order = self.orders.pop(0)
+        outcome: ev.SendEvent
+        if is_failing:
+            outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
+        else:
+            digests = tuple(
+                self.sink.digest(self.contents.get(block), seed)
+                for block, seed in zip(order.block_ids, order.seeds, strict=True)
+            )
+            self.book.extend(order.name, NO_MEMORY, order.block_ids)
+            outcome = ev.RangeReady(order.first_block, digests)
+        self.desk.send_event(order.key, outcome)
+
+    def hear(self, peer: str, frame: bytes) -> None:
+        """A frame of a decode worker; see ``ControlHalf.link_message``."""
+        self.desk.heard(peer)
+        message = message_of(frame)
+        if isinstance(message, msg.FetchBlocks):
+            self.desk.fetch_asked(peer, message)
+        else:
+            assert isinstance(message, (msg.ReleaseLease, msg.CancelFetch))
+            self.desk.let_go(peer, message)
+
+    def peer_gone(self, peer: str) -> None:
+        """The link of this decode worker ended."""
+        self.desk.peer_gone(peer, "gone")
+
+    def expire(self, peers: tuple[str, ...]) -> None:
+        """So much time passes that every deadline is over, but for the leases of ``peers``, which live."""
+        self.desk._clock = lambda: 2 * LEASE_SECONDS
+        for peer in peers:
+            self.desk.heard(peer)
+        self.desk.tick(2 * LEASE_SECONDS)
+        self.desk._clock = no_time
+        for peer in peers:
+            self.desk.heard(peer)
+
+    def begin_read(self, name: LeaseName, indices: tuple[int, ...]) -> tuple[int, ...] | None:
+        """A reader asks under which block ids it reads; None when the lease is over. See ``is_one_sided``."""
+        try:
+            lease = self.book._begin(ReadRequest(name, list(indices)))
+        except StaleLeaseError:
+            return None
+        blocks = tuple(lease.block_ids[index] for index in indices)
+        if self.scenario.is_one_sided:
+            self.book._end(name, lease)
+        return blocks
+
+    def end_read(self, name: LeaseName) -> None:
+        """A counted reader is done, or its connection is gone."""
+        self.book._end(name, self.book._leases[name])
+
+    def is_valid(self, name: LeaseName) -> bool:
+        """The lease's second check."""
+        try:
+            self.book.check(name)
+        except StaleLeaseError:
+            return False
+        return True
+
+    def prepare(self) -> None:
+        """Before every call."""
+        self.sink.new_lease = self.name_lease
+
+    def carry_out(self) -> None:
+        """What the desk's and the book's ports were told, until nothing is left but words for others."""
+        words = []
+        while asked := self.sink.take():
+            for effect in asked:
+                match effect:
+                    case ("release", LeaseName() as name):
+                        self.book.revoke(name)
+                    case ("idle", LeaseName() as name):
+                        self.desk.lease_idle(name)
+                    case _:
+                        words.append(effect)
+        for effect in words:
+            self.sink.ask(*effect)
+
+    def what_is_held(self) -> list[str]:
+        """Leases and orders too."""
+        held = [f"transfer {one['transfer_id']} is {one['state']}" for one in self.desk.debug_state()]
+        return super().what_is_held() + held + [f"{order.key} is to be digested" for order in self.orders]

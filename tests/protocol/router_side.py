@@ -1,0 +1,226 @@
+"""The router of the explored world: attempts, replays and the ladder, by production's policy, delivery and tables."""
+
+from contract.errors import ErrorKind, error_from_kind
+from contract.identity import Role
+from contract.requests import FinishReason
+from router.delivery import Delivery, Token
+from router.policy import Placement, Wish, WorkerView, missing_role, place
+from router.relay import _CURABLE, _MAX_TRANSFER_FAILURES, _TRANSFER_KINDS
+from tests.protocol.scenario import Scenario
+from tests.protocol.sink import LawBrokenError, Sink
+
+Entry = tuple[int, int, int, tuple[int, ...], str | None, str | None]
+"""(request, attempt, first index, tokens, finish reason, error kind)."""
+LegCall = tuple[str, str, int, int, int, str | None]
+"""(prefill, decode or cancel; the worker's boot id; request; attempt; tokens delivered before; the sender's boot id)."""
+
+
+class RouterLeg:
+    """One worker's part of an attempt; see ``router.attempt.Leg``."""
+
+    def __init__(self, worker: str, boot: str, first_index: int) -> None:
+        self.worker, self.boot, self.first_index = worker, boot, first_index
+        self.next_index = first_index
+        self.may_hold = True
+
+    @property
+    def has_spoken(self) -> bool:
+        return self.next_index > self.first_index
+
+    @property
+    def is_over(self) -> bool:
+        return not self.may_hold and self.has_spoken
+
+
+class RouterRequest:
+    """One request's life; see ``router.relay.Relay``. ended: how, once it has; it never changes then."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.delivered: list[int] = []
+        self.num_attempts = self.num_failures = self.num_transfer_failures = 0
+        self.suspects: set[str] = set()
+        self.prefer: str | None = None
+        self.attempt = -1
+        self.delivery = Delivery()
+        self.prefill: RouterLeg | None = None
+        self.decode: RouterLeg | None = None
+        self.rungs: list[str] = []
+        self.ended: str | None = None
+
+    @property
+    def legs(self) -> list[RouterLeg]:
+        return [leg for leg in (self.prefill, self.decode) if leg]
+
+    @property
+    def is_bound(self) -> bool:
+        return self.decode is not None
+
+
+class RouterSide:
+    """Owns every request until it ends. workers: those that are attached, by name. calls: on their way to workers."""
+
+    def __init__(self, scenario: Scenario, sink: Sink) -> None:
+        self.scenario, self.sink = scenario, sink
+        self.requests = [RouterRequest(number) for number in range(len(scenario.prompts))]
+        self.workers = {f"P{index}": f"P{index}.1" for index in range(scenario.num_prefill)}
+        self.workers |= {f"D{index}": f"D{index}.1" for index in range(scenario.num_decode)}
+        self.calls: list[LegCall] = []
+        self.bind_all()
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def carry_out(self) -> None:
+        """Calls stay here until they are delivered."""
+
+    def tidy(self) -> None:
+        """The order of calls to different workers means nothing."""
+        self.calls.sort(key=lambda call: (call[1], call[2], call[3], call[0] == "cancel"))
+        self.workers = dict(sorted(self.workers.items()))
+        for request in self.requests:
+            if request.ended and (request.legs or request.delivered):
+                raise LawBrokenError(f"request {request.number} has ended, and goes on")
+
+    def bind_all(self) -> None:
+        """Begin an attempt of every request that has none, where there are workers for it."""
+        for request in self.requests:
+            if not request.ended and not request.is_bound:
+                self._bind(request)
+
+    def deliver(self, index: int) -> None:
+        """A call has arrived at its worker (or the worker is gone)."""
+        self.calls.pop(index)
+
+    def cares(self, boot: str, entry: Entry) -> bool:
+        """The entry is of the attempt that runs; others' entries are dropped, now and at any later time."""
+        request = self.requests[entry[0]]
+        return entry[1] == request.attempt and any(
+            leg.boot == boot and not leg.is_over for leg in request.legs
+        )
+
+    def hear(self, worker: str, boot: str, entry: Entry) -> None:
+        """One entry of a worker's stream; see ``router.attempt.Attempt._take``."""
+        number, attempt, first_index, tokens, finish_reason, error_kind = entry
+        request = self.requests[number]
+        leg = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
+        if leg is None or attempt != request.attempt or leg.is_over:
+            return
+        if finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            leg.may_hold = False
+            suspects = {each.worker for each in request.legs if each.may_hold or each is leg}
+            is_abort = finish_reason == FinishReason.ABORT or error_kind is None
+            self._fail(request, ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind)), suspects)
+            return
+        if tokens and first_index > leg.next_index:
+            self._fail(request, ErrorKind.WORKER_LOST, {worker})
+            return
+        leg.next_index = max(leg.next_index, first_index + len(tokens))
+        if finish_reason:
+            request.delivery.end = leg.next_index
+            leg.may_hold = False
+        if leg is request.decode and tokens and request.prefill:
+            request.prefill.may_hold = False
+        due = request.delivery.accept(
+            attempt, [Token(first_index + i, token) for i, token in enumerate(tokens)]
+        )
+        self._deliver(request, [token.token_id for token in due])
+
+    def lose(self, worker: str) -> None:
+        """The worker's stream is closed; see ``AttachedWorker.gone``."""
+        boot = self.workers.pop(worker)
+        for request in self.requests:
+            lost = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
+            if lost is not None and not lost.is_over:
+                lost.may_hold = False
+                self._fail(request, ErrorKind.WORKER_LOST, {worker})
+
+    def attach(self, worker: str, boot: str) -> None:
+        """A worker has registered."""
+        self.workers[worker] = boot
+        for request in self.requests:
+            request.suspects.discard(worker)
+        self.bind_all()
+
+    def give_up(self, number: int, kind: str) -> None:
+        """The client has gone, or a deadline is over."""
+        self._end(self.requests[number], kind)
+
+    def doubt(self, number: int) -> None:
+        """An attempt takes too long: another one is made."""
+        request = self.requests[number]
+        self._fail(request, ErrorKind.DEADLINE, {leg.worker for leg in request.legs})
+
+    def _deliver(self, request: RouterRequest, tokens: list[int]) -> None:
+        for token in tokens:
+            number, position = request.number, self.scenario.prompts[request.number] + len(request.delivered)
+            if token != self.scenario.token(number, position):
+                raise LawBrokenError(f"wrong text: request {number} got token {token} at position {position}")
+            request.delivered.append(token)
+        if tokens and request.decode and request.decode.has_spoken:
+            request.num_failures = request.num_transfer_failures = 0
+        if request.delivery.is_complete:
+            if len(request.delivered) != self.scenario.answers[request.number]:
+                raise LawBrokenError(f"wrong text: request {request.number} ended early")
+            self._end(request, "answered")
+
+    def _bind(self, request: RouterRequest) -> None:
+        views = [self._view(worker) for worker in sorted(self.workers)]
+        wish = Wish(
+            num_prompt_tokens=self.scenario.prompts[request.number] + len(request.delivered),
+            num_answer_tokens=self.scenario.answers[request.number],
+            prefer=request.prefer,
+            avoid=frozenset(request.suspects),
+            is_replay=request.num_attempts > 0,
+            is_local=request.num_transfer_failures >= _MAX_TRANSFER_FAILURES,
+        )
+        if missing_role(views, is_replay=wish.is_replay):
+            return
+        placement = place(views, wish, request.number)
+        if placement is not None:
+            self._begin(request, placement)
+
+    def _view(self, worker: str) -> WorkerView:
+        role = Role.PREFILL if worker.startswith("P") else Role.DECODE
+        return WorkerView(worker_id=worker, role=role, max_requests=99, max_tokens=10_000)
+
+    def _begin(self, request: RouterRequest, placement: Placement) -> None:
+        request.attempt = request.num_attempts if self.scenario.rules.tells_attempts_apart else 0
+        request.num_attempts += 1
+        first = len(request.delivered)
+        request.delivery = Delivery(request.attempt, first)
+        request.prefill = None
+        if placement.prefill:
+            request.prefill = RouterLeg(placement.prefill, self.workers[placement.prefill], first)
+        has_prefill = request.prefill is not None
+        request.decode = RouterLeg(placement.decode, self.workers[placement.decode], first + has_prefill)
+        request.rungs.append(f"{placement.prefill or 'local'}>{placement.decode}")
+        source = request.prefill.boot if request.prefill else None
+        for kind, leg in (("prefill", request.prefill), ("decode", request.decode)):
+            if leg is not None:
+                self.calls.append((kind, leg.boot, request.number, request.attempt, first, source))
+
+    def _close(self, request: RouterRequest) -> None:
+        for leg in request.legs:
+            if leg.may_hold and self.workers.get(leg.worker) == leg.boot:
+                self.calls.append(("cancel", leg.boot, request.number, request.attempt, 0, None))
+        request.prefill = request.decode = None
+
+    def _fail(self, request: RouterRequest, kind: ErrorKind, suspects: set[str]) -> None:
+        prefer = request.prefill.worker if request.prefill else None
+        self._close(request)
+        request.num_failures += 1
+        request.num_transfer_failures += kind in _TRANSFER_KINDS
+        if kind not in _CURABLE or request.num_failures > self.scenario.max_replays:
+            self._end(request, f"error {error_from_kind(kind, '').kind}")
+            return
+        request.suspects |= {worker for worker in suspects if worker in self.workers}
+        request.prefer = prefer
+        self._bind(request)
+
+    def _end(self, request: RouterRequest, how: str) -> None:
+        if request.ended:
+            raise LawBrokenError(f"request {request.number} ended twice")
+        self._close(request)
+        request.ended = how
+        request.delivered = []

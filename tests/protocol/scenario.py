@@ -1,0 +1,111 @@
+"""What is explored: how many workers, requests and blocks there are, which faults may strike, and which rules hold."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from contract.block_hash import full_block_hashes
+from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from engine.scheduler import Scheduler
+from engine.settings import EngineSettings
+from kv_transfer.fetching import FetchDesk
+from kv_transfer.sending import SendDesk
+
+BLOCK_SIZE = 2
+MODEL = "model"
+VOCABULARY = 10_000
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Production's rules; a mutant has another class or a switch for one of them.
+
+    checks_lease_twice: a read asks for its lease after its last byte as well. tells_attempts_apart: the router gives
+    every attempt a number of its own.
+    """
+
+    prefill_scheduler: Callable[..., Scheduler] = Scheduler
+    decode_scheduler: Callable[..., Scheduler] = Scheduler
+    send_desk: Callable[..., SendDesk] = SendDesk
+    fetch_desk: Callable[..., FetchDesk] = FetchDesk
+    checks_lease_twice: bool = True
+    tells_attempts_apart: bool = True
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One world to explore.
+
+    prompts: length of each request's prompt in tokens; answers: of its answer. prefill_blocks, decode_blocks: usable
+    blocks of each pool. is_one_sided: reads go by block id, nobody counts them, and none can be stopped (RDMA); else the
+    sender counts its readers and a read ends when it is told to. checks_digests: every landed block's (off: pools where
+    digests are only sampled, so the lease alone must keep them right). faults: names of what may strike, at most
+    ``num_faults`` times together.
+    """
+
+    name: str
+    prompts: tuple[int, ...] = (3,)
+    answers: tuple[int, ...] = (2,)
+    num_prefill: int = 1
+    num_decode: int = 1
+    prefill_blocks: int = 3
+    decode_blocks: int = 3
+    prefill_chunk: int = 2
+    caches_prefixes: bool = False
+    shares_prompt: bool = False
+    is_one_sided: bool = False
+    checks_digests: bool = True
+    faults: tuple[str, ...] = ()
+    num_faults: int = 0
+    max_replays: int = 2
+    rules: Rules = field(default_factory=Rules)
+
+    def token(self, number: int, position: int) -> int:
+        """What stands at this position of request ``number``: its prompt and its answer are given (law 6)."""
+        return (1 if self.shares_prompt and position < BLOCK_SIZE else 100 * (number + 1)) + position
+
+    def tokens(self, number: int, length: int) -> list[int]:
+        """The first ``length`` tokens of a request with its answer."""
+        return [self.token(number, position) for position in range(length)]
+
+    def settings(self, max_num_batched_tokens: int) -> EngineSettings:
+        """An engine's, small."""
+        return EngineSettings(
+            model=Path("none"),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=8,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=self.caches_prefixes,
+        )
+
+
+@cache
+def asked_of(
+    scenario: Scenario,
+    number: int,
+    attempt: int,
+    num_delivered: int,
+    transfer: SendTransfer | ReceiveTransfer | None,
+) -> EngineRequest:
+    """The leg of an attempt behind ``num_delivered`` tokens; equal questions get the same object."""
+    return EngineRequest(
+        request_id=str(number),
+        prompt_token_ids=scenario.tokens(number, scenario.prompts[number] + num_delivered),
+        sampling=SamplingParams(max_tokens=scenario.answers[number]),
+        attempt=attempt,
+        first_index=num_delivered + isinstance(transfer, ReceiveTransfer),
+        transfer=transfer,
+    )
+
+
+@cache
+def content_of_hashes(scenario: Scenario) -> dict[bytes, tuple[int, ...]]:
+    """Canonical block hash → the tokens whose KV a block of that name must hold."""
+    contents = {}
+    for number, (prompt, answer) in enumerate(zip(scenario.prompts, scenario.answers, strict=True)):
+        tokens = scenario.tokens(number, prompt + answer)
+        root = asked_of(scenario, number, 0, 0, None).hash_root(MODEL)
+        for index, block_hash in enumerate(full_block_hashes(root, tokens, BLOCK_SIZE)):
+            contents[block_hash] = tuple(tokens[: (index + 1) * BLOCK_SIZE])
+    return contents

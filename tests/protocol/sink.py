@@ -1,0 +1,33 @@
+"""Where the ports of production objects leave what they are told to do, until the explorer carries it out."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class LawBrokenError(AssertionError):
+    """A state of the explored world breaks a law; the message says which."""
+
+
+class Sink:
+    """What was asked for since the last ``take``, in order; and what a digest is taken of. Shared by all copies.
+
+    new_lease: names the lease that is opened now; set by the side that is called.
+    """
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Any, ...]] = []
+        self._digests: dict[Any, int] = {}
+        self.new_lease: Callable[[], str] = str
+
+    def ask(self, *effect: Any) -> None:
+        """Remember an effect."""
+        self._asked.append(effect)
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """Everything since the last call."""
+        taken, self._asked = self._asked, []
+        return taken
+
+    def digest(self, content: Any, seed: int) -> int:
+        """A number that no other content or seed has."""
+        return self._digests.setdefault((content, seed), len(self._digests) + 1)

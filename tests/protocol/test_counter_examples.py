@@ -1,0 +1,77 @@
+"""With one rule taken out the explorer finds a way to break a law, and tells it step by step."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.protocol import mutants
+from tests.protocol.chart import draw
+from tests.protocol.explorer import Explorer
+from tests.protocol.scenario import Rules, Scenario
+from tests.protocol.worlds import LEASE_ALONE, MAX_WORLDS, ONE, TWO, TWO_LEASE_ALONE, struck
+
+MISSING = [
+    pytest.param(
+        struck(LEASE_ALONE, "late"),
+        mutants.NO_QUARANTINE,
+        "writes into block 1, which is free",
+        14,
+        id="quarantine",
+    ),
+    pytest.param(
+        struck(TWO_LEASE_ALONE, "starve_read"),
+        mutants.NO_SECOND_CHECK,
+        "misread: ",
+        19,
+        id="second lease check",
+    ),
+    pytest.param(
+        struck(replace(ONE, checks_digests=False), "doubt"), mutants.NO_ATTEMPT, "misread: ", 18, id="attempt"
+    ),
+    pytest.param(
+        replace(TWO, name="two requests, eager"),
+        mutants.EAGER_RESERVATION,
+        "without any fault only a deadline ends this",
+        16,
+        id="memory order",
+    ),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("scenario", "rules", "law", "num_steps"), MISSING)
+def test_a_rule_that_is_taken_out_is_missed(
+    scenario: Scenario, rules: Rules, law: str, num_steps: int
+) -> None:
+    explorer = Explorer(replace(scenario, rules=rules))
+    findings = explorer.explore()
+    assert findings.broken is not None and law in findings.broken
+    chart = draw(findings, explorer.rules)
+    print(chart)  # noqa: T201 - a reader wants to see it
+    assert len(findings.steps) <= num_steps, chart
+    assert f"{len(findings.steps)} steps" in chart
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("scenario", "rules", "law", "num_steps"), MISSING)
+def test_production_breaks_nothing_there(scenario: Scenario, rules: Rules, law: str, num_steps: int) -> None:
+    """As many worlds of the same scenario, nearest first, as it takes to find what the mutant breaks, twice over."""
+    mutant = Explorer(replace(scenario, rules=rules)).explore()
+    assert Explorer(scenario, max_worlds=2 * mutant.num_worlds).explore().broken is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_digests_alone_keep_reads_right_as_well() -> None:
+    """Without the second check of the lease a digest still fails what was overwritten."""
+    scenario = replace(
+        struck(TWO_LEASE_ALONE, "starve_read"), checks_digests=True, rules=mutants.NO_SECOND_CHECK
+    )
+    findings = Explorer(scenario, MAX_WORLDS).explore()
+    assert findings.broken is None
+
+
+def test_a_flipped_byte_is_seen_where_no_digest_is_checked() -> None:
+    findings = Explorer(struck(replace(ONE, checks_digests=False), "corrupt")).explore()
+    assert findings.broken is not None and "misread: " in findings.broken

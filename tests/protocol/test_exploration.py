@@ -1,0 +1,72 @@
+"""Every interleaving of small worlds: production's schedulers, desks, transitions and lease book keep the laws.
+
+``docs/protocol.md`` says what a world is, what is checked, and how to read a counter-example.
+"""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.protocol.chart import draw
+from tests.protocol.explorer import Explorer, Findings
+from tests.protocol.scenario import Scenario
+from tests.protocol.worlds import HUGE, LADDER, LARGE, MAX_WORLDS, SMALL
+
+
+def explored(scenario: Scenario) -> Findings:
+    explorer = Explorer(scenario)
+    findings = explorer.explore()
+    assert findings.broken is None, draw(findings, explorer.rules)
+    assert findings.is_complete
+    assert findings.num_quiet > 0
+    sys.stderr.write(
+        f"\n{scenario.name}: {findings.num_worlds} worlds, {findings.num_steps} steps, {findings.num_calls} calls"
+        f" of production code, {findings.cpu_seconds:.1f} s"
+    )
+    return findings
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", SMALL, ids=lambda scenario: scenario.name)
+def test_no_law_breaks_in_any_order_of_events(scenario: Scenario) -> None:
+    findings = explored(scenario)
+    endings = {how for how, _ in findings.endings}
+    assert "answered" in endings
+    if not scenario.faults:
+        assert endings == {"answered"}
+
+
+@pytest.mark.timeout(600)
+def test_the_ladder_is_climbed_rung_by_rung() -> None:
+    """Two hand-overs fail: another prefill worker is tried first, then the decode worker computes the prompt itself."""
+    findings = explored(LADDER)
+    assert findings.endings == {
+        ("answered", ("P0>D0",)),
+        ("answered", ("P0>D0", "P1>D0")),
+        ("answered", ("P0>D0", "P1>D0", "local>D0")),
+    }
+
+
+@pytest.mark.timeout(600)
+def test_the_ladder_ends_with_one_error() -> None:
+    """Where no further attempt is allowed."""
+    endings = explored(replace(LADDER, name="no third attempt", num_prefill=1, max_replays=1)).endings
+    assert ("error transfer_failed", ("P0>D0", "P0>D0")) in endings
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("scenario", LARGE, ids=lambda scenario: scenario.name)
+def test_no_law_breaks_in_larger_worlds(scenario: Scenario) -> None:
+    assert "answered" in {how for how, _ in explored(scenario).endings}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("scenario", HUGE, ids=lambda scenario: scenario.name)
+def test_no_law_breaks_as_far_as_memory_reaches(scenario: Scenario) -> None:
+    explorer = Explorer(scenario, max_worlds=MAX_WORLDS)
+    findings = explorer.explore()
+    assert findings.broken is None, draw(findings, explorer.rules)
+    assert findings.is_complete or findings.num_worlds > MAX_WORLDS

@@ -1,0 +1,65 @@
+"""The explored world: workers, links, streams and router at one moment. A world is a value."""
+
+from typing import Any, NamedTuple
+
+from tests.protocol.link import Link
+
+Action = tuple[Any, ...]
+
+
+class WorkerState(NamedTuple):
+    """One worker. state: its machine's, None while it is dead. is_attached: it believes that the router hears it."""
+
+    name: str
+    is_prefill: bool
+    num_boots: int = 0
+    boot: str = ""
+    state: int | None = None
+    is_attached: bool = True
+
+
+class World(NamedTuple):
+    """Everything that decides what can happen. limbo: (receiver, sender, frame) of words that were delayed or repeated."""
+
+    num_faults: int
+    router: int
+    workers: tuple[WorkerState, ...]
+    links: tuple[Link, ...] = ()
+    streams: tuple[tuple[Any, ...], ...] = ()
+    limbo: tuple[tuple[str, str, bytes], ...] = ()
+
+
+def with_item(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    """``items`` with another one at ``index``."""
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def remembered(links: tuple[Link, ...]) -> tuple[Link, ...]:
+    """Without those that nobody knows of, in one order."""
+    return tuple(sorted(link for link in links if not link.is_forgotten))
+
+
+def without(link: Link, boot: str) -> Link:
+    """The link when this incarnation is dead."""
+    if boot == link.prefill:
+        return link.cut()._replace(knows_prefill=False)
+    return link.cut()._replace(knows_decode=False) if boot == link.decode else link
+
+
+def posted(
+    links: tuple[Link, ...], sender: WorkerState, is_dial: bool, peer: str, frame: bytes
+) -> tuple[Link, ...]:
+    """A frame of ``sender`` for ``peer`` is on its way, if a link leads there; ``is_dial`` makes one."""
+    for index, link in enumerate(links):
+        if sender.is_prefill and link.knows_prefill and (link.decode, link.prefill) == (peer, sender.boot):
+            if not link.is_cut:
+                return with_item(links, index, link._replace(to_decode=(*link.to_decode, frame)))
+        elif (
+            not sender.is_prefill and link.knows_decode and (link.decode, link.prefill) == (sender.boot, peer)
+        ):
+            return (
+                links
+                if link.is_cut
+                else with_item(links, index, link._replace(to_prefill=(*link.to_prefill, frame)))
+            )
+    return tuple(sorted((*links, Link(sender.boot, peer, (frame,))))) if is_dial else links

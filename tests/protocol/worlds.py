@@ -1,0 +1,71 @@
+"""The worlds that are explored, by what they are about. Every one of them is walked to its end."""
+
+from dataclasses import replace
+
+from tests.protocol.scenario import Scenario
+from tests.protocol.walking import ALL_FAULTS
+
+ONE = Scenario("one request of two blocks", prefill_chunk=4, max_replays=1)
+"""Both blocks are published at once. max_replays: an attempt fails, and the one behind it may fail too."""
+CHUNKED = replace(ONE, name="one request, published block by block", prefill_chunk=2)
+TWO = Scenario("two requests, pools that hold one", prompts=(3, 3), answers=(2, 2), prefill_chunk=4)
+LEASE_ALONE = replace(
+    ONE, name="one-sided reads that cannot be stopped, no digests", is_one_sided=True, checks_digests=False
+)
+TWO_LEASE_ALONE = replace(
+    TWO, name=f"{TWO.name}; {LEASE_ALONE.name}", is_one_sided=True, checks_digests=False
+)
+
+
+def struck(scenario: Scenario, fault: str, num_faults: int = 1) -> Scenario:
+    """The same world in which something may go wrong at any moment."""
+    return replace(scenario, name=f"{scenario.name}; {fault}", faults=(fault,), num_faults=num_faults)
+
+
+SMALL = [
+    CHUNKED,
+    TWO,
+    replace(TWO, name=f"{TWO.name}, block by block", prefill_chunk=2),
+    *(
+        struck(ONE, fault)
+        for fault in ("crash", "cut", "repeat", "delay", "corrupt", "spoil", "starve", "leave")
+    ),
+    *(struck(LEASE_ALONE, fault) for fault in ("leave", "starve_read", "cut")),
+    struck(CHUNKED, "spoil"),
+]
+"""What every test run exhausts."""
+LARGE = [
+    *(struck(ONE, fault) for fault in ("deaf", "late", "doubt")),
+    *(struck(CHUNKED, fault) for fault in ("crash", "repeat", "corrupt", "leave")),
+    struck(LEASE_ALONE, "late"),
+]
+"""What is exhausted in minutes."""
+HUGE = [
+    struck(TWO_LEASE_ALONE, "starve_read"),
+    replace(struck(ONE, "crash"), name="two prefill workers; crash", num_prefill=2),
+    replace(TWO, name="two requests that share a prefix", caches_prefixes=True, shares_prompt=True),
+]
+"""What is explored as far as ``MAX_WORLDS``, nearest first."""
+MAX_WORLDS = 300_000
+LADDER = replace(
+    struck(ONE, "corrupt", 2), name="two prefill workers, two corrupt bytes", num_prefill=2, max_replays=2
+)
+"""Corruption may end two hand-overs of the same request."""
+WALKED = [
+    Scenario(
+        f"two workers of each role, three requests that share a prefix{how}",
+        prompts=(3, 4, 1),
+        answers=(3, 2, 1),
+        num_prefill=2,
+        num_decode=2,
+        prefill_blocks=4,
+        decode_blocks=4,
+        caches_prefixes=True,
+        shares_prompt=True,
+        is_one_sided=is_one_sided,
+        faults=ALL_FAULTS,
+        num_faults=4,
+    )
+    for how, is_one_sided in (("", False), ("; one-sided reads", True))
+]
+"""What is too large to exhaust: walked at random."""
