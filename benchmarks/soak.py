@@ -1,7 +1,8 @@
 """``python -m benchmarks.soak``: the bad day at full length, once, to ``results/soak.json``.
 
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
-processes, and the state machines at twenty times their usual count. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed;
+processes, 2,000 schedules of faults on hand-overs between processes without a model and 60 on whole workers, and the state
+machines at twenty times their usual count. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed;
 ``--only faults`` runs one scenario again and leaves the figures of the others, each with the commit and seed of its run.
 """
 
@@ -22,6 +23,8 @@ from benchmarks.facts import read_figures, run_facts, write_result
 from tests.chaos.kills import run_kills
 from tests.chaos.leaving import run_leaving
 from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
+from tests.transfer_faults.schedules import run_schedules
+from tests.transfer_faults.whole_workers import run_whole_workers
 
 TRANSPORTS = ("tcp", "shm")
 FAULTS = ("tests/chaos/test_links.py", "tests/chaos/test_frozen.py")
@@ -41,6 +44,8 @@ class Sizes:
     num_streams: int
     kill_seconds: float
     machine_factor: int
+    num_schedules: int
+    num_whole_runs: int
 
 
 def main() -> None:
@@ -49,9 +54,17 @@ def main() -> None:
     parser.add_argument("--num-streams", type=int, default=200)
     parser.add_argument("--kill-seconds", type=float, default=180.0)
     parser.add_argument("--machine-factor", type=int, default=20)
+    parser.add_argument("--num-schedules", type=int, default=2000)
+    parser.add_argument("--num-whole-runs", type=int, default=60)
     parser.add_argument("--only", help="words that the names of the scenarios to run contain")
     given = parser.parse_args()
-    sizes = Sizes(given.num_streams, given.kill_seconds, given.machine_factor)
+    sizes = Sizes(
+        given.num_streams,
+        given.kill_seconds,
+        given.machine_factor,
+        given.num_schedules,
+        given.num_whole_runs,
+    )
     scenarios = {} if given.only is None else read_figures("soak")["scenarios"]
     scenarios |= run_all(sizes, given.only or "")
     figures = {
@@ -70,6 +83,8 @@ def run_all(sizes: Sizes, wanted: str) -> dict[str, dict[str, Any]]:
         *((f"leaving over {name}", partial(leaving, name, sizes)) for name in TRANSPORTS),
         *((f"kills over {name}", partial(kills, name, sizes)) for name in TRANSPORTS),
         ("faults", partial(tests, "KVBATON_SOAK_SEED", seed, FAULTS)),
+        ("transfer faults", partial(transfer_faults, sizes)),
+        ("whole workers under transfer faults", partial(whole_workers, sizes)),
         ("state machines", partial(tests, "KVBATON_SOAK", machines, MACHINES)),
     ]
     return {name: _timed(name, run, sizes) for name, run in scenarios if wanted in name}
@@ -91,6 +106,17 @@ def kills(transport: str, sizes: Sizes) -> dict[str, Any]:
     return _in_folder(
         lambda folder: run_kills(folder, chaos_rng(name), transport=transport, seconds=sizes.kill_seconds)
     )
+
+
+def transfer_faults(sizes: Sizes) -> dict[str, Any]:
+    """Hand-overs between real processes, with real bytes and no model, under random faults."""
+    return _in_folder(lambda _folder: run_schedules(chaos_seed(), sizes.num_schedules))
+
+
+def whole_workers(sizes: Sizes) -> dict[str, Any]:
+    """The same faults on workers with a model behind a router."""
+    rng = chaos_rng("whole workers under transfer faults")
+    return _in_folder(lambda folder: run_whole_workers(folder, rng, num_runs=sizes.num_whole_runs))
 
 
 def tests(variable: str, value: str, paths: tuple[str, ...]) -> dict[str, Any]:

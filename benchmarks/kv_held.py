@@ -1,0 +1,57 @@
+"""How long a thread of the same process is held up while blocks are moved: the step loop must not notice it.
+
+The thread does what a step does, small torch operations that let Python's lock go and want it back. On a machine
+whose cores are all busy the scheduler's own delays are in every figure; those without a copy are printed beside.
+"""
+
+import statistics
+import threading
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.kv_pools import Way
+
+_SECONDS = 0.7
+
+
+def held_up(way: Way) -> dict[str, Any]:
+    """Microseconds per operation (median, 99th percentile, longest), alone and while ``way`` goes on and on."""
+    alone = _operate(_SECONDS)
+    is_over = threading.Event()
+
+    def copy() -> None:
+        while not is_over.is_set():
+            way()
+
+    copying = threading.Thread(target=copy)
+    copying.start()
+    try:
+        beside = _operate(_SECONDS)
+    finally:
+        is_over.set()
+        copying.join()
+    return {"alone": _summary(alone), "while copying": _summary(beside)}
+
+
+def _operate(seconds: float) -> list[float]:
+    states, weights = torch.ones(1, 192), torch.ones(192, 192)
+    gaps, last = [], time.perf_counter()
+    end = last + seconds
+    while last < end:
+        torch.mm(states, weights)
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    return gaps
+
+
+def _summary(gaps: list[float]) -> dict[str, float]:
+    percentiles = statistics.quantiles(gaps, n=100)
+    return {
+        "median": round(percentiles[49] * 1e6, 1),
+        "p99": round(percentiles[98] * 1e6, 1),
+        "longest": round(max(gaps) * 1e6, 1),
+        "operations_per_second": round(len(gaps) / sum(gaps)),
+    }

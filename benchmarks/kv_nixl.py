@@ -1,0 +1,148 @@
+"""A bare NIXL script, to measure the ``nixl`` transport against: two agents, one READ of all blocks, nothing else.
+
+As a program: ``reader NUM_BLOCKS BLOCK_BYTES``, which starts its own ``sender``. A line ``go`` on standard input is one
+READ, answered by its seconds; ``check`` compares every byte and wipes the target.
+"""
+
+import base64
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kv_pools import Job, Shape, Way, job_of
+from engine.kv_cache.memory import MappedKVMemory
+from kv_transfer.transports.nixl_library import load
+
+TCP_ONLY = "UCX_TLS=self,tcp"
+_POLL_SECONDS = 0.0002
+_WAIT_SECONDS = 60.0
+
+
+@contextmanager
+def over_bare_nixl(job: Job, *environment: str) -> Iterator[Way]:
+    """A READ in a process of its own, with these variables ("NAME=value"); it measures itself."""
+    shape = job.shape
+    arguments = ("reader", str(shape.num_blocks), str(shape.block_bytes))
+    with _program(*arguments, environment=environment) as process:
+        _ask(process, "go")
+        _ask(process, "check")
+
+        def fetch() -> float:
+            return float(_ask(process, "go"))
+
+        yield fetch
+        _ask(process, "check")
+
+
+def _ask(process: "subprocess.Popen[str]", word: str) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()
+    return _line(process)
+
+
+def _line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], _WAIT_SECONDS)
+    line = process.stdout.readline() if ready else ""
+    if not line:
+        raise AssertionError("the bare NIXL script has ended, or hangs")
+    return line.strip()
+
+
+@contextmanager
+def _program(*arguments: str, environment: tuple[str, ...] = ()) -> Iterator["subprocess.Popen[str]"]:
+    """This module as a process; it is killed at the end: NIXL may crash at an orderly exit."""
+    command = ["env", *environment, sys.executable, "-m", "benchmarks.kv_nixl", *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class _Agent:
+    """An agent with its pool registered, brought up as the transport does it."""
+
+    def __init__(self, name: str, memory: MappedKVMemory) -> None:
+        api = load("127.0.0.1").api
+        config = api.nixl_agent_config(
+            enable_prog_thread=False,
+            backends=[],
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        self.agent: Any = api.nixl_agent(f"{name}-{os.getpid()}", config)
+        self.agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+        self.agent.register_memory(memory.pool)
+
+    def blocks(self, whose: str, address: int, shape: Shape) -> Any:
+        """Every block of a pool, by one strided row."""
+        row = [address, shape.block_bytes, 0, shape.block_bytes, shape.num_blocks]
+        return self.agent.prep_xfer_dlist(whose, np.array([row], dtype=np.uint64), "DRAM")
+
+
+def be_sender(shape: Shape) -> None:
+    """Say where the pool is, take the reader's metadata, and drive the library until standard input closes."""
+    memory = shape.source_pool()
+    agent = _Agent("sender", memory).agent
+    _say(f"{_encoded(agent.get_agent_metadata())} {memory.pool.data_ptr()}")
+    agent.add_remote_agent(base64.b64decode(sys.stdin.readline()))
+    while True:
+        agent.get_new_notifs()
+        if select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+            os._exit(0)
+
+
+def be_reader(shape: Shape) -> None:
+    """Carry out what standard input says."""
+    job = job_of(shape)
+    own = _Agent("reader", job.target)
+    arguments = ("sender", str(shape.num_blocks), str(shape.block_bytes))
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(_program(*arguments))
+        metadata, address = _line(process).split()
+        assert process.stdin is not None
+        process.stdin.write(f"{_encoded(own.agent.get_agent_metadata())}\n")
+        process.stdin.flush()
+        peer = own.agent.add_remote_agent(base64.b64decode(metadata))
+        own.agent.make_connection(peer)
+        theirs = own.blocks(peer, int(address), shape)
+        ours = own.blocks("NIXL_INIT_AGENT", job.target.pool.data_ptr(), shape)
+        source_ids, target_ids = (np.array(ids, np.int32) for ids in (job.source_ids, job.target_ids))
+        for line in sys.stdin:
+            if line.strip() == "check":
+                job.check("bare NIXL")
+                _say("same")
+                continue
+            begin = time.perf_counter()
+            handle = own.agent.make_prepped_xfer("READ", ours, target_ids, theirs, source_ids)
+            state = own.agent.transfer(handle)
+            while state == "PROC":
+                state = own.agent.check_xfer_state(handle)
+            seconds = time.perf_counter() - begin
+            assert state == "DONE", state
+            own.agent.release_xfer_handle(handle)
+            _say(str(seconds))
+    os._exit(0)
+
+
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    role, num_blocks, block_bytes = sys.argv[1:]
+    {"reader": be_reader, "sender": be_sender}[role](Shape(int(num_blocks), int(block_bytes)))

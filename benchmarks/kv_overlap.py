@@ -1,0 +1,83 @@
+"""What a hand-over costs a request: how much of the copy hides behind the prompt's computation, and the gap it leaves.
+
+Real processes (`kvbaton up`), shipped defaults, one request at a time; the figures are the ones that every answer brings.
+"""
+
+import asyncio
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from tests.service import Answer, counter, generate, running_service
+
+_NUM_WARM_UPS, _NUM_TOKENS = 3, 32
+_MAX_GAP_SECONDS, _MIN_HIDDEN_SHARE = 0.003, 0.8
+_BYTES = "kvbaton_transfer_bytes_total"
+
+
+def measure_overlap(model: str | None, num_tokens: int, num_requests: int) -> dict[str, Any]:
+    """By transport. model: a checkpoint's folder, None is the demo model; num_tokens: of every prompt."""
+    return {
+        transport: asyncio.run(_over(transport, model, num_tokens, num_requests))
+        for transport in ("shm", "tcp")
+    }
+
+
+async def _over(transport: str, model: str | None, num_tokens: int, num_requests: int) -> dict[str, Any]:
+    arguments = ["--prefill", "1", "--decode", "1", "--transport", transport]
+    arguments += [] if model is None else ["--model", model]
+    with tempfile.TemporaryDirectory() as folder:
+        async with running_service(Path(folder), *arguments) as service:
+            async with grpc.aio.insecure_channel(service.grpc) as channel:
+                stub: Any = inference_pb2_grpc.InferenceStub(channel)
+                answers = [
+                    await generate(stub, _request(number, num_tokens))
+                    for number in range(_NUM_WARM_UPS + num_requests)
+                ]
+            num_bytes = counter(await service.metrics("decode"), _BYTES, transport=transport)
+    return _summary(answers[_NUM_WARM_UPS:]) | {"bytes_per_request": num_bytes / len(answers)}
+
+
+def _request(number: int, num_tokens: int) -> pb.GenerateRequest:
+    """A prompt that shares no block with another one."""
+    ids = [300 + (number * 37 + position * (number + 1)) % 1100 for position in range(num_tokens)]
+    sampling = pb.SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True, temperature=0.0)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling)
+
+
+def _summary(answers: list[Answer]) -> dict[str, Any]:
+    """Medians and raw samples, in seconds.
+
+    An answer tells how much copying was over before the last range was published, and the time from there until all was
+    verified (which has waiting in it), but not how much of that was copying. So the hidden share lies between
+    hidden_share_at_least (none of it was) and hidden_share_at_most (all of it was).
+    """
+    timings = [answer.timings for answer in answers if answer.timings is not None]
+    gaps = [timing.transfer + timing.first_decode_step for timing in timings]
+    between = [timing.decode / (_NUM_TOKENS - 2) for timing in timings]
+    moved = [timing for timing in timings if timing.transfer_hidden > 0]
+    extra = [gap - itl for gap, itl in zip(gaps, between, strict=True)]
+    raw = {
+        "hidden_share_at_least": [max(0.0, 1 - one.transfer / one.transfer_hidden) for one in moved],
+        "hidden_share_at_most": [1 - one.transfer / (one.transfer_hidden + one.transfer) for one in moved],
+        "transfer_exposed": [timing.transfer for timing in timings],
+        "transfer_hidden": [timing.transfer_hidden for timing in timings],
+        "prefill": [timing.prefill for timing in timings],
+        "first_decode_step": [timing.first_decode_step for timing in timings],
+        "gap_token_0_to_1": gaps,
+        "inter_token_latency": between,
+        "gap_minus_inter_token_latency": extra,
+    }
+    medians = {name: statistics.median(samples) for name, samples in raw.items()}
+    return {
+        "medians": medians,
+        "is_hidden": medians["hidden_share_at_least"] >= _MIN_HIDDEN_SHARE,
+        "is_gap_small": medians["gap_minus_inter_token_latency"] <= _MAX_GAP_SECONDS,
+        "gap_over_inter_token_latency": medians["gap_token_0_to_1"] / medians["inter_token_latency"],
+        "samples": raw,
+    }

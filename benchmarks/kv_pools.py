@@ -1,0 +1,162 @@
+"""Two pools of KV blocks on one machine, the same scattered blocks on both sides, and rounds that compare ways to copy.
+
+What is compared takes turns: a round runs every way once, and each round begins with another one. So a ratio is
+between runs that are milliseconds apart, and what else the machine does hits both.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from contract.layout import KVLayout
+from engine.kv_cache.memory import MappedKVMemory
+from kv_transfer.orders import PullJob
+from kv_transfer.transport import LeaseName, Read, Source
+
+LEASE = LeaseName("benchmark", 0, "lease")
+Way = Callable[[], float | None]
+"""Moves everything once. Returns its seconds where it has measured them itself, else the caller's clock counts."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """So many blocks of so many bytes."""
+
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def name(self) -> str:
+        """As in the results."""
+        return f"{self.num_blocks} x {self.block_bytes // 1024} KiB"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def layout(self) -> KVLayout:
+        """One whose blocks have this size."""
+        return KVLayout(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=self.block_bytes // 128,
+            block_size=16,
+            dtype="float32",
+        )
+
+    def order(self, seed: int) -> list[int]:
+        """All blocks of a pool in random order."""
+        return random.Random(seed).sample(range(self.num_blocks), self.num_blocks)
+
+    def source_pool(self) -> MappedKVMemory:
+        """A pool in which every block has a content of its own, the same in every process."""
+        memory = MappedKVMemory(self.layout, self.num_blocks)
+        for block_id in range(self.num_blocks):
+            memory.write_view(block_id)[:] = random.Random(block_id).randbytes(4096) * (
+                self.block_bytes // 4096
+            )
+        return memory
+
+    def empty_pool(self) -> MappedKVMemory:
+        """A pool of zeros, whose pages are there."""
+        memory = MappedKVMemory(self.layout, self.num_blocks)
+        memory.pool.fill_(0.0)
+        return memory
+
+
+SHAPES = (Shape(256, 32 * 1024), Shape(4096, 16 * 1024), Shape(1, 64 * 2**20))
+
+
+@dataclass
+class Job:
+    """What every way has to do: ``source_ids[i]`` of the one pool to ``target_ids[i]`` of the other.
+
+    source is this process's copy of what the sender's process lends.
+    """
+
+    shape: Shape
+    source: MappedKVMemory
+    target: MappedKVMemory
+    source_ids: list[int]
+    target_ids: list[int]
+    digests: tuple[int, ...] = field(default=())
+
+    def pull(self, where: Source) -> PullJob:
+        """As the control half would order it."""
+        return PullJob(
+            key="benchmark",
+            source=where,
+            name=LEASE,
+            first_block=0,
+            block_ids=tuple(self.target_ids),
+            digests=self.digests,
+            seeds=tuple(range(self.shape.num_blocks)),
+            read=Read(),
+        )
+
+    def check(self, way: str) -> None:
+        """Raise AssertionError unless every block is where it should be; then wipe the target."""
+        for source_id, target_id in zip(self.source_ids, self.target_ids, strict=True):
+            if self.source.read_view(source_id) != self.target.read_view(target_id):
+                raise AssertionError(f"{way} left other bytes in block {target_id} of {self.shape.name}")
+        self.target.pool.fill_(0.0)
+
+
+def job_of(shape: Shape) -> Job:
+    """Both pools of this process, and the blocks' orders, which the sender's process draws as well."""
+    return Job(shape, shape.source_pool(), shape.empty_pool(), shape.order(1), shape.order(2))
+
+
+def compare(job: Job, ways: Mapping[str, Way], num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of every way in every round. The first and the last round of each are checked; the first is not counted."""
+    _check_all(job, ways)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(num_rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            begin = time.perf_counter()
+            own = ways[name]()
+            seconds[name].append(time.perf_counter() - begin if own is None else own)
+    _check_all(job, ways)
+    return seconds
+
+
+def _check_all(job: Job, ways: Mapping[str, Way]) -> None:
+    """One round that is not counted. A way that measures itself has a target of its own, and looks after it."""
+    for name, way in ways.items():
+        job.target.pool.fill_(0.0)
+        if way() is None:
+            job.check(name)
+
+
+def speeds(shape: Shape, seconds: Mapping[str, list[float]]) -> dict[str, dict[str, object]]:
+    """Median, best and raw samples by way."""
+    return {
+        name: {
+            "gb_per_s_median": round(shape.num_bytes / 1e9 / statistics.median(samples), 3),
+            "gb_per_s_best": round(shape.num_bytes / 1e9 / min(samples), 3),
+            "seconds": [round(sample, 6) for sample in samples],
+        }
+        for name, samples in seconds.items()
+    }
+
+
+def ratio(seconds: Mapping[str, list[float]], ours: str, theirs: str, goal: float) -> dict[str, object]:
+    """How fast ``ours`` is beside ``theirs``: the median over the rounds of the ratio within a round, and its quartiles."""
+    ratios = [other / own for own, other in zip(seconds[ours], seconds[theirs], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    of_medians = statistics.median(seconds[theirs]) / statistics.median(seconds[ours])
+    return {
+        "of": f"{ours} / {theirs}",
+        "median": round(middle, 3),
+        "quartiles": [round(low, 3), round(high, 3)],
+        "of_medians": round(of_medians, 3),
+        "of_bests": round(min(seconds[theirs]) / min(seconds[ours]), 3),
+        "goal": goal,
+        "is_reached": middle >= goal,
+    }

@@ -1,0 +1,115 @@
+"""``python -m benchmarks.kv_transfer``: how near the transports come to the wire, to ``results/kv_transfer.json``.
+
+Sections, all of them unless ``--only shm,tcp`` says which: ``shm`` beside memcpy between two pools of one process, ``tcp``
+beside a bare loop over sockets and NIXL's TCP, ``nixl`` beside a bare NIXL script, ``overlap`` through real workers. Ways
+take turns, and the first and the last round of each are checked byte by byte.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.facts import write_result
+from benchmarks.kv_held import held_up
+from benchmarks.kv_nixl import TCP_ONLY, over_bare_nixl
+from benchmarks.kv_overlap import measure_overlap
+from benchmarks.kv_pools import SHAPES, Job, Way, compare, job_of, ratio, speeds
+from benchmarks.kv_ways import memcpy_in_c, memcpy_in_python, over_bare_sockets, over_transport
+from kv_transfer.transports.nixl_library import why_missing
+
+_MUST, _MUST_WITH_DIGESTS, _MUST_OF_NIXL_TCP = 0.9, 0.8, 2.0
+Section = Callable[[Job, int], dict[str, Any]]
+
+
+def main() -> None:
+    """Run the sections, print what they reached, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="shm,tcp,nixl,overlap", help="sections, separated by commas")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--model", help="overlap: a checkpoint's folder; the demo model without it")
+    parser.add_argument("--prompt-tokens", type=int, default=1500, help="overlap: length of the prompts")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {"num_rounds": given.rounds, "load_average": {"start": os.getloadavg()}}
+    for section in given.only.split(","):
+        if section == "overlap":
+            figures[section] = measure_overlap(given.model, given.prompt_tokens, num_requests=15)
+        else:
+            figures[section] = _all_shapes(section, _SECTIONS[section], given.rounds)
+        figures["load_average"][section] = os.getloadavg()
+        _print(section, figures[section])
+    sys.stdout.write(f"{write_result('kv_transfer', figures)}\n")
+
+
+def _all_shapes(name: str, section: Section, num_rounds: int) -> dict[str, Any]:
+    missing = why_missing() if name == "nixl" else None
+    if missing is not None:
+        return {"left out": missing}
+    return {shape.name: section(job_of(shape), num_rounds) for shape in SHAPES}
+
+
+def _print(section: str, found: dict[str, Any]) -> None:
+    for name, part in found.items():
+        lines = part.get("ratios") or [part.get("medians")] if isinstance(part, dict) else [part]
+        for line in [*lines, part.get("held_up_microseconds") if isinstance(part, dict) else None]:
+            if line is not None:
+                sys.stdout.write(f"{section} {name}: {json.dumps(line)}\n")
+
+
+def _shm(job: Job, num_rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, over_transport("shm", job) as (fetch, pull):
+        ways: dict[str, Way] = {"memcpy, Python": memcpy_in_python(job), "shm": fetch, "shm, digests": pull}
+        in_c = memcpy_in_c(job, Path(folder))
+        if in_c is not None:
+            ways["memcpy, C"] = in_c
+        seconds = compare(job, ways, num_rounds)
+        held = held_up(fetch)
+    ratios = [
+        ratio(seconds, ours, name, goal)
+        for ours, goal in (("shm", _MUST), ("shm, digests", 0.0))
+        for name in ways
+        if name.startswith("memcpy")
+    ]
+    return {"speeds": speeds(job.shape, seconds), "ratios": ratios, "held_up_microseconds": held}
+
+
+def _tcp(job: Job, num_rounds: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        fetch, pull = stack.enter_context(over_transport("tcp", job))
+        bare = stack.enter_context(over_bare_sockets(job))
+        seconds = compare(job, {"bare sockets": bare, "tcp": fetch, "tcp, digests": pull}, num_rounds)
+        held = held_up(fetch)
+        ratios = [
+            ratio(seconds, "tcp", "bare sockets", _MUST),
+            ratio(seconds, "tcp, digests", "bare sockets", _MUST_WITH_DIGESTS),
+        ]
+        found = speeds(job.shape, seconds)
+        if why_missing() is None:  # by itself: the script's sender polls, which would cost the others
+            nixl = stack.enter_context(over_bare_nixl(job, TCP_ONLY))
+            beside = compare(job, {"tcp": fetch}, num_rounds) | compare(
+                job, {"bare NIXL, TCP": nixl}, num_rounds
+            )
+            ratios.append(ratio(beside, "tcp", "bare NIXL, TCP", _MUST_OF_NIXL_TCP))
+            found |= {"bare NIXL, TCP": speeds(job.shape, beside)["bare NIXL, TCP"]}
+    return {"speeds": found, "ratios": ratios, "held_up_microseconds": held}
+
+
+def _nixl(job: Job, num_rounds: int) -> dict[str, Any]:
+    with over_transport("nixl", job) as (fetch, pull), over_bare_nixl(job) as bare:
+        seconds = compare(job, {"bare NIXL": bare, "nixl": fetch, "nixl, digests": pull}, num_rounds)
+    ratios = [ratio(seconds, "nixl", "bare NIXL", _MUST), ratio(seconds, "nixl, digests", "bare NIXL", 0.0)]
+    return {"speeds": speeds(job.shape, seconds), "ratios": ratios}
+
+
+_SECTIONS: dict[str, Section] = {"shm": _shm, "tcp": _tcp, "nixl": _nixl}
+
+if __name__ == "__main__":
+    main()

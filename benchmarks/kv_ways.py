@@ -1,0 +1,245 @@
+"""The ways to move blocks that are compared: memcpy, bare sockets, and this project's transports.
+
+Whoever lends has a process of its own, started by ``lender``; what it shall do next is told through a pipe.
+"""
+
+import ctypes
+import multiprocessing
+import queue
+import shutil
+import socket
+import struct
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import xxhash
+
+from benchmarks.kv_pools import LEASE, Job, Shape, Way
+from engine.kv_cache.memory import MappedKVMemory
+from kv_transfer import events as ev
+from kv_transfer.counters import Completions, Counters
+from kv_transfer.data import DataHalf
+from kv_transfer.leases import Sessions
+from kv_transfer.transport import (
+    MAX_PIECE_BLOCKS,
+    MAX_PIECE_BYTES,
+    LeaseName,
+    Read,
+    ReadRequest,
+    Source,
+    write_views,
+)
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.lending import Lending
+from kv_transfer.transports.registry import open_transport
+
+_TOKEN = "token"
+_WAIT_SECONDS = 60.0
+_C_LOOP = """
+#include <string.h>
+void copy_blocks(char *to, const char *from, const long *to_ids, const long *from_ids, long count, long size) {
+    for (long i = 0; i < count; i++) memcpy(to + to_ids[i] * size, from + from_ids[i] * size, size);
+}
+"""
+
+
+def memcpy_in_python(job: Job) -> Way:
+    """A loop over memoryviews: the fastest that Python itself can do (numpy, torch and ctypes cost more per block)."""
+    size = job.shape.block_bytes
+
+    def copy() -> None:
+        source, target = job.source.pool_view, job.target.pool_view
+        for source_id, target_id in zip(job.source_ids, job.target_ids, strict=True):
+            target[target_id * size : (target_id + 1) * size] = source[
+                source_id * size : (source_id + 1) * size
+            ]
+
+    return copy
+
+
+def memcpy_in_c(job: Job, folder: Path) -> Way | None:
+    """A loop in C over the same lists, compiled now; None without a compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None
+    code, library = folder / "copy.c", folder / "copy.so"
+    code.write_text(_C_LOOP)
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True)
+    copy_blocks = ctypes.CDLL(str(library)).copy_blocks
+    whole = ctypes.c_char * job.shape.num_bytes
+    target, source = whole.from_buffer(job.target.pool_view), whole.from_buffer(job.source.pool_view)
+    ids = [array("l", block_ids) for block_ids in (job.target_ids, job.source_ids)]
+    lists = [(ctypes.c_long * len(block_ids)).from_buffer(block_ids) for block_ids in ids]
+    count, size = ctypes.c_long(job.shape.num_blocks), ctypes.c_long(job.shape.block_bytes)
+
+    def copy() -> None:
+        copy_blocks(target, source, *lists, count, size)
+
+    return copy
+
+
+@contextmanager
+def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
+    """(without, with digests): block lists to bytes in place, and a pull order to the report that all is verified."""
+    with tempfile.TemporaryDirectory() as folder, lender(_lend, name, job.shape, Path(folder)) as pipe:
+        address = pipe.recv_bytes().decode()
+        digests = array("Q", pipe.recv_bytes())
+        where = Source("p", "sender", address, _TOKEN, name)
+        opened = open_transport(name, _context("reader", Path(folder)))
+        job.digests = tuple(digests)
+        reports = _Reports()
+        data = DataHalf(opened.receiver, Counters(), Completions(), [name])
+        data.attach(Lending({name: opened.sender}), reports)
+        data.start(job.target)
+
+        def fetch() -> None:
+            request = ReadRequest(LEASE, list(range(job.shape.num_blocks)))
+            opened.receiver.fetch(where, request, write_views(job.target, job.target_ids), Read())
+
+        def pull() -> None:
+            data.post_pull(job.pull(where))
+            reports.expect_verified()
+
+        try:
+            yield fetch, pull
+        finally:
+            data.close()
+
+
+class _Reports:
+    """What a data half tells; see ``kv_transfer.data.DataReports``."""
+
+    def __init__(self) -> None:
+        self._ends: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def expect_verified(self) -> None:
+        """Wait for the end of the one pull that runs. Raises AssertionError for any other end."""
+        end = self._ends.get(timeout=_WAIT_SECONDS)
+        if not isinstance(end, ev.PieceVerified):
+            raise AssertionError(f"a pull ended with {end}")
+
+    def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
+        """A pull goes on or ends."""
+        if not isinstance(event, ev.PieceLanded):
+            self._ends.put(event)
+
+    def send_event(self, key: str, event: ev.SendEvent) -> None:
+        """Nothing is lent here."""
+
+    def lease_idle(self, name: LeaseName) -> None:
+        """Nothing is lent here."""
+
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        """A bug."""
+        self._ends.put(error)
+
+
+@contextmanager
+def over_bare_sockets(job: Job) -> Iterator[Way]:
+    """One ``sendmsg`` and one ``recvmsg_into`` per piece of the same size, and nothing else: no words, no checks.
+
+    The views are made beforehand. Faster variants were looked for: both ends wait in the kernel (``MSG_WAITALL``).
+    """
+    pieces = _pieces(job.target, job.target_ids)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with lender(_send_bare, job.shape, address), listener.accept()[0] as sock:
+            sock.settimeout(None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(_WAIT_SECONDS), 0))
+
+            def fetch() -> None:
+                sock.sendall(b"g")
+                for piece in pieces:
+                    _receive(sock, piece)
+
+            yield fetch
+
+
+def _receive(sock: socket.socket, piece: list[memoryview]) -> None:
+    wanted = sum(map(len, piece))
+    while wanted:
+        count = sock.recvmsg_into(piece, 0, socket.MSG_WAITALL)[0]
+        assert count, "the sender is gone"
+        wanted -= count
+        piece = _after(piece, count) if wanted else []
+
+
+def _send_bare(pipe: Connection, shape: Shape, address: tuple[str, int]) -> None:
+    """The sender's process: everything, whenever a byte comes."""
+    pieces = _pieces(shape.source_pool(), shape.order(1))
+    with socket.create_connection(address) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(None)
+        while sock.recv(1):
+            for piece in pieces:
+                wanted = sum(map(len, piece))
+                while wanted:
+                    count = sock.sendmsg(piece)
+                    wanted -= count
+                    piece = _after(piece, count) if wanted else []
+
+
+def _pieces(memory: MappedKVMemory, block_ids: Sequence[int]) -> list[list[memoryview]]:
+    """The blocks' views, cut as the ``tcp`` transport cuts a read."""
+    views = list(write_views(memory, block_ids))
+    step = max(1, min(MAX_PIECE_BLOCKS, MAX_PIECE_BYTES // memory.layout.block_bytes))
+    return [views[start : start + step] for start in range(0, len(views), step)]
+
+
+def _after(piece: list[memoryview], count: int) -> list[memoryview]:
+    for position, view in enumerate(piece):
+        if count < len(view):
+            return [view[count:], *piece[position + 1 :]]
+        count -= len(view)
+    return []
+
+
+@contextmanager
+def lender(work: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """A process that runs ``work(its end of a pipe, *arguments)``; told to end by the pipe's closing."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=work, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        with ours:
+            yield ours
+    finally:
+        process.join(_WAIT_SECONDS)
+
+
+def _lend(pipe: Connection, transport: str, shape: Shape, folder: Path) -> None:
+    """The sender's process of a transport: all blocks under one lease. Says its address, then the digests."""
+    sender = open_transport(transport, _context("sender", folder)).sender
+    memory = shape.source_pool()
+    order = shape.order(1)
+    sender.start(memory)
+    sender.publish(LEASE, order)
+    pipe.send_bytes(sender.address.encode())
+    pipe.send_bytes(array("Q", digests(memory, order)).tobytes())
+    try:
+        pipe.recv_bytes()
+    except EOFError:
+        sender.close()
+
+
+def digests(memory: MappedKVMemory, block_ids: Sequence[int]) -> list[int]:
+    """What a sender announces; block i of the lease is seeded with i."""
+    return [
+        xxhash.xxh3_64_intdigest(memory.read_view(block_id), seed=index)
+        for index, block_id in enumerate(block_ids)
+    ]
+
+
+def _context(boot_id: str, folder: Path) -> TransportContext:
+    sessions = Sessions()
+    sessions.begin(_TOKEN)
+    return TransportContext(
+        "127.0.0.1", None, 0, boot_id, _WAIT_SECONDS, sessions, lambda _: None, shm_dir=folder
+    )
