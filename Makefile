@@ -17,7 +17,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
 
-.PHONY: help install demo test test-slow mutants soak check format format-check lint types imports sizes protos \
+.PHONY: help install demo test test-slow mutants explore soak check format format-check lint types imports sizes protos \
 	protos-check settings-docs settings-docs-check gpu-check test-docker lock clean
 
 help: ## list the targets
@@ -53,6 +53,9 @@ test-docker: install ## build the images and run the compose stack; needs a Dock
 
 mutants: install ## break one law at a time in a copy; a named test must see each (ARGS="--sample 3", or names)
 	$(BIN)/python -m tools.mutants $(ARGS)
+
+explore: install ## explore the hand-over's protocol exhaustively, for small sizes; prints a trace where a law breaks
+	$(BIN)/python -m pytest tests/protocol -s $(ARGS)
 
 soak: install ## run the chaos tests' large counts once (a quarter of an hour); writes benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.soak $(ARGS)
