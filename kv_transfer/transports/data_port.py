@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from contract.errors import TransferError
-from kv_transfer.framing import format_address, read_frame, write_frame
+from kv_transfer.framing import format_address
 from kv_transfer.listening import Listener
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_stream import DataStream
+from kv_transfer.transports.tcp_wire import DataHello, DataReply, DataStatus
 
 logger = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
@@ -25,7 +26,8 @@ class Visit:
     """One connection. token: empty until it was shown; up to ``greet_by`` (monotonic) there is time for that."""
 
     def __init__(self, sock: socket.socket, greet_by: float) -> None:
-        self.sock, self.greet_by = sock, greet_by
+        self.sock, self.stream = sock, DataStream(sock)
+        self.greet_by = greet_by
         self.token = ""
         self._lock = threading.Lock()
         self._is_kept = self._is_over = False
@@ -56,7 +58,7 @@ class DataPort:
     """Owns the port, its threads and its connections; each ends with the session that it was opened for.
 
     serve: speaks with a peer whose token is good, over a blocking socket; called in the connection's thread. It raises
-    OSError or TransferError at the end.
+    OSError or TransferError at the end. A peer that takes no byte for ``read_timeout_seconds`` ends its connection.
     """
 
     def __init__(self, context: TransportContext, name: str, serve: Callable[[Visit], None]) -> None:
@@ -134,9 +136,9 @@ class DataPort:
         try:
             visit.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             visit.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            visit.sock.settimeout(self._patience_seconds)
+            visit.stream.wait_at_most(self._patience_seconds, self._patience_seconds)
             if self._greet(visit):
-                visit.sock.settimeout(None)
+                visit.stream.wait_at_most(0, self._patience_seconds)  # the next word may be long in coming
                 self._talk(visit)
         except (OSError, TransferError) as error:
             logger.debug("%s: a connection ended: %s", self._name, error)
@@ -148,15 +150,14 @@ class DataPort:
                 visit.sock.close()
 
     def _greet(self, visit: Visit) -> bool:
-        token = read_frame(visit.sock, DataHello, MAX_DATA_FRAME_BYTES).token
+        token = visit.stream.hear(DataHello).token
         with self._lock:
             visit.token = token
-        is_known = (
-            token in self._sessions
-        )  # looked up behind the line above: else an end in between is missed
+        # Looked up behind the line above: else the end of a session in between is missed.
+        is_known = token in self._sessions
         status = DataStatus.OK if is_known else DataStatus.DENIED
         message = "" if is_known else "no control link stands behind this connection"
-        write_frame(visit.sock, DataReply(status, message), MAX_DATA_FRAME_BYTES)
+        visit.stream.say(DataReply(status, message).padded())
         return is_known
 
     def _end_session(self, token: str) -> None:

@@ -77,26 +77,23 @@ class NixlSender:
 
     def _talk(self, visit: Visit) -> None:
         """Answer a reader."""
-        write_frame(visit.sock, self._welcome, MAX_NIXL_FRAME_BYTES)
-        is_reading = self._welcome.status is DataStatus.OK
+        answer: NixlWelcome | NixlGrant = self._welcome
         while True:
-            ask = self._hear_reader(visit) if is_reading else self._hear(visit)
-            grant = self._verdict(ask)
-            write_frame(visit.sock, grant, MAX_NIXL_FRAME_BYTES)
-            is_reading = bool(grant.block_ids)
+            may_read = answer.status is DataStatus.OK and (
+                isinstance(answer, NixlWelcome) or bool(answer.block_ids)
+            )
+            ask = self._say_to_reader(visit, answer) if may_read else _say(visit, answer)
+            answer = self._verdict(ask)
 
-    def _hear(self, visit: Visit) -> NixlAsk:
-        return read_frame(visit.sock, NixlAsk, MAX_NIXL_FRAME_BYTES)
-
-    def _hear_reader(self, visit: Visit) -> NixlAsk:
-        """Drive the library on until the reader says that it is done, or dies.
+    def _say_to_reader(self, visit: Visit, answer: NixlWelcome | NixlGrant) -> NixlAsk:
+        """Say that it may read, and drive the library on until it says that it is done, or dies.
 
         Also when its session is over: else its read might never become terminal, and hold its blocks for ever.
         """
         self._owner.begin_serving()
         try:
             with visit.kept_open():
-                return self._hear(visit)
+                return _say(visit, answer)
         finally:
             self._owner.end_serving()
 
@@ -111,6 +108,12 @@ class NixlSender:
         except StaleLeaseError as error:
             return NixlGrant(DataStatus.STALE, error.message)
         return NixlGrant(DataStatus.OK)
+
+
+def _say(visit: Visit, answer: NixlWelcome | NixlGrant) -> NixlAsk:
+    """Answer, and hear the next question."""
+    write_frame(visit.sock, answer, MAX_NIXL_FRAME_BYTES)
+    return read_frame(visit.sock, NixlAsk, MAX_NIXL_FRAME_BYTES)
 
 
 def _why_slower(pool: Region) -> str | None:
