@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
 from kv_transfer.orders import PullJob
-from kv_transfer.transport import LeaseName, Read, Source
+from kv_transfer.transport import LeaseName, RangeGrant, Read, Source
 
 LEASE = LeaseName("benchmark", 0, "lease")
 Way = Callable[[], float | None]
@@ -84,6 +84,7 @@ class Job:
     source_ids: list[int]
     target_ids: list[int]
     digests: tuple[int, ...] = field(default=())
+    grants: tuple[RangeGrant, ...] = field(default=())
 
     def pull(self, where: Source) -> PullJob:
         """As the control half would order it."""
@@ -96,6 +97,7 @@ class Job:
             digests=self.digests,
             seeds=tuple(range(self.shape.num_blocks)),
             read=Read(),
+            grants=self.grants,
         )
 
     def check(self, way: str) -> None:

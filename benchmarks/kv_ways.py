@@ -17,21 +17,21 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import xxhash
+import msgspec
 
 from benchmarks.kv_pools import LEASE, Job, Shape, Way
 from engine.kv_cache.memory import MappedKVMemory
 from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf
+from kv_transfer.data import DataHalf, digest_of
 from kv_transfer.leases import Sessions
 from kv_transfer.transport import (
-    MAX_PIECE_BLOCKS,
-    MAX_PIECE_BYTES,
     LeaseName,
+    RangeGrant,
     Read,
     ReadRequest,
     Source,
+    blocks_per_piece,
     write_views,
 )
 from kv_transfer.transports.context import TransportContext
@@ -89,6 +89,7 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
     with tempfile.TemporaryDirectory() as folder, lender(_lend, name, job.shape, Path(folder)) as pipe:
         address = pipe.recv_bytes().decode()
         digests = array("Q", pipe.recv_bytes())
+        job.grants = msgspec.msgpack.decode(pipe.recv_bytes(), type=tuple[RangeGrant, ...])
         where = Source("p", "sender", address, _TOKEN, name)
         opened = open_transport(name, _context("reader", Path(folder)))
         job.digests = tuple(digests)
@@ -98,7 +99,7 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
         data.start(job.target)
 
         def fetch() -> None:
-            request = ReadRequest(LEASE, list(range(job.shape.num_blocks)))
+            request = ReadRequest(LEASE, list(range(job.shape.num_blocks)), job.grants)
             opened.receiver.fetch(where, request, write_views(job.target, job.target_ids), Read())
 
         def pull() -> None:
@@ -187,7 +188,7 @@ def _send_bare(pipe: Connection, shape: Shape, address: tuple[str, int]) -> None
 def _pieces(memory: MappedKVMemory, block_ids: Sequence[int]) -> list[list[memoryview]]:
     """The blocks' views, cut as the ``tcp`` transport cuts a read."""
     views = list(write_views(memory, block_ids))
-    step = max(1, min(MAX_PIECE_BLOCKS, MAX_PIECE_BYTES // memory.layout.block_bytes))
+    step = blocks_per_piece(memory.layout.block_bytes)
     return [views[start : start + step] for start in range(0, len(views), step)]
 
 
@@ -215,26 +216,29 @@ def lender(work: Callable[..., None], *arguments: object) -> Iterator[Connection
 
 
 def _lend(pipe: Connection, transport: str, shape: Shape, folder: Path) -> None:
-    """The sender's process of a transport: all blocks under one lease. Says its address, then the digests."""
+    """The sender's process of a transport: all blocks under one lease. Says its address, the digests, the grants."""
     sender = open_transport(transport, _context("sender", folder)).sender
-    memory = shape.source_pool()
-    order = shape.order(1)
-    sender.start(memory)
-    sender.publish(LEASE, order)
+    lending, memory, order = Lending({transport: sender}), shape.source_pool(), shape.order(1)
+    lending.start(memory)
+    step = blocks_per_piece(shape.block_bytes)
+    grants = [
+        RangeGrant(
+            start, len(order[start : start + step]), dict(lending.publish(LEASE, order[start : start + step]))
+        )
+        for start in range(0, len(order), step)
+    ]
     pipe.send_bytes(sender.address.encode())
     pipe.send_bytes(array("Q", digests(memory, order)).tobytes())
+    pipe.send_bytes(msgspec.msgpack.encode(grants))
     try:
         pipe.recv_bytes()
     except EOFError:
-        sender.close()
+        lending.close()
 
 
 def digests(memory: MappedKVMemory, block_ids: Sequence[int]) -> list[int]:
     """What a sender announces; block i of the lease is seeded with i."""
-    return [
-        xxhash.xxh3_64_intdigest(memory.read_view(block_id), seed=index)
-        for index, block_id in enumerate(block_ids)
-    ]
+    return [digest_of(memory.read_view(block_id), index) for index, block_id in enumerate(block_ids)]
 
 
 def _context(boot_id: str, folder: Path) -> TransportContext:

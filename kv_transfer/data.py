@@ -27,11 +27,14 @@ from kv_transfer.transport import (
     ReadStoppedError,
     ReceiverTransport,
     Source,
+    blocks_per_piece,
+    grants_within,
     write_views,
 )
 from kv_transfer.transports.lending import Lending
 
 logger = logging.getLogger(__name__)
+_DIGESTED_AT_ONCE = 2**20
 
 
 class DataReports(Protocol):
@@ -150,20 +153,28 @@ class DataHalf:
         self._reports.thread_failed(threading.current_thread().name, error)
 
     def _publish(self, order: PublishOrder) -> None:
-        outcome: ev.SendEvent
-        try:
-            digests = tuple(
-                self._digest(block_id, seed)
-                for block_id, seed in zip(order.block_ids, order.seeds, strict=True)
-            )
-            grants = self._lending.publish(order.name, order.block_ids)
-            outcome = ev.RangeReady(order.first_block, digests, grants)
-        except Exception as error:  # the boundary of a job: its transfer fails, the others go on
-            logger.exception("publishing blocks of %s failed", order.key)
-            outcome = ev.RangeFailed(
-                order.first_block, len(order.block_ids), ErrorKind.INTERNAL, f"publishing failed: {error}"
-            )
-        self._reports.send_event(order.key, outcome)
+        """Range by range: the receiver copies and verifies one while the next is being digested."""
+        step, num_blocks = blocks_per_piece(self._memory.layout.block_bytes), len(order.block_ids)
+        for start in range(0, num_blocks, step):
+            outcome: ev.SendEvent
+            try:
+                outcome = self._publish_range(order, start, min(start + step, num_blocks))
+            except Exception as error:  # the boundary of a job: its transfer fails, the others go on
+                logger.exception("publishing blocks of %s failed", order.key)
+                first, what = order.first_block + start, f"publishing failed: {error}"
+                outcome = ev.RangeFailed(first, num_blocks - start, ErrorKind.INTERNAL, what)
+            self._reports.send_event(order.key, outcome)
+            if isinstance(outcome, ev.RangeFailed):
+                return
+
+    def _publish_range(self, order: PublishOrder, start: int, end: int) -> ev.RangeReady:
+        block_ids, seeds = order.block_ids[start:end], order.seeds[start:end]
+        digests = tuple(
+            digest_of(self._memory.read_view(block_id), seed)
+            for block_id, seed in zip(block_ids, seeds, strict=True)
+        )
+        grants = self._lending.publish(order.name, block_ids)
+        return ev.RangeReady(order.first_block + start, digests, grants)
 
     def _pull(self, job: PullJob) -> None:
         self._finish(job, partial(self._move_and_verify, job))
@@ -194,15 +205,16 @@ class DataHalf:
 
     def _move_and_verify(self, job: PullJob) -> ev.FetchEvent:
         views = write_views(self._memory, job.block_ids)
-        count, begin = len(views), time.monotonic()
+        begin = time.monotonic()
         if job.conversion is not None:
             self._convert(job, job.conversion, views)
-            self._reports.fetch_event(job.key, ev.PieceLanded(count, begin, time.monotonic()))
-            return ev.PieceVerified(count, time.monotonic())
-        self._read(job, job.first_block, views)
-        self._reports.fetch_event(job.key, ev.PieceLanded(count, begin, time.monotonic()))
-        self._verify_all(job, job.first_block, views)
-        return ev.PieceVerified(count, time.monotonic())
+            self._tell_landed(job, len(views), begin, time.monotonic())
+        else:
+            self._read(job, job.first_block, views, partial(self._tell_landed, job))
+        return ev.PieceVerified(len(views), time.monotonic())
+
+    def _tell_landed(self, job: PullJob, num_blocks: int, begin: float, end: float) -> None:
+        self._reports.fetch_event(job.key, ev.PieceLanded(num_blocks, begin, end))
 
     def _convert(self, job: PullJob, conversion: Conversion, views: Sequence[memoryview]) -> None:
         """Piece by piece: read the sender's blocks into staging, verify them there, and only then write ours."""
@@ -216,18 +228,38 @@ class DataHalf:
                 content = buffer[: len(sources) * block_bytes]
                 staged = [content[at : at + block_bytes] for at in range(0, len(content), block_bytes)]
                 self._read(job, sources.start, staged)
-                self._verify_all(job, sources.start, staged)
                 targets = views[first - ours : end - ours]
                 convert_blocks(plan, {0: (sources.start, content)}, first, targets, conversion.num_tokens)
         self._counters.add("transfer_converted_blocks_total", len(views))
 
-    def _read(self, job: PullJob, first_block: int, views: Sequence[memoryview]) -> None:
+    def _read(
+        self,
+        job: PullJob,
+        first_block: int,
+        views: Sequence[memoryview],
+        told: Callable[[int, float, float], None] = lambda _num_blocks, _begin, _end: None,
+    ) -> None:
+        """Read, and verify each piece as it lands: while the next one is on its way, and this one is still in cache.
+
+        told: hears (blocks, begin, end) of each copy, before it is verified.
+        """
         count, transport = len(views), job.source.transport
-        request = ReadRequest(job.name, list(range(first_block, first_block + count)))
-        self._receiver.fetch(job.source, request, views, job.read)
+        num_verified, begin = 0, time.monotonic()
+
+        def verify(num_landed: int) -> None:
+            nonlocal num_verified, begin
+            if num_landed > num_verified:
+                told(num_landed - num_verified, begin, time.monotonic())
+                self._verify_all(job, first_block + num_verified, views[num_verified:num_landed])
+                num_verified, begin = num_landed, time.monotonic()
+
+        grants = tuple(grants_within(job.grants, first_block, first_block + count))
+        request = ReadRequest(job.name, list(range(first_block, first_block + count)), grants)
+        with job.read.telling(verify):
+            self._receiver.fetch(job.source, request, views, job.read)
+        verify(count)
         self._counters.add("transfer_blocks_total", count, transport=transport)
-        num_bytes = sum(view.nbytes for view in views)
-        self._counters.add("transfer_bytes_total", num_bytes, transport=transport)
+        self._counters.add("transfer_bytes_total", count * views[0].nbytes, transport=transport)
 
     def _verify_all(self, job: PullJob, first_block: int, views: Sequence[memoryview]) -> None:
         for offset, view in enumerate(views, start=first_block - job.first_block):
@@ -235,7 +267,7 @@ class DataHalf:
             self._verify(job, offset, view)
 
     def _verify(self, job: PullJob, offset: int, view: memoryview) -> None:
-        found = xxhash.xxh3_64_intdigest(view, seed=job.seeds[offset])
+        found = digest_of(view, job.seeds[offset])
         if found != job.digests[offset]:
             self._counters.add("transfer_digest_mismatches_total")
             raise TransferError(
@@ -248,6 +280,12 @@ class DataHalf:
         self._memory.commit(list(job.block_ids))
         return ev.CommitDone()
 
-    def _digest(self, block_id: int, seed: int) -> int:
-        digest: int = xxhash.xxh3_64_intdigest(self._memory.read_view(block_id), seed=seed)
-        return digest
+
+def digest_of(block: memoryview, seed: int) -> int:
+    """What a block is announced and verified with. Python's lock can be had by others after every mebibyte."""
+    if block.nbytes <= _DIGESTED_AT_ONCE:
+        return int(xxhash.xxh3_64_intdigest(block, seed=seed))
+    digest = xxhash.xxh3_64(seed=seed)
+    for start in range(0, block.nbytes, _DIGESTED_AT_ONCE):
+        digest.update(block[start : start + _DIGESTED_AT_ONCE])
+    return int(digest.intdigest())

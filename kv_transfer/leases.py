@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.connector import KVMemory
-from kv_transfer.transport import FlatMemory, LeaseName, ReadRequest, StaleLeaseError, read_views
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, is_flat, read_views
 
 
 @dataclass
@@ -33,7 +33,7 @@ class LeaseBook:
 
     def extend(self, name: LeaseName, memory: KVMemory, block_ids: Sequence[int]) -> None:
         """Make ``block_ids`` readable as the next indices of this lease."""
-        views = read_views(memory, block_ids) if isinstance(memory, FlatMemory) else ()
+        views = read_views(memory, block_ids) if is_flat(memory) else ()
         with self._lock:
             lease = self._leases.setdefault(name, _Lease(memory))
             lease.views.extend(views)

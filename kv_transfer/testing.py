@@ -17,7 +17,7 @@ from contract.requests import EngineRequest
 from engine.connector import ConnectorPair, Drained, Failed, FirstToken, Published
 from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 
-NUM_EARLY_CHECKS = 4
+NUM_EARLY_CHECKS = 3
 """How often the ``shm`` receiver looks whether a read was stopped, up to and with its first block."""
 
 
@@ -112,8 +112,9 @@ class CorruptingReceiver:
         self._inner, self._block_index = inner, block_index
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Fetch, then damage."""
-        self._inner.fetch(source, request, views, read)
+        """Fetch, then damage; what lands is not told before, for it would be verified."""
+        with read.telling(lambda _num_blocks: None):
+            self._inner.fetch(source, request, views, read)
         for index, view in zip(request.indices, views, strict=True):
             if index == self._block_index:
                 view[len(view) // 2] ^= 0x10

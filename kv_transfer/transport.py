@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeVar, overload, runtime_checkable
+from typing import Annotated, Protocol, TypeGuard, TypeVar, overload, runtime_checkable
 
 import msgspec
 
 from contract.errors import TransferError
-from contract.layout import KVLayout
 from engine.connector import KVMemory
 
 MAX_PIECE_BYTES = 4 * 2**20
@@ -22,12 +21,21 @@ MAX_GRANT_BYTES = 65536
 _T = TypeVar("_T")
 
 
+def blocks_per_piece(block_bytes: int) -> int:
+    """How many blocks are published, asked for or verified at once: MAX_PIECE_BYTES at most, or one block."""
+    return max(1, min(MAX_PIECE_BLOCKS, MAX_PIECE_BYTES // block_bytes))
+
+
 @runtime_checkable
-class FlatMemory(Protocol):
+class FlatMemory(KVMemory, Protocol):
     """A pool whose blocks lie side by side in host memory. pool_view: block i at i · block_bytes."""
 
-    layout: KVLayout
     pool_view: memoryview
+
+
+def is_flat(memory: KVMemory) -> TypeGuard[FlatMemory]:
+    """What isinstance would say, in a fiftieth of the time."""
+    return isinstance(getattr(memory, "pool_view", None), memoryview)
 
 
 class BlockViews(Sequence[memoryview]):
@@ -37,10 +45,13 @@ class BlockViews(Sequence[memoryview]):
     """
 
     def __init__(self, pool: memoryview, block_bytes: int, block_ids: Sequence[int]) -> None:
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < pool.nbytes // block_bytes:
-            raise IndexError(
-                f"blocks {min(block_ids)}..{max(block_ids)} of a pool of {pool.nbytes // block_bytes}"
-            )
+        low, high, num_blocks = (
+            min(block_ids, default=0),
+            max(block_ids, default=-1),
+            pool.nbytes // block_bytes,
+        )
+        if low < 0 or high >= num_blocks:
+            raise IndexError(f"blocks {low}..{high} of a pool of {num_blocks}")
         self.pool, self.block_bytes, self.block_ids = pool, block_bytes, block_ids
 
     def __len__(self) -> int:
@@ -73,14 +84,14 @@ class BlockViews(Sequence[memoryview]):
 
 def read_views(memory: KVMemory, block_ids: Sequence[int]) -> Sequence[memoryview]:
     """``read_view`` of each block; of a flat pool without a call for each. Raises IndexError."""
-    if isinstance(memory, FlatMemory):
+    if is_flat(memory):
         return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids)
     return [memory.read_view(block_id) for block_id in block_ids]
 
 
 def write_views(memory: KVMemory, block_ids: Sequence[int]) -> Sequence[memoryview]:
     """``write_view`` of each block; of a flat pool without a call for each. Raises IndexError."""
-    if isinstance(memory, FlatMemory):
+    if is_flat(memory):
         return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids)
     return [memory.write_view(block_id) for block_id in block_ids]
 
@@ -134,7 +145,7 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def pieces(self, block_bytes: int) -> Iterator[tuple[int, "ReadRequest"]]:
         """(offset into ``indices``, request) of at most MAX_PIECE_BYTES (at least one block) each."""
-        step = max(1, min(MAX_PIECE_BLOCKS, MAX_PIECE_BYTES // block_bytes))
+        step = blocks_per_piece(block_bytes)
         for start in range(0, len(self.indices), step):
             yield start, ReadRequest(self.name, self.indices[start : start + step])
 

@@ -11,11 +11,10 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from contract.errors import TransferError
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transport import LeaseName
 from kv_transfer.transports.shm_wire import NUM_SLOTS
 
 SLOT_BYTES = 8
@@ -67,53 +66,29 @@ class GenerationTable:
         os.close(self.descriptor)
 
 
-@dataclass
-class _Lease:
-    slot: int
-    block_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Grant:
-    """See ``ShmGrant``."""
-
-    slot: int
-    generation: int
-    block_ids: list[int]
-
-
 class SharedLeases:
     """The leases of one sender; owns their slots. Thread-safe."""
 
     def __init__(self, table: GenerationTable, on_idle: Callable[[LeaseName], None]) -> None:
         self._table, self._on_idle = table, on_idle
         self._lock = threading.Lock()
-        self._leases: dict[LeaseName, _Lease] = {}
+        self._slots: dict[LeaseName, int] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))
 
-    def extend(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Make ``block_ids`` readable as the next indices of this lease. Raises TransferError without a free slot."""
+    def open(self, name: LeaseName) -> tuple[int, int]:
+        """(slot, generation) by which the end of this lease can be seen; the slot is its own until then.
+
+        Raises TransferError without a free slot.
+        """
         with self._lock:
-            lease = self._leases.get(name)
-            if lease is None:
+            slot = self._slots.get(name)
+            if slot is None:
                 if not self._free_slots:
                     raise TransferError(
                         f"{NUM_SLOTS - 1} leases are open, and no more can be; end some first"
                     )
-                lease = self._leases[name] = _Lease(self._free_slots.pop())
-            lease.block_ids.extend(block_ids)
-
-    def grant(self, request: ReadRequest) -> Grant:
-        """What stands behind the indices, and how to see the lease's end. Raises StaleLeaseError."""
-        with self._lock:
-            lease = self._leases.get(request.name)
-            if lease is None:
-                raise StaleLeaseError(
-                    f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) is over or"
-                    " was never given"
-                )
-            ids = request.pick(lease.block_ids)
-            return Grant(lease.slot, self._table.generation(lease.slot), ids)
+                slot = self._slots[name] = self._free_slots.pop()
+            return slot, self._table.generation(slot)
 
     def revoke(self, name: LeaseName) -> None:
         """End the lease for every reader, then call ``on_idle``, once for each call: nobody is waited for."""
@@ -124,11 +99,11 @@ class SharedLeases:
     def revoke_all(self) -> None:
         """End every lease for every reader; nobody is told."""
         with self._lock:
-            for name in list(self._leases):
+            for name in list(self._slots):
                 self._end(name)
 
     def _end(self, name: LeaseName) -> None:
-        lease = self._leases.pop(name, None)
-        if lease is not None:
-            self._table.end(lease.slot)
-            self._free_slots.append(lease.slot)
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            self._table.end(slot)
+            self._free_slots.append(slot)

@@ -1,5 +1,8 @@
 """The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, one memcpy per block.
 
+It asks nobody: where the blocks are came with the words that they are published. A read costs its copies, and a look
+before and after at the counter that shows the end of the lease.
+
 Python's lock is held while a small block is copied (letting it go would cost as much as the copy), and let go after
 every mebibyte; large blocks are copied without it. So a step of the engine is held up for a fraction of a millisecond.
 
@@ -19,7 +22,7 @@ import msgspec
 import numpy as np
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import HEADER, FrameBuffer, ShortReadError, receive_all, write_frame
+from kv_transfer.framing import HEADER, ShortReadError, receive_all, write_frame
 from kv_transfer.transport import (
     BlockViews,
     Read,
@@ -27,26 +30,28 @@ from kv_transfer.transport import (
     ReadStoppedError,
     Source,
     StaleLeaseError,
+    blocks_per_piece,
 )
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.shm_leases import SLOT_BYTES
 from kv_transfer.transports.shm_wire import (
-    MAX_GRANT_BLOCKS,
     MAX_SHM_FRAME_BYTES,
     NUM_DESCRIPTORS,
     NUM_SLOTS,
-    ShmGrant,
     ShmWelcome,
+    decode_grant,
 )
 from kv_transfer.transports.tcp_wire import DataHello, DataStatus
 
 _BLOCKS_PER_LOOK, _BYTES_PER_LOOK = 32, 2**20
-"""At most so much is copied between two looks at the sender's pidfd, which let Python's lock go."""
+"""At most so much is copied between two looks whether the sender lives, which let Python's lock go."""
 _LARGE_BYTES = 2**18
+_Seen = set[tuple[int, int]]
+"""(slot, generation) of the leases that are read."""
 
 
 class _MappedPeer:
-    """A sender's pool and table as this process sees them, and the socket to ask at."""
+    """A sender's pool and table as this process sees them, and the socket whose end is the session's."""
 
     def __init__(self, source: Source, timeout_seconds: float) -> None:
         self._source, self._timeout_seconds = source, timeout_seconds
@@ -61,9 +66,9 @@ class _MappedPeer:
     def interrupt(self) -> None:
         """End what waits for the socket at once, and what copies after its block."""
         self._is_interrupted = True
-        self.stop_asking()
+        self.stop_connecting()
 
-    def stop_asking(self) -> None:
+    def stop_connecting(self) -> None:
         """Shut the socket down."""
         with suppress(OSError):  # the peer was faster
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -100,62 +105,79 @@ class _MappedPeer:
         self._is_connected = True
 
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Ask, copy, and compare the generation after the last byte. Raises as ``ReceiverTransport.fetch``."""
+        """Copy by pieces, the generation compared before the first and after each. Raises as ``ReceiverTransport.fetch``."""
         wrong = next((size for size in _sizes(views) if size != self._block_bytes), None)
         if wrong is not None:
             raise TransferError(f"a block of {self._who} has {self._block_bytes} bytes, not {wrong}")
-        with read.interruptible(self.stop_asking):
-            grant = self._ask(request)
-        per_look = max(1, min(_BLOCKS_PER_LOOK, _BYTES_PER_LOOK // self._block_bytes))
-        for start in range(0, len(views), per_look):
-            end = start + per_look
-            self._copy(grant.block_ids[start:end], views[start:end], read)
-            self._check_alive()
-        if self._table[grant.slot] != grant.generation:
-            raise StaleLeaseError(
-                f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended while"
-                f" {len(views)} blocks were read from {self._who}; none of them can be used"
-            )
+        block_ids, seen = self._granted(request)
+        self._check_alive()
+        self._check_valid(seen, request, "before its blocks")
+        step = blocks_per_piece(self._block_bytes)
+        for start in range(0, len(views), step):
+            end = min(start + step, len(views))
+            self._copy_piece(block_ids, views, range(start, end), read)
+            self._check_valid(seen, request, f"while blocks {start}..{end - 1} of {len(views)}")
+            read.landed(end)
 
-    def _copy(self, block_ids: Sequence[int], views: Sequence[memoryview], read: Read) -> None:
-        size, pool = self._block_bytes, self._pool
-        if size >= _LARGE_BYTES or not isinstance(views, BlockViews):
-            copy = _copy_unlocked if size >= _LARGE_BYTES else _copy_locked
-            for block_id, view in zip(block_ids, views, strict=True):
+    def _granted(self, request: ReadRequest) -> tuple[list[int], _Seen]:
+        """The sender's blocks behind the indices, and the leases that lend them."""
+        if not request.grants:
+            raise TransferError(f"{self._who} published blocks without a grant for shm")
+        lent: list[int] = []
+        seen: _Seen = set()
+        base = request.grants[0].first_block
+        for given in request.grants:
+            grant = decode_grant(given.by_transport.get(self._source.transport, b""))
+            lent += grant.block_ids
+            seen.add((grant.slot, grant.generation))
+            if base + len(lent) != given.end_block:
+                raise TransferError(f"{self._who} granted other blocks than it published")
+        block_ids = request.pick(lent, base)
+        if max(block_ids) >= self._num_blocks:
+            raise TransferError(f"{self._who} granted block {max(block_ids)} of a pool of {self._num_blocks}")
+        return block_ids, seen
+
+    def _check_valid(self, seen: _Seen, request: ReadRequest, when: str) -> None:
+        for slot, generation in seen:
+            if self._table[slot] != generation:
+                raise StaleLeaseError(
+                    f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
+                    f" {when} were read from {self._who}; none of them can be used"
+                )
+
+    def _copy_piece(
+        self, block_ids: list[int], views: Sequence[memoryview], piece: range, read: Read
+    ) -> None:
+        """Those of the blocks that are in the piece. Lists are cut here, not views: those are slow to make."""
+        per_look = max(1, min(_BLOCKS_PER_LOOK, _BYTES_PER_LOOK // self._block_bytes))
+        for start in range(piece.start, piece.stop, per_look):
+            end = min(start + per_look, piece.stop)
+            if isinstance(views, BlockViews) and self._block_bytes < _LARGE_BYTES:
                 read.check()
-                copy(pool[block_id * size : (block_id + 1) * size], view)
-            return
-        read.check()
-        target = views.pool
-        for block_id, target_id in zip(block_ids, views.block_ids, strict=True):
+                self._copy_small(block_ids[start:end], views.pool, views.block_ids[start:end])
+            else:
+                self._copy_each(block_ids[start:end], views[start:end], read)
+            self._check_alive()
+
+    def _copy_small(self, block_ids: list[int], target: memoryview, target_ids: Sequence[int]) -> None:
+        size, pool = self._block_bytes, self._pool
+        for block_id, target_id in zip(block_ids, target_ids, strict=True):
             start, to = block_id * size, target_id * size
             target[to : to + size] = pool[start : start + size]
+
+    def _copy_each(self, block_ids: list[int], views: Sequence[memoryview], read: Read) -> None:
+        size, pool = self._block_bytes, self._pool
+        copy = _copy_unlocked if size >= _LARGE_BYTES else _copy_locked
+        for block_id, view in zip(block_ids, views, strict=True):
+            read.check()
+            copy(pool[block_id * size : (block_id + 1) * size], view)
 
     def _check_alive(self) -> None:
         if self._is_interrupted:
             raise TransferError(f"the link to {self._who} is gone")
-        if self._death.poll(0):
-            raise WorkerLostError(f"{self._who} died")
-
-    def _ask(self, request: ReadRequest) -> ShmGrant:
-        self._check_alive()
-        write_frame(self._sock, request, MAX_SHM_FRAME_BYTES)
-        grant = self._hear_grant()
-        if grant.status is not DataStatus.OK:
-            raise StaleLeaseError(f"{self._who} refused a read as {grant.status}: {grant.message}")
-        ids = grant.block_ids
-        is_inside = len(ids) == len(request.indices) and max(ids) < self._num_blocks
-        if not is_inside or not 0 < grant.slot < NUM_SLOTS:
-            raise TransferError(f"{self._who} granted something that is not in its pool")
-        return grant
-
-    def _hear_grant(self) -> ShmGrant:
-        """An answer is sent at once, so that it mostly arrives in one piece."""
-        frames = FrameBuffer(MAX_SHM_FRAME_BYTES)
-        while data := self._sock.recv(HEADER.size + MAX_SHM_FRAME_BYTES):
-            for frame in frames.feed(data):
-                return msgspec.msgpack.decode(frame, type=ShmGrant)
-        raise ShortReadError(0, HEADER.size)
+        if ended := self._end.poll(0):
+            has_died = any(descriptor != self._sock.fileno() for descriptor, _ in ended)
+            raise WorkerLostError(f"{self._who} died" if has_died else f"{self._who} closed its shm socket")
 
     def _hear_welcome(self) -> tuple[ShmWelcome, list[int]]:
         """The words, and the descriptors that came with their first byte."""
@@ -183,10 +205,11 @@ class _MappedPeer:
         self._undo.callback(self._table.release)
         if self._table[0] != welcome.nonce:
             raise TransferError(f"the mapping shows other bytes than {self._who} has written")
-        self._death = select.poll()
         kept_pidfd = os.dup(pidfd)
         self._undo.callback(os.close, kept_pidfd)
-        self._death.register(kept_pidfd, select.POLLIN)
+        self._end = select.poll()
+        self._end.register(kept_pidfd, select.POLLIN)
+        self._end.register(self._sock, select.POLLIN)  # nothing is said there any more: it can only be closed
 
     def _map_file(self, descriptor: int, num_bytes: int) -> memoryview:
         try:
@@ -212,12 +235,9 @@ class ShmReceiver:
             return
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Copy part by part. Stopping ends the read after the block that is being copied."""
+        """Copy piece by piece. Stopping ends the read after the blocks between two looks."""
         with self._using(source, read) as peer:
-            for start in range(0, len(views), MAX_GRANT_BLOCKS):
-                end = start + MAX_GRANT_BLOCKS
-                part = ReadRequest(request.name, request.indices[start:end])
-                peer.read(part, views[start:end], read)
+            peer.read(request, views, read)
 
     def forget(self, source: Source) -> None:
         """Unmap its pool."""
@@ -233,10 +253,10 @@ class ShmReceiver:
         read.check()
         try:
             with self._peers.using(source, lambda: _MappedPeer(source, self._timeout_seconds)) as peer:
-                with read.interruptible(peer.stop_asking):
+                with read.interruptible(peer.stop_connecting):
                     peer.connect()
                 yield peer
-        except (OSError, msgspec.MsgspecError, TransferError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, TransferError) as error:
             raise _as_outcome(error, source, read) from error
 
 

@@ -1,6 +1,6 @@
 """The ``shm`` transport's sender: hands out read-only views of the pool, and ends leases by counting generations up.
 
-It answers questions and copies nothing. A reader that is stopped cannot hold a lease: the sender never waits for it.
+It copies nothing. A reader that is stopped cannot hold a lease: the sender never waits for it.
 """
 
 import os
@@ -9,12 +9,12 @@ from contextlib import ExitStack
 
 from contract.errors import SettingError
 from engine.connector import KVMemory
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transport import LeaseName
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.shm_folder import socket_path, why_unsupported
 from kv_transfer.transports.shm_leases import GenerationTable, SharedLeases, reopen_read_only, seal
 from kv_transfer.transports.shm_server import ShmServer
-from kv_transfer.transports.shm_wire import ShmGrant, ShmWelcome
+from kv_transfer.transports.shm_wire import ShmWelcome, encode_grant
 from kv_transfer.transports.tcp_wire import DataStatus
 
 
@@ -41,7 +41,7 @@ class ShmSender:
             self._pidfd = os.pidfd_open(os.getpid())
             undo.callback(os.close, self._pidfd)
             self._leases = SharedLeases(self._table, context.on_idle)
-            self._server = ShmServer(path, context.sessions, self, context.read_timeout_seconds)
+            self._server = ShmServer(path, context.sessions, self._welcome, context.read_timeout_seconds)
             self._undo = undo.pop_all()
 
     def start(self, memory: KVMemory) -> None:
@@ -59,9 +59,9 @@ class ShmSender:
         self._num_blocks, self._block_bytes = memory.num_blocks, memory.layout.block_bytes
         self.why_not_offered = None
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Append blocks to the lease."""
-        self._leases.extend(name, block_ids)
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
+        """Say where the blocks are, and how the lease's end can be seen. Raises TransferError for too many leases."""
+        return None if self._pool is None else encode_grant(*self._leases.open(name), block_ids)
 
     def release(self, name: LeaseName) -> None:
         """End the lease: what is read of it from now on, or is being read, fails at its reader."""
@@ -74,8 +74,7 @@ class ShmSender:
             self._leases.revoke_all()
         self._undo = ExitStack()
 
-    def welcome(self) -> tuple[ShmWelcome, list[int]]:
-        """See ``ShmAnswers``."""
+    def _welcome(self) -> tuple[ShmWelcome, list[int]]:
         if self._pool is None:
             return ShmWelcome(DataStatus.DENIED, self.why_not_offered or ""), []
         welcome = ShmWelcome(
@@ -85,13 +84,3 @@ class ShmSender:
             block_bytes=self._block_bytes,
         )
         return welcome, [self._pool, self._table.descriptor, self._pidfd]
-
-    def grant(self, request: ReadRequest) -> ShmGrant:
-        """See ``ShmAnswers``."""
-        try:
-            grant = self._leases.grant(request)
-        except StaleLeaseError as error:
-            return ShmGrant(DataStatus.STALE, error.message)
-        return ShmGrant(
-            DataStatus.OK, slot=grant.slot, generation=grant.generation, block_ids=grant.block_ids
-        )

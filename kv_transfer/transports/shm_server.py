@@ -1,4 +1,4 @@
-"""The ``shm`` transport's socket: one thread that answers readers, and never waits for any of them."""
+"""The ``shm`` transport's socket: one thread that lets readers in, and never waits for any of them."""
 
 import errno
 import logging
@@ -10,32 +10,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 
 from contract.errors import KvbatonError, TransferError, UnauthenticatedError
 from kv_transfer.framing import FrameBuffer, encode_frame
 from kv_transfer.leases import Sessions
-from kv_transfer.transport import ReadRequest
 from kv_transfer.transports.shm_folder import listen_at
-from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, ShmGrant, ShmWelcome
+from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, ShmWelcome
 from kv_transfer.transports.tcp_wire import DataHello, DataStatus
 
 logger = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
 _PAUSE_SECONDS = 1.0
 _NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-class ShmAnswers(Protocol):
-    """What the server says; called in its thread, must not block."""
-
-    def welcome(self) -> tuple[ShmWelcome, list[int]]:
-        """To a reader with a live session: the words, and the descriptors that go with them."""
-
-    def grant(self, request: ReadRequest) -> ShmGrant:
-        """To a request."""
+Welcome = Callable[[], tuple[ShmWelcome, list[int]]]
+"""What a reader with a live session is told, and the descriptors that go with it; must not block."""
 
 
 class _Reader:
@@ -49,10 +39,10 @@ class _Reader:
 
 
 class ShmServer:
-    """Owns the socket file, the thread and every reader's connection. A reader that does not keep up is cut off."""
+    """Owns the socket file, the thread and every reader's connection, which is closed when its session is over."""
 
-    def __init__(self, path: Path, sessions: Sessions, answers: ShmAnswers, patience_seconds: float) -> None:
-        self._path, self._sessions, self._answers = path, sessions, answers
+    def __init__(self, path: Path, sessions: Sessions, welcome: Welcome, patience_seconds: float) -> None:
+        self._path, self._sessions, self._welcome = path, sessions, welcome
         self._patience_seconds = patience_seconds
         self._readers: dict[_Reader, None] = {}
         self._is_closed = False
@@ -158,21 +148,17 @@ class ShmServer:
 
     def _answer(self, reader: _Reader, frame: bytes) -> None:
         if reader.token:
-            request = msgspec.msgpack.decode(frame, type=ReadRequest)
-            if reader.token not in self._sessions:
-                raise UnauthenticatedError("the session is over")
-            self._say(reader, self._answers.grant(request), [])
-            return
+            raise TransferError("a reader that was let in has nothing more to say")
         token = msgspec.msgpack.decode(frame, type=DataHello).token
         if token not in self._sessions:
             message = "no control link stands behind this connection"
             self._say(reader, ShmWelcome(DataStatus.DENIED, message), [])
             raise UnauthenticatedError(message)
-        welcome, descriptors = self._answers.welcome()
+        welcome, descriptors = self._welcome()
         self._say(reader, welcome, descriptors)
         reader.token = token
 
-    def _say(self, reader: _Reader, message: Any, descriptors: list[int]) -> None:
+    def _say(self, reader: _Reader, message: ShmWelcome, descriptors: list[int]) -> None:
         data = encode_frame(message, MAX_SHM_FRAME_BYTES)
         send: Callable[[], int] = partial(reader.sock.send, data)
         if descriptors:

@@ -58,7 +58,9 @@ class _Connection:
             self._stream.say(piece)
         for number, (start, piece) in enumerate(pieces):
             read.check()
-            self._receive(piece, _made(views[start : start + len(piece.indices)]))
+            end = start + len(piece.indices)
+            self._receive(piece, _made(views[start:end]))
+            read.landed(end)
             for _, later in pieces[number + _PIECES_AHEAD : number + _PIECES_AHEAD + 1]:
                 self._stream.say(later)
 

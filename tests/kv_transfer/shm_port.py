@@ -1,12 +1,14 @@
 """Both roles of ``shm`` without control links, and a process that plays one of them.
 
-As a program: ``sender FOLDER`` or ``receiver ADDRESS TOKEN BOOT_ID``, told what to do by lines on standard input.
-A sender lends blocks 0..NUM_BLOCKS-1 of its pool; ``release`` ends that. A receiver reads them all at once, says
+As a program: ``sender FOLDER`` or ``receiver ADDRESS TOKEN BOOT_ID GRANT``, told what to do by lines on standard input.
+A sender lends blocks 0..NUM_BLOCKS-1 of its pool; a line ends that. A receiver hears a grant of them, reads them all, says
 ``{"middle": true}`` before block GATED_BLOCK, goes on after a line, and says how the read ended.
 """
 
+import base64
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from contract.errors import KvbatonError
 from contract.layout import KVLayout
 from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory, GatedRead
-from kv_transfer.transport import LeaseName, Read, ReadRequest, Source
+from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.shm_receiver import ShmReceiver
 from kv_transfer.transports.shm_sender import ShmSender
@@ -48,6 +50,15 @@ class ShmPort:
             self.memory.fill(block_id, bytes([block_id + 1]))
         self.sender.start(self.memory)
         self.source = Source("p", boot_id, self.sender.address, TOKEN, "shm")
+        self.grants: dict[LeaseName, tuple[RangeGrant, ...]] = {}
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> tuple[RangeGrant, ...]:
+        """All that the lease has handed out so far, as the control link would bring it."""
+        given, grant = self.grants.get(name, ()), self.sender.publish(name, block_ids)
+        assert grant is not None
+        first = given[-1].end_block if given else 0
+        self.grants[name] = (*given, RangeGrant(first, len(block_ids), {"shm": grant}))
+        return self.grants[name]
 
 
 class Reader:
@@ -57,10 +68,10 @@ class Reader:
         self.receiver, self.memory = ShmReceiver(30.0), ByteMemory(LAYOUT, NUM_BLOCKS)
 
     def fetch(
-        self, source: Source, indices: list[int], name: LeaseName = NAME, read: Read | None = None
+        self, source: Source, indices: list[int], grants: tuple[RangeGrant, ...], read: Read | None = None
     ) -> None:
         views = [self.memory.write_view(number) for number in range(len(indices))]
-        self.receiver.fetch(source, ReadRequest(name, indices), views, read or Read())
+        self.receiver.fetch(source, ReadRequest(NAME, indices, grants), views, read or Read())
 
     def first_bytes(self, count: int) -> list[int]:
         return [self.memory.read_view(number)[0] for number in range(count)]
@@ -73,12 +84,20 @@ def say(**words: Any) -> None:
 
 def be_sender(folder: str) -> None:
     port = ShmPort(Path(folder))
-    port.sender.publish(NAME, range(NUM_BLOCKS))
-    say(address=port.sender.address)
+    (given,) = port.publish(NAME, range(NUM_BLOCKS))
+    say(address=port.sender.address, grant=in_words(given))
     for _ in sys.stdin:
         port.sender.release(NAME)
         say(idle=len(port.idle))
     port.sender.close()
+
+
+def in_words(given: RangeGrant) -> str:
+    return base64.b64encode(given.by_transport["shm"]).decode()
+
+
+def from_words(words: str) -> tuple[RangeGrant, ...]:
+    return (RangeGrant(0, NUM_BLOCKS, {"shm": base64.b64decode(words)}),)
 
 
 class _ToldRead(GatedRead):
@@ -92,11 +111,11 @@ class _ToldRead(GatedRead):
         Read.check(self)
 
 
-def be_receiver(address: str, token: str, boot_id: str) -> None:
+def be_receiver(address: str, token: str, boot_id: str, grant: str) -> None:
     reader, outcome = Reader(), "read"
     try:
         source = Source("p", boot_id, address, token, "shm")
-        reader.fetch(source, list(range(NUM_BLOCKS)), read=_ToldRead(GATED_BLOCK))
+        reader.fetch(source, list(range(NUM_BLOCKS)), from_words(grant), _ToldRead(GATED_BLOCK))
     except KvbatonError as error:
         outcome = type(error).__name__
     say(outcome=outcome)
@@ -107,5 +126,5 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["sender", folder]:
             be_sender(folder)
-        case ["receiver", address, token, boot_id]:
-            be_receiver(address, token, boot_id)
+        case ["receiver", address, token, boot_id, grant]:
+            be_receiver(address, token, boot_id, grant)

@@ -1,7 +1,7 @@
 """Pools whose blocks lie side by side in host memory: blocks are named, not handed over one by one, and land the same."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,12 +14,14 @@ from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transport import (
     BlockViews,
     LeaseName,
+    RangeGrant,
     Read,
     ReadRequest,
     ReadStoppedError,
     Source,
     StaleLeaseError,
     Transport,
+    blocks_per_piece,
     read_views,
     write_views,
 )
@@ -58,10 +60,17 @@ class Port:
         self.opened: Transport = open_transport(name, context)
         self.opened.sender.start(filled(layout, num_blocks))
         self.source = Source("p", "b", self.opened.sender.address, "token", name)
+        self.grants: dict[LeaseName, tuple[RangeGrant, ...]] = {}
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
+        given, grant = self.grants.get(name, ()), self.opened.sender.publish(name, block_ids)
+        if grant is not None:
+            first = given[-1].end_block if given else 0
+            self.grants[name] = (*given, RangeGrant(first, len(block_ids), {self.source.transport: grant}))
 
     def fetch(self, name: LeaseName, indices: list[int], into: list[int], read: Read | None = None) -> None:
-        views = write_views(self.target, into)
-        self.opened.receiver.fetch(self.source, ReadRequest(name, indices), views, read or Read())
+        views, request = write_views(self.target, into), ReadRequest(name, indices, self.grants.get(name, ()))
+        self.opened.receiver.fetch(self.source, request, views, read or Read())
 
     def landed(self, block_ids: list[int]) -> list[bytes]:
         return [bytes(self.target.read_view(block_id)[-4:]) for block_id in block_ids]
@@ -89,8 +98,8 @@ def test_scattered_blocks_land_where_they_should(
         asked = [(11 * number) % num_blocks for number in range(num_blocks)]
         into = [(13 * number) % num_blocks for number in range(num_blocks)]
         assert len(set(lent)) == len(set(asked)) == len(set(into)) == num_blocks
-        port.opened.sender.publish(NAME, lent[:10])
-        port.opened.sender.publish(NAME, lent[10:])
+        port.publish(NAME, lent[:10])
+        port.publish(NAME, lent[10:])
         port.fetch(NAME, asked, into)
         assert port.landed(into) == [content(lent[index]) for index in asked]
         port.fetch(NAME, list(range(num_blocks)), into)
@@ -98,10 +107,33 @@ def test_scattered_blocks_land_where_they_should(
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("layout", "num_blocks"), [(SMALL, MANY), (LARGE, 20)])
+def test_what_has_landed_is_told_piece_by_piece(
+    transport: str, layout: KVLayout, num_blocks: int, tmp_path: Path
+) -> None:
+    """When it is told, the bytes are there: whoever is told verifies them before the next piece has come."""
+    told, everything, step = list[int](), list(range(num_blocks)), blocks_per_piece(layout.block_bytes)
+    with port_of(transport, tmp_path, layout, num_blocks) as port:
+        port.publish(NAME, everything)
+        read = Read()
+
+        def landed(count: int) -> None:
+            known = told[-1] if told else 0
+            assert port.landed(everything[known:count]) == [content(each) for each in range(known, count)]
+            told.append(count)
+
+        with read.telling(landed):
+            port.fetch(NAME, everything, everything, read)
+        port.fetch(NAME, [0], [0], read)
+    assert told == [*range(step, num_blocks, step), num_blocks]
+    assert len(told) > 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("indices", [[0, 1, 2], [2], [1, 0, 2], [-1, 0], [1, -1], [-1]])
 def test_nobody_reads_outside_a_lease(transport: str, indices: list[int], tmp_path: Path) -> None:
     with port_of(transport, tmp_path, SMALL, 8) as port:
-        port.opened.sender.publish(NAME, [6, 7])
+        port.publish(NAME, [6, 7])
         words = f"block {-1 if -1 in indices else 2} of transfer t is not readable; 2 blocks are"
         with pytest.raises(StaleLeaseError, match=words):
             port.fetch(NAME, indices, list(range(len(indices))))
@@ -128,8 +160,8 @@ def test_a_lease_that_ends_while_pieces_of_it_are_asked_for_gives_no_more_of_the
     """Law 3 with pieces asked for ahead: the read fails, and its connection's later answers reach nobody else."""
     with port_of("tcp", tmp_path, SMALL, MANY) as port:
         sender, everything = port.opened.sender, list(range(MANY))
-        sender.publish(NAME, everything)
-        sender.publish(OTHER, [5])
+        port.publish(NAME, everything)
+        port.publish(OTHER, [5])
         read = EndingRead(4, lambda: sender.release(NAME))
         with pytest.raises(Exception, match=r"is over or was never given|short read"):
             port.fetch(NAME, everything, everything, read)
@@ -143,7 +175,7 @@ def test_a_stopped_read_of_shm_ends_after_at_most_a_mebibyte(
 ) -> None:
     """Small blocks are looked after by the dozen, large ones one by one."""
     with port_of("shm", tmp_path, layout, 40) as port:
-        port.opened.sender.publish(NAME, range(40))
+        port.publish(NAME, range(40))
         read, outcome = GatedRead(1 if layout is SMALL else first_untouched), list[BaseException]()
 
         def fetch() -> None:
@@ -166,7 +198,7 @@ def test_a_stopped_read_of_shm_ends_after_at_most_a_mebibyte(
 @pytest.mark.parametrize("layout", [SMALL, LARGE])
 def test_blocks_of_another_size_are_refused(layout: KVLayout, tmp_path: Path) -> None:
     with port_of("shm", tmp_path, layout, 2) as port:
-        port.opened.sender.publish(NAME, [0])
+        port.publish(NAME, [0])
         port.target = MappedKVMemory(LARGE if layout is SMALL else SMALL, 2)
         with pytest.raises(
             Exception, match=f"has {layout.block_bytes} bytes, not {port.target.layout.block_bytes}"

@@ -14,7 +14,15 @@ import pytest
 from contract.errors import KvbatonError, SettingError, TransferError
 from kv_transfer.framing import HEADER, write_frame
 from kv_transfer.testing import ByteMemory, GatedRead
-from kv_transfer.transport import LeaseName, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transport import (
+    LeaseName,
+    RangeGrant,
+    Read,
+    ReadRequest,
+    ReadStoppedError,
+    Source,
+    StaleLeaseError,
+)
 from kv_transfer.transports.shm_folder import socket_path, why_unsupported
 from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, NUM_DESCRIPTORS
 from kv_transfer.transports.tcp_wire import DataHello
@@ -40,9 +48,9 @@ def reader() -> Iterator[Reader]:
 class Fetching:
     """A fetch of blocks 0..NUM_BLOCKS-1 in a thread, held before block GATED_BLOCK."""
 
-    def __init__(self, reader: Reader, source: Source) -> None:
+    def __init__(self, reader: Reader, port: ShmPort) -> None:
         self.read, self._outcome = GatedRead(GATED_BLOCK), list[KvbatonError | None]()
-        self._thread = threading.Thread(target=self._run, args=(reader, source))
+        self._thread = threading.Thread(target=self._run, args=(reader, port.source, port.grants[NAME]))
         self._thread.start()
         assert self.read.is_waiting.wait(30)
 
@@ -51,9 +59,9 @@ class Fetching:
         self._thread.join(30)
         return self._outcome[0]
 
-    def _run(self, reader: Reader, source: Source) -> None:
+    def _run(self, reader: Reader, source: Source, grants: tuple[RangeGrant, ...]) -> None:
         try:
-            reader.fetch(source, list(range(NUM_BLOCKS)), read=self.read)
+            reader.fetch(source, list(range(NUM_BLOCKS)), grants, self.read)
             self._outcome.append(None)
         except KvbatonError as error:
             self._outcome.append(error)
@@ -69,63 +77,68 @@ def descriptors_of(port: ShmPort) -> list[int]:
 
 
 def test_blocks_arrive_by_their_index_in_the_lease(port: ShmPort, reader: Reader) -> None:
-    port.sender.publish(NAME, [6, 7])
-    port.sender.publish(NAME, [3])
-    reader.fetch(port.source, [2, 0, 1])
+    port.publish(NAME, [6, 7])
+    port.publish(NAME, [3])
+    reader.fetch(port.source, [2, 0, 1], port.grants[NAME])
     assert reader.first_bytes(3) == [4, 7, 8]
 
 
 @pytest.mark.parametrize("indices", [[2], [-1], [0, 99]])
 def test_nobody_reads_outside_a_lease(port: ShmPort, reader: Reader, indices: list[int]) -> None:
-    port.sender.publish(NAME, [6, 7])
+    port.publish(NAME, [6, 7])
     with pytest.raises(StaleLeaseError, match="is not readable; 2 blocks are"):
-        reader.fetch(port.source, indices)
-    reader.fetch(port.source, [0])
+        reader.fetch(port.source, indices, port.grants[NAME])
+    reader.fetch(port.source, [0], port.grants[NAME])
 
 
-def test_leases_that_are_over_or_were_never_given_are_refused(port: ShmPort, reader: Reader) -> None:
-    port.sender.publish(NAME, [6, 7])
-    for other in (LeaseName("t", 1, "lease"), LeaseName("t", 0, "old"), OTHER):
-        with pytest.raises(StaleLeaseError, match="is over or was never given"):
-            reader.fetch(port.source, [0], other)
+def test_a_lease_that_is_over_gives_no_byte(port: ShmPort, reader: Reader) -> None:
+    """Also when its slot has been given to the next lease; what was granted by a lease stays with it."""
+    over = port.publish(NAME, [6, 7])
     port.sender.release(NAME)
     assert port.idle == [NAME]
-    with pytest.raises(StaleLeaseError, match="is over or was never given"):
-        reader.fetch(port.source, [0])
+    for _ in range(2):
+        with pytest.raises(StaleLeaseError, match="ended before its blocks were read"):
+            reader.fetch(port.source, [0], over)
+        assert reader.first_bytes(1) == [0]
+        port.publish(OTHER, [6, 7])
+    reader.fetch(port.source, [0], port.grants[OTHER])
+    port.publish(NAME, [3])
+    with pytest.raises(StaleLeaseError, match="ended before its blocks were read"):
+        reader.fetch(port.source, [2], port.grants[NAME])
 
 
 def test_a_lease_that_ends_in_the_middle_of_a_read_fails_it(port: ShmPort, reader: Reader) -> None:
     """Also when the slot has been given to the next lease already, over the same blocks."""
-    port.sender.publish(NAME, range(NUM_BLOCKS))
-    fetching = Fetching(reader, port.source)
+    port.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port)
     port.sender.release(NAME)
     assert port.idle == [NAME], "nobody waits for a reader"
-    port.sender.publish(OTHER, range(NUM_BLOCKS))
+    port.publish(OTHER, range(NUM_BLOCKS))
     error = fetching.go_on()
     assert isinstance(error, StaleLeaseError)
-    assert "none of them can be used" in error.message
-    reader.fetch(port.source, [0], OTHER)
+    assert "ended while blocks 0..99 of 100 were read" in error.message
+    reader.fetch(port.source, [0], port.grants[OTHER])
 
 
 def test_a_lease_that_shares_blocks_with_one_that_ends_stays_good(port: ShmPort, reader: Reader) -> None:
     """Prompts that begin alike lend the same blocks."""
-    port.sender.publish(NAME, range(NUM_BLOCKS))
-    port.sender.publish(OTHER, range(NUM_BLOCKS))
-    fetching = Fetching(reader, port.source)
+    port.publish(NAME, range(NUM_BLOCKS))
+    port.publish(OTHER, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port)
     port.sender.release(OTHER)
     assert fetching.go_on() is None
 
 
 def test_a_lease_that_grows_in_the_middle_of_a_read_stays_good(port: ShmPort, reader: Reader) -> None:
-    port.sender.publish(NAME, range(NUM_BLOCKS))
-    fetching = Fetching(reader, port.source)
-    port.sender.publish(NAME, [0, 1])
+    port.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port)
+    port.publish(NAME, [0, 1])
     assert fetching.go_on() is None
 
 
 def test_a_read_that_is_stopped_ends_between_blocks(port: ShmPort, reader: Reader) -> None:
-    port.sender.publish(NAME, range(NUM_BLOCKS))
-    fetching = Fetching(reader, port.source)
+    port.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port)
     fetching.read.stop()
     assert isinstance(fetching.go_on(), ReadStoppedError)
     assert reader.memory.read_view(GATED_BLOCK - 1)[0] == GATED_BLOCK
@@ -133,7 +146,7 @@ def test_a_read_that_is_stopped_ends_between_blocks(port: ShmPort, reader: Reade
     read = Read()
     read.stop()
     with pytest.raises(ReadStoppedError):
-        reader.fetch(port.source, [0], read=read)
+        reader.fetch(port.source, [0], port.grants[NAME], read)
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -160,42 +173,53 @@ def test_nothing_can_be_written_through_what_a_reader_gets(port: ShmPort, positi
 
 def test_a_guessed_token_is_refused(port: ShmPort, reader: Reader) -> None:
     with pytest.raises(KvbatonError, match="no control link stands behind this connection"):
-        reader.fetch(Source("p", "boot", port.sender.address, "guessed", "shm"), [0])
+        reader.fetch(Source("p", "boot", port.sender.address, "guessed", "shm"), [0], port.publish(NAME, [6]))
 
 
 def test_a_session_that_ends_ends_its_connection(port: ShmPort, reader: Reader) -> None:
-    port.sender.publish(NAME, [6])
-    reader.fetch(port.source, [0])
-    port.sessions.end(TOKEN)
+    port.publish(NAME, [6])
+    reader.fetch(port.source, [0], port.grants[NAME])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as later:
+        later.settimeout(30)
+        later.connect(port.sender.address)
+        write_frame(later, DataHello(TOKEN), MAX_SHM_FRAME_BYTES)
+        for descriptor in socket.recv_fds(later, 1, NUM_DESCRIPTORS)[1]:
+            os.close(descriptor)
+        port.sessions.end(TOKEN)
+        while later.recv(4096):
+            pass  # it is closed after the reader's
     with pytest.raises(KvbatonError) as caught:
-        reader.fetch(port.source, [0])
+        reader.fetch(port.source, [0], port.grants[NAME])
     assert caught.value.kind == "worker_lost"
 
 
 def test_a_restarted_sender_is_a_stranger(port: ShmPort, reader: Reader, tmp_path: Path) -> None:
     """Another boot, another path: what was said about the old one leads nowhere, not to the new one's bytes."""
-    port.sender.publish(NAME, [6])
-    reader.fetch(port.source, [0])
+    port.publish(NAME, [6])
+    reader.fetch(port.source, [0], port.grants[NAME])
     port.sender.close()
     restarted = ShmPort(tmp_path, "another-boot")
     try:
-        restarted.sender.publish(NAME, [9])
+        restarted.publish(NAME, [9])
         for _ in range(2):
             with pytest.raises(KvbatonError) as caught:
-                reader.fetch(port.source, [0])
+                reader.fetch(port.source, [0], port.grants[NAME])
             assert caught.value.kind == "worker_lost"
-        reader.fetch(restarted.source, [0])
+        reader.fetch(restarted.source, [0], restarted.grants[NAME])
         assert reader.first_bytes(1) == [10]
     finally:
         restarted.sender.close()
 
 
 def test_closing_the_sender_in_the_middle_of_a_read_fails_it(port: ShmPort, reader: Reader) -> None:
-    port.sender.publish(NAME, range(NUM_BLOCKS))
-    fetching = Fetching(reader, port.source)
+    port.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port)
     port.sender.close()
     port.sender.close()
-    assert isinstance(fetching.go_on(), StaleLeaseError)
+    error = fetching.go_on()
+    assert (
+        (error.kind, error.message) == ("worker_lost", "worker p closed its shm socket") if error else False
+    )
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
@@ -203,15 +227,15 @@ def test_a_receiver_that_lets_go_in_the_middle_of_a_read_fails_it(
     port: ShmPort, reader: Reader, how: str
 ) -> None:
     """The mapping is taken away only when nobody uses it."""
-    port.sender.publish(NAME, range(NUM_BLOCKS))
-    fetching = Fetching(reader, port.source)
+    port.publish(NAME, range(NUM_BLOCKS))
+    fetching = Fetching(reader, port)
     reader.receiver.close() if how == "close" else reader.receiver.forget(port.source)
     error = fetching.go_on()
     assert isinstance(error, TransferError)
     assert "the link to worker p is gone" in error.message
     if how == "close":
         with pytest.raises(TransferError, match="the receiver is closed"):
-            reader.fetch(port.source, [0])
+            reader.fetch(port.source, [0], port.grants[NAME])
 
 
 def num_descriptors() -> int:
@@ -221,17 +245,17 @@ def num_descriptors() -> int:
 
 def test_fifty_links_leave_no_descriptor(port: ShmPort, tmp_path: Path) -> None:
     """Neither good ones, nor refused ones, nor ones that a closed receiver leaves."""
-    port.sender.publish(NAME, [6])
+    port.publish(NAME, [6])
     before, reader = num_descriptors(), Reader()
     for number in range(50):
         token = f"token-{number}"
         port.sessions.begin(token)
         source = Source("p", "boot", port.sender.address, token, "shm")
-        reader.fetch(source, [0])
+        reader.fetch(source, [0], port.grants[NAME])
         if number % 2:
             reader.receiver.forget(source)
         with pytest.raises(KvbatonError):
-            reader.fetch(Source("p", "boot", port.sender.address, "guessed", "shm"), [0])
+            reader.fetch(Source("p", "boot", port.sender.address, "guessed", "shm"), [0], port.grants[NAME])
     reader.receiver.close()
     for number in range(50):
         port.sessions.end(f"token-{number}")
@@ -243,14 +267,14 @@ def test_fifty_links_leave_no_descriptor(port: ShmPort, tmp_path: Path) -> None:
 
 def test_strangers_cannot_crowd_readers_out(port: ShmPort, reader: Reader) -> None:
     """The oldest of too many unauthenticated connections is closed."""
-    port.sender.publish(NAME, [6])
+    port.publish(NAME, [6])
     strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(80)]
     try:
         for sock in strangers:
             sock.settimeout(30)
             sock.connect(port.sender.address)
         assert strangers[0].recv(1) == b""
-        reader.fetch(port.source, [0])
+        reader.fetch(port.source, [0], port.grants[NAME])
     finally:
         for sock in strangers:
             sock.close()
@@ -258,7 +282,7 @@ def test_strangers_cannot_crowd_readers_out(port: ShmPort, reader: Reader) -> No
 
 @pytest.mark.parametrize("noise", [b"\xff" * 200, HEADER.pack(3) + b"\xc1\xc1\xc1"])
 def test_noise_ends_its_own_connection_only(port: ShmPort, reader: Reader, noise: bytes) -> None:
-    port.sender.publish(NAME, [6])
+    port.publish(NAME, [6])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(30)
         sock.connect(port.sender.address)
@@ -267,18 +291,20 @@ def test_noise_ends_its_own_connection_only(port: ShmPort, reader: Reader, noise
             assert sock.recv(1) == b""
         except ConnectionResetError:
             assert noise
-    reader.fetch(port.source, [0])
+    reader.fetch(port.source, [0], port.grants[NAME])
 
 
 def test_two_sources_are_read_at_the_same_time(port: ShmPort, reader: Reader, tmp_path: Path) -> None:
     """One read is held in its middle; another source is read by another thread meanwhile."""
     other = ShmPort(tmp_path, "other-boot")
     try:
-        port.sender.publish(NAME, range(NUM_BLOCKS))
-        other.sender.publish(NAME, [9])
-        fetching = Fetching(reader, port.source)
+        port.publish(NAME, range(NUM_BLOCKS))
+        other.publish(NAME, [9])
+        fetching = Fetching(reader, port)
         target = ByteMemory(LAYOUT, 1)
-        reader.receiver.fetch(other.source, ReadRequest(NAME, [0]), [target.write_view(0)], Read())
+        reader.receiver.fetch(
+            other.source, ReadRequest(NAME, [0], other.grants[NAME]), [target.write_view(0)], Read()
+        )
         assert target.read_view(0)[0] == 10
         assert fetching.go_on() is None
     finally:
@@ -298,7 +324,8 @@ def test_a_pool_that_cannot_be_mapped_is_not_offered(tmp_path: Path, reader: Rea
     try:
         assert port.sender.why_not_offered == "the KV pool is not in memory that another process can map"
         with pytest.raises(KvbatonError, match="refused to share its pool: the KV pool is not in memory"):
-            reader.fetch(port.source, [0])
+            reader.fetch(port.source, [0], ())
+        assert port.sender.publish(NAME, [0]) is None
     finally:
         port.sender.close()
 

@@ -14,8 +14,17 @@ import pytest
 
 from contract.errors import KvbatonError
 from kv_transfer.testing import GatedRead
-from kv_transfer.transport import Source
-from tests.kv_transfer.shm_port import GATED_BLOCK, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort
+from kv_transfer.transport import RangeGrant, Source
+from tests.kv_transfer.shm_port import (
+    GATED_BLOCK,
+    NAME,
+    NUM_BLOCKS,
+    TOKEN,
+    Reader,
+    ShmPort,
+    from_words,
+    in_words,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,9 +62,9 @@ def child(*arguments: str) -> Iterator[Child]:
 class Fetching:
     """A fetch of everything in a thread, held in its middle."""
 
-    def __init__(self, reader: Reader, source: Source) -> None:
+    def __init__(self, reader: Reader, source: Source, grants: tuple[RangeGrant, ...]) -> None:
         self.read, self.outcome = GatedRead(GATED_BLOCK), list[KvbatonError | None]()
-        self._thread = threading.Thread(target=self._run, args=(reader, source))
+        self._thread = threading.Thread(target=self._run, args=(reader, source, grants))
         self._thread.start()
         assert self.read.is_waiting.wait(30)
 
@@ -64,12 +73,18 @@ class Fetching:
         self._thread.join(30)
         return self.outcome[0]
 
-    def _run(self, reader: Reader, source: Source) -> None:
+    def _run(self, reader: Reader, source: Source, grants: tuple[RangeGrant, ...]) -> None:
         try:
-            reader.fetch(source, list(range(NUM_BLOCKS)), read=self.read)
+            reader.fetch(source, list(range(NUM_BLOCKS)), grants, self.read)
             self.outcome.append(None)
         except KvbatonError as error:
             self.outcome.append(error)
+
+
+def lent_by(sender: Child) -> tuple[Source, tuple[RangeGrant, ...]]:
+    """What a sender has said of itself."""
+    heard = sender.hear()
+    return Source("p", "boot", heard["address"], TOKEN, "shm"), from_words(heard["grant"])
 
 
 @pytest.fixture
@@ -82,51 +97,54 @@ def reader() -> Iterator[Reader]:
 def test_a_sender_killed_in_the_middle_of_a_read(reader: Reader, tmp_path: Path) -> None:
     """The mapping outlives the process, the read does not: pidfd says so at the next look; a new read fails too."""
     with child("sender", str(tmp_path)) as sender:
-        source = Source("p", "boot", sender.hear()["address"], TOKEN, "shm")
-        fetching = Fetching(reader, source)
+        source, grants = lent_by(sender)
+        fetching = Fetching(reader, source, grants)
         sender.process.kill()
         sender.process.wait(30)
         error = fetching.go_on()
         assert error is not None
         assert (error.kind, error.message) == ("worker_lost", "worker p died")
         with pytest.raises(KvbatonError, match="worker p does not answer at") as caught:
-            reader.fetch(source, [0])
+            reader.fetch(source, [0], grants)
         assert caught.value.kind == "worker_lost"
 
 
 def test_a_sender_killed_between_two_reads(reader: Reader, tmp_path: Path) -> None:
     """The mapping is there already and would still show the bytes."""
     with child("sender", str(tmp_path)) as sender:
-        source = Source("p", "boot", sender.hear()["address"], TOKEN, "shm")
-        reader.fetch(source, [0, 99])
+        source, grants = lent_by(sender)
+        reader.fetch(source, [0, 99], grants)
         assert reader.first_bytes(2) == [1, 100]
         sender.process.kill()
         sender.process.wait(30)
         with pytest.raises(KvbatonError) as caught:
-            reader.fetch(source, [0])
+            reader.fetch(source, [0], grants)
         assert caught.value.kind == "worker_lost"
 
 
 def test_a_sender_stopped_in_the_middle_of_a_read_is_not_needed(reader: Reader, tmp_path: Path) -> None:
-    """Its lease stands while it is stopped, so the rest can be read; the next question waits until it is stopped."""
+    """Its lease stands while it is stopped, so the rest can be read, and more; only who comes new has to wait for it."""
     with child("sender", str(tmp_path)) as sender:
-        source = Source("p", "boot", sender.hear()["address"], TOKEN, "shm")
-        fetching = Fetching(reader, source)
+        source, grants = lent_by(sender)
+        fetching = Fetching(reader, source, grants)
         sender.process.send_signal(signal.SIGSTOP)
         assert fetching.go_on() is None
         assert reader.first_bytes(NUM_BLOCKS) == list(range(1, NUM_BLOCKS + 1))
-        asking = GatedRead(1000)
-        threading.Timer(0.1, asking.stop).start()
+        reader.fetch(source, [7], grants)
+        assert reader.first_bytes(1) == [8]
+        stranger, connecting = Reader(), GatedRead(1000)
+        threading.Timer(0.1, connecting.stop).start()
         with pytest.raises(KvbatonError, match="the read was stopped"):
-            reader.fetch(source, [0], read=asking)
+            stranger.fetch(source, [0], grants, connecting)
+        stranger.receiver.close()
 
 
 def test_a_reader_stopped_across_the_end_of_its_lease_uses_no_byte(tmp_path: Path) -> None:
     """The sender does not wait for it, the blocks are used for something else, and the reader finds out."""
     port = ShmPort(tmp_path)
     try:
-        port.sender.publish(NAME, range(NUM_BLOCKS))
-        with child("receiver", port.sender.address, TOKEN, "boot") as receiver:
+        (given,) = port.publish(NAME, range(NUM_BLOCKS))
+        with child("receiver", port.sender.address, TOKEN, "boot", in_words(given)) as receiver:
             assert receiver.hear() == {"middle": True}
             receiver.process.send_signal(signal.SIGSTOP)
             port.sender.release(NAME)
@@ -143,8 +161,8 @@ def test_a_reader_stopped_across_the_end_of_its_lease_uses_no_byte(tmp_path: Pat
 def test_a_reader_that_is_only_stopped_for_a_while_reads_everything(tmp_path: Path) -> None:
     port = ShmPort(tmp_path)
     try:
-        port.sender.publish(NAME, range(NUM_BLOCKS))
-        with child("receiver", port.sender.address, TOKEN, "boot") as receiver:
+        (given,) = port.publish(NAME, range(NUM_BLOCKS))
+        with child("receiver", port.sender.address, TOKEN, "boot", in_words(given)) as receiver:
             assert receiver.hear() == {"middle": True}
             receiver.process.send_signal(signal.SIGSTOP)
             receiver.process.send_signal(signal.SIGCONT)
@@ -157,8 +175,8 @@ def test_a_reader_that_is_only_stopped_for_a_while_reads_everything(tmp_path: Pa
 def test_a_guessed_token_opens_nothing(tmp_path: Path) -> None:
     port = ShmPort(tmp_path)
     try:
-        port.sender.publish(NAME, range(NUM_BLOCKS))
-        with child("receiver", port.sender.address, "guessed", "boot") as receiver:
+        (given,) = port.publish(NAME, range(NUM_BLOCKS))
+        with child("receiver", port.sender.address, "guessed", "boot", in_words(given)) as receiver:
             assert receiver.hear() == {"outcome": "WorkerLostError"}
     finally:
         port.sender.close()

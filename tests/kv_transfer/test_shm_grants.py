@@ -1,0 +1,62 @@
+"""What an ``shm`` sender hands out with its blocks, and a reader that believes only what fits."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from contract.errors import TransferError
+from kv_transfer.transport import RangeGrant
+from kv_transfer.transports.shm_wire import decode_grant
+from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[ShmPort]:
+    made = ShmPort(tmp_path)
+    yield made
+    made.sender.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.receiver.close()
+
+
+def damaged(given: RangeGrant, **changes: Any) -> RangeGrant:
+    """A range with something else in its grant."""
+    grant = msgspec.structs.replace(decode_grant(given.by_transport["shm"]), **changes)
+    return msgspec.structs.replace(given, by_transport={"shm": msgspec.msgpack.encode(grant)})
+
+
+def test_a_sender_that_grants_something_else_is_not_believed(port: ShmPort, reader: Reader) -> None:
+    (good,) = port.publish(NAME, [6, 7])
+    wrong = {
+        "without a grant for shm": (),
+        "malformed grant": (RangeGrant(0, 2, {"tcp": b"words"}),),
+        "other blocks than it published": (damaged(good, packed_ids=bytes(4)),),
+        "3 bytes of block ids": (damaged(good, packed_ids=bytes(3)),),
+        "granted block 16777216 of a pool of 100": (damaged(good, packed_ids=b"\0\0\0\1" * 2),),
+        "malformed": (damaged(good, slot=0),),
+        "malformed grant: Expected `int` <= 65535": (damaged(good, slot=65536),),
+    }
+    for words, grants in wrong.items():
+        with pytest.raises(TransferError, match=words):
+            reader.fetch(port.source, [0, 1], grants)
+    later = msgspec.structs.replace(good, first_block=3)
+    with pytest.raises(TransferError, match="other blocks than it published"):
+        reader.fetch(port.source, [0, 1], (good, later))
+    reader.fetch(port.source, [0, 1], (good,))
+    assert reader.first_bytes(2) == [7, 8]
+
+
+def test_blocks_in_the_middle_are_found_by_the_ranges_that_they_are_in(port: ShmPort, reader: Reader) -> None:
+    port.publish(NAME, [6, 7])
+    port.publish(NAME, [3, 90, 11])
+    port.publish(NAME, [8])
+    reader.fetch(port.source, [3, 4, 5], port.grants[NAME][1:])
+    assert reader.first_bytes(3) == [91, 12, 9]
