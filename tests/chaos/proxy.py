@@ -1,16 +1,20 @@
 """A link between two hosts that can be cut, held, slowed down and garbled: a relay of TCP connections."""
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 _CHUNK_BYTES = 65536
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class FaultyPort:
     """Relays one port. Its switches act on every connection, those that are open included.
 
     is_open: bytes pass; cleared, they wait, in both directions (a black hole for as long as it lasts).
+    lets_answers_pass: the same for what comes back alone.
     delay_seconds: before each chunk. flip_after_bytes: of the answers, the byte behind so many more is garbled, once.
     """
 
@@ -18,6 +22,9 @@ class FaultyPort:
         self._listen_host, self._target_host, self.port = listen_host, target_host, port
         self.is_open = asyncio.Event()
         self.is_open.set()
+        self._num_holds = 0
+        self.lets_answers_pass = asyncio.Event()
+        self.lets_answers_pass.set()
         self.is_refusing = False
         self.delay_seconds = 0.0
         self.flip_after_bytes: int | None = None
@@ -41,9 +48,21 @@ class FaultyPort:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def hold(self) -> None:
+        """Let no byte pass until ``release`` was called as often."""
+        self._num_holds += 1
+        self.is_open.clear()
+
+    def release(self) -> None:
+        """End one hold."""
+        self._num_holds -= 1
+        if not self._num_holds:
+            self.is_open.set()
+
     def cut(self) -> None:
-        """Break every open connection."""
-        for writer in self._writers:
+        """Break every open connection, by RST."""
+        for writer in [writer for writer in self._writers if not writer.is_closing()]:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             writer.transport.abort()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -91,6 +110,8 @@ class FaultyPort:
                 self.num_bytes_back += len(chunk)
                 self.moved.set()
                 chunk = self._garble(chunk)
+            if is_answer:
+                await self.lets_answers_pass.wait()
             await self.is_open.wait()
             writer.write(chunk)
             await writer.drain()
@@ -121,12 +142,12 @@ class FaultyLink:
     def hold(self) -> None:
         """Swallow what the workers say to each other until ``release``."""
         for port in self.kv_ports:
-            port.is_open.clear()
+            port.hold()
 
     def release(self) -> None:
         """Let everything pass again."""
         for port in self.kv_ports:
-            port.is_open.set()
+            port.release()
 
     def cut(self) -> None:
         """Break the connections between the workers."""

@@ -1,0 +1,75 @@
+"""A worker's computing half without torch: KV of real bytes, which say to which tokens they belong."""
+
+from collections.abc import Sequence
+
+from contract.layout import KVLayout
+from engine.settings import EngineSettings
+from engine.testing import FakeExecutor, FakeMemory, FakeRunner
+from kv_transfer.testing import ByteMemory
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=128, block_size=4, dtype="float32")
+_SLOT_BYTES = LAYOUT.block_bytes // LAYOUT.block_size
+_CODE_BYTES = 8
+
+
+class CodedMemory(FakeMemory):
+    """``FakeMemory`` over the bytes that transports move: every position's slot repeats the code of all tokens up to there.
+
+    ``FakeRunner`` checks all KV before it uses it, so KV of another prompt, position or time ends the engine.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(1, LAYOUT.block_size)
+        self.layout, self.num_blocks = LAYOUT, num_blocks
+        self._bytes = ByteMemory(LAYOUT, num_blocks)
+
+    @property
+    def memfd(self) -> int | None:
+        """The pool's file."""
+        return self._bytes.memfd
+
+    def write(self, block_ids: Sequence[int], codes: Sequence[int], start: int, end: int) -> None:
+        """Compute positions ``start:end``."""
+        for position in range(start, end):
+            self._slot(block_ids, position)[:] = _content(codes[position])
+
+    def check(self, block_ids: Sequence[int], codes: Sequence[int], end: int, start: int = 0) -> None:
+        """Assert that positions ``start:end`` hold what they should, to the last byte."""
+        for position in range(start, end):
+            block_id = block_ids[position // LAYOUT.block_size]
+            held = self._slot(block_ids, position)
+            assert held == _content(codes[position]), f"position {position}: block {block_id} holds other KV"
+
+    def read_view(self, block_id: int) -> memoryview:
+        """The block itself."""
+        return self._bytes.read_view(block_id)
+
+    def write_view(self, block_id: int) -> memoryview:
+        """The block itself."""
+        return self._bytes.write_view(block_id)
+
+    def commit(self, block_ids: list[int]) -> None:
+        """Nothing is left to do."""
+
+    def _slot(self, block_ids: Sequence[int], position: int) -> memoryview:
+        start = position % LAYOUT.block_size * _SLOT_BYTES
+        return self._bytes.write_view(block_ids[position // LAYOUT.block_size])[start : start + _SLOT_BYTES]
+
+
+class CodedExecutor(FakeExecutor):
+    """``FakeExecutor`` on a ``CodedMemory``."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self.memory = CodedMemory(self.memory.num_blocks)
+        self.runner = FakeRunner(self.memory)
+
+
+def start_coded_executor(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+    """An ``ExecutorStart``: ``kv_cache_bytes`` counts blocks, as for ``start_fake_executor``. Picklable."""
+    executor = CodedExecutor(settings)
+    return executor, executor.memory.num_blocks
+
+
+def _content(code: int) -> bytes:
+    return code.to_bytes(_CODE_BYTES, "little") * (_SLOT_BYTES // _CODE_BYTES)

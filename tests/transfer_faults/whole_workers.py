@@ -1,0 +1,133 @@
+"""The same faults on whole workers with a model: clients ask a router, and every answer equals the undisturbed one."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.chaos.fleet import LINK_HOST, WORKER_HOST, Fleet
+from tests.chaos.proxy import FaultyPort
+from tests.chaos.under_fault import LEASE, PEER_TIMEOUT, Scene, fixed_ports, running_scene
+from tests.transfer_faults.faults import FAULTS, a_moment, draw_faults
+from tests.transfer_faults.framed import FramedPort
+
+_PREFILL, _DECODE = "prefill-0", "decode-0"
+_NUM_STREAMS = 4
+
+
+@dataclass
+class FleetWorker:
+    """A worker of a fleet as a ``Victim``."""
+
+    fleet: Fleet
+    name: str
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        await self.fleet.kill(self.name)
+
+    async def start(self) -> None:
+        """Start it again, on the same ports."""
+        await self.fleet.restart(self.name)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.fleet.freeze(self.name)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.fleet.thaw(self.name)
+
+
+@dataclass
+class WholeStage:
+    """One prefill and one decode worker on the two ends of a faulty link: a ``Stage``."""
+
+    scene: Scene
+    control: FramedPort
+    data: FaultyPort
+    workers: Sequence[FleetWorker]
+    peer_timeout_seconds: float = PEER_TIMEOUT
+    lease_seconds: float = LEASE
+    has_data_stream: bool = True
+
+    @property
+    def ports(self) -> Sequence[FaultyPort]:
+        """The relays."""
+        return self.control, self.data
+
+
+@dataclass
+class WholeReport:
+    """What a number of runs came to. wrong, failed: empty where every promise was kept."""
+
+    num_runs: int = 0
+    num_whole: int = 0
+    num_replays: float = 0
+    num_flips: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    tricks: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
+
+
+async def run_whole_workers(folder: Path, rng: random.Random, *, num_runs: int) -> WholeReport:
+    """Again and again: clients ask, one to three faults happen, everything is free again."""
+    report = WholeReport()
+    async with _stage(folder, rng) as stage:
+        for number in range(num_runs):
+            drawn = draw_faults(rng, FAULTS, has_data_stream=True)
+            report.faults.update(drawn)
+            outcome = await stage.scene.during(lambda names=drawn: _suffer(stage, rng, names), _NUM_STREAMS)  # type: ignore[misc]
+            stage.control.tricks.clear()
+            stage.data.flip_after_bytes = None
+            where = f" (run {number}, faults {drawn})"
+            report.wrong += [what + where for what in outcome.wrong]
+            report.failed += [what + where for what in outcome.errors]
+            report.num_whole += outcome.num_whole
+            report.num_replays += outcome.num_replays
+            await stage.scene.until_calm(2)
+            report.num_runs += 1
+        report.tricks, report.num_flips = stage.control.played, stage.data.num_flips
+    return report
+
+
+async def _suffer(stage: WholeStage, rng: random.Random, names: Sequence[str]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for name in names:
+            tasks.create_task(_suffer_one(stage, random.Random(rng.random()), name))
+
+
+async def _suffer_one(stage: WholeStage, rng: random.Random, name: str) -> None:
+    await a_moment(stage, rng)
+    await FAULTS[name][0](stage, rng)
+
+
+@asynccontextmanager
+async def _stage(folder: Path, rng: random.Random) -> AsyncIterator[WholeStage]:
+    flags = fixed_ports(WORKER_HOST)
+    grpc, data = (FaultyPort(LINK_HOST, WORKER_HOST, flags[name]) for name in ("port", "data_port"))
+    control = FramedPort(LINK_HOST, WORKER_HOST, flags["control_port"])
+    behind = {"transport": "tcp", "host": WORKER_HOST, "advertise_host": LINK_HOST, **flags}
+    workers: dict[str, dict[str, Any]] = {
+        _PREFILL: behind,
+        _DECODE: {"transport": "tcp", **fixed_ports("127.0.0.1")},
+    }
+    async with AsyncExitStack() as undo:
+        for port in (grpc, control, data):
+            undo.push_async_callback(port.stop)
+            await port.start()
+        scene = await undo.enter_async_context(running_scene(folder, rng, workers))
+        yield WholeStage(scene, control, data, [FleetWorker(scene.fleet, name) for name in workers])
