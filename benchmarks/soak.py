@@ -2,9 +2,9 @@
 
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
 processes, 2,000 schedules of faults on hand-overs between processes without a model, 200 more between network namespaces
-and 60 on whole workers, and the state machines at twenty times their usual count. ``KVBATON_SOAK_SEED=1234`` repeats the
-run of a seed; ``--only faults`` runs one scenario again and leaves the figures of the others, each with
-the commit and seed of its run.
+and 60 on whole workers, 50,000 walks through the protocol, and the state machines at twenty times their usual count.
+``KVBATON_SOAK_SEED=1234`` repeats the run of a seed; ``--only faults`` runs one scenario again and leaves the figures
+of the others, each with the commit and seed of its run.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from benchmarks.facts import read_figures, run_facts, write_result
 from tests.chaos.kills import run_kills
 from tests.chaos.leaving import run_leaving
 from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
+from tests.protocol.walking import run_walks
+from tests.protocol.worlds import WALKED
 from tests.transfer_faults.whole_workers import run_whole_workers
 
 TRANSPORTS = ("tcp", "shm")
@@ -46,6 +48,7 @@ class Sizes:
     machine_factor: int
     num_schedules: int
     num_whole_runs: int
+    num_walks: int
 
 
 def main() -> None:
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--machine-factor", type=int, default=20)
     parser.add_argument("--num-schedules", type=int, default=2000)
     parser.add_argument("--num-whole-runs", type=int, default=60)
+    parser.add_argument("--num-walks", type=int, default=50_000)
     parser.add_argument("--only", help="the scenario to run, or words that the names of those to run contain")
     given = parser.parse_args()
     sizes = Sizes(
@@ -64,6 +68,7 @@ def main() -> None:
         given.machine_factor,
         given.num_schedules,
         given.num_whole_runs,
+        given.num_walks,
     )
     scenarios = {} if given.only is None else read_figures("soak")["scenarios"]
     scenarios |= run_all(sizes, given.only or "")
@@ -92,6 +97,7 @@ def run_all(sizes: Sizes, wanted: str) -> dict[str, dict[str, Any]]:
             partial(transfer_faults, "namespaces", sizes.num_schedules // 10),
         ),
         ("whole workers under transfer faults", partial(whole_workers, sizes)),
+        ("walks through the protocol", lambda: run_walks(WALKED, sizes.num_walks, chaos_seed())),
         ("state machines", partial(tests, "KVBATON_SOAK", machines, MACHINES)),
     ]
     names = [name for name, _ in scenarios]

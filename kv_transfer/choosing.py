@@ -105,11 +105,11 @@ class Chooser:
             probes = list(self._probes.values())
         for probe in probes:
             probe.read.stop()
+        for receiver in self._receivers.values():
+            receiver.close()
         for probe in probes:
             if probe.thread is not None:
                 probe.thread.join()
-        for receiver in self._receivers.values():
-            receiver.close()
 
     def _start_probe(self, first: Source, probe: _Probe) -> None:
         name = f"kv-probe-{first.worker_id}"

@@ -119,16 +119,17 @@ class DataHalf:
         self._pulls.leave(source)
 
     def close(self) -> None:
-        """Stop reads, then the threads, then the transport. Idempotent."""
+        """Stop reads, end the receiver, without which some would never be terminal, then the threads. Idempotent."""
         self._is_closing = True
         current = self._current
         if current is not None:
             current.read.stop()
-        self._pulls.close()
+        self._pulls.stop()
+        self._receiver.close()
+        self._pulls.join()
         self._jobs.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        self._receiver.close()
         self._lending.close()
 
     def debug_state(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class PullThreads:
     def post(self, job: PullJob) -> bool:
         """Queue a read behind the others from its source. False: it will not be carried out.
 
-        That is so after ``close``, and where the system gives no further thread.
+        That is so after ``stop``, and where the system gives no further thread.
         """
         with self._changed:
             lane = None if self._is_closed else self._open_lanes.get(job.source) or self._open(job.source)
@@ -64,17 +64,21 @@ class PullThreads:
                 return
         self._forget(source)
 
-    def close(self) -> None:
-        """Stop every read and wait until each is terminal and its thread has ended. Idempotent."""
+    def stop(self) -> None:
+        """Take no further read and stop the others. Does not block; idempotent."""
         with self._changed:
             self._is_closed = True
-            lanes = list(self._lanes)
-            for lane in lanes:
+            for lane in self._lanes:
                 lane.is_ending = True
-            jobs = [job for lane in lanes for job in (lane.current, *lane.jobs) if job is not None]
+            jobs = [job for lane in self._lanes for job in (lane.current, *lane.jobs) if job is not None]
             self._changed.notify_all()
         for job in jobs:
             job.read.stop()
+
+    def join(self) -> None:
+        """After ``stop``: wait until every read is terminal and its thread has ended."""
+        with self._changed:
+            lanes = list(self._lanes)
         for lane in lanes:
             lane.thread.join()
 

@@ -1,6 +1,7 @@
 """Closing a connector leaves no thread and no file descriptor, whatever was going on."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,17 @@ import pytest
 from contract.identity import Role
 from kv_transfer.connector import TransferFactory
 from kv_transfer.testing import GatedMemory
-from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, hand_over, pair_of, prompt_of, settings_for
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, ReceiverTransport, Source
+from tests.kv_transfer.builders import (
+    LAYOUT,
+    MODEL,
+    TOKENS,
+    Sides,
+    hand_over,
+    pair_of,
+    prompt_of,
+    settings_for,
+)
 
 
 def open_fds() -> set[str]:
@@ -59,6 +70,47 @@ def test_in_the_middle_of_a_read() -> None:
     assert decode.memory.committed == []
     assert kv_threads() == []
     assert open_fds() == before
+
+
+class Endless:
+    """Reads that nothing makes terminal but the receiver's end, as those of a library from a frozen peer."""
+
+    def __init__(self, inner: ReceiverTransport) -> None:
+        self._inner = inner
+        self.is_reading, self._is_closed = threading.Event(), threading.Event()
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Wait for ``close``."""
+        self.is_reading.set()
+        self._is_closed.wait()
+        raise ReadStoppedError("the receiver was closed")
+
+    def forget(self, source: Source) -> None:
+        """As the real one."""
+        self._inner.forget(source)
+
+    def close(self) -> None:
+        """As the real one."""
+        self._inner.close()
+        self._is_closed.set()
+
+
+def test_a_read_that_never_ends_does_not_hold_up_the_close() -> None:
+    endless: list[Endless] = []
+
+    def wrap(inner: ReceiverTransport) -> ReceiverTransport:
+        endless.append(Endless(inner))
+        return endless[-1]
+
+    with pair_of(Sides(decode={"decorate": wrap})) as pair:
+        prompt, decode = prompt_of(1), pair.decode.driver
+        fetch = pair.fetch_request("r", prompt)
+        pair.prefill.driver.send_all(pair.send_request("r", prompt), [0], TOKENS)
+        decode.scheduler.start_fetch(fetch)
+        decode.wait_for(lambda: decode.published, "published")
+        decode.scheduler.receive_into(fetch.key, [10], 0)
+        assert any(one.is_reading.wait(10) for one in endless[-1:])
+    assert kv_threads() == []
 
 
 @pytest.mark.parametrize("is_rank_first", [True, False])

@@ -64,8 +64,9 @@ def test_sources_do_not_wait_for_each_other_and_close_ends_everything() -> None:
     with played.changed:
         assert played.changed.wait_for(lambda: played.done == ["a", "b", "c"], WAIT)
     assert (played.threads.num_threads, played.threads.current_keys) == (2, ["one"])
-    played.threads.close()
-    played.threads.close()
+    played.threads.stop()
+    played.threads.stop()
+    played.threads.join()
     assert played.done == ["a", "b", "c", "one"]
     assert played.threads.num_threads == 0
     assert not played.threads.post(job("quick", "late"))
@@ -84,7 +85,8 @@ def test_a_thread_ends_with_its_link_after_its_jobs() -> None:
         assert played.changed.wait_for(lambda: played.forgotten == [source("stuck")], WAIT)
     played.threads.leave(source("never read"))
     assert played.forgotten[1:] == [source("never read")]
-    played.threads.close()
+    played.threads.stop()
+    played.threads.join()
 
 
 def test_an_idle_thread_ends_and_a_later_job_gets_a_new_one() -> None:
@@ -102,7 +104,8 @@ def test_an_idle_thread_ends_and_a_later_job_gets_a_new_one() -> None:
         assert played.threads.num_threads == 0
     assert played.done == ["0", "1", "2"]
     assert played.forgotten == [], "the link stands: its connection may be used again"
-    played.threads.close()
+    played.threads.stop()
+    played.threads.join()
 
 
 def test_a_bug_is_told() -> None:
@@ -110,7 +113,8 @@ def test_a_bug_is_told() -> None:
     played.threads.post(job("quick", "bug"))
     with played.changed:
         assert played.changed.wait_for(lambda: played.bugs, WAIT)
-    played.threads.close()
+    played.threads.stop()
+    played.threads.join()
 
 
 class DivertingReceiver:

@@ -133,8 +133,7 @@ class Asker:
     async def _until_answered(self) -> None:
         for self.attempt in count():
             await asyncio.sleep(min(_MAX_PAUSE_SECONDS, 0.005 * self.attempt))
-            for worker in (self._prefill, self._decode):
-                await self._unless_cancelled(worker.is_up)
+            await self._until_workers_are_up()
             if self.is_cancelled.is_set():
                 return
             if self._prefill.has_failed or self._decode.has_failed:
@@ -147,6 +146,12 @@ class Asker:
             if self.is_cancelled.is_set() or self.delivered == self.question.answer:
                 return
             await self._abort(self.attempt)
+
+    async def _until_workers_are_up(self) -> None:
+        while down := [one for one in (self._prefill, self._decode) if not one.is_up.is_set()]:
+            await self._unless_cancelled(down[0].is_up)
+            if self.is_cancelled.is_set():
+                return
 
     async def _unless_cancelled(self, event: asyncio.Event) -> None:
         waits = [asyncio.create_task(one.wait()) for one in (event, self.is_cancelled)]

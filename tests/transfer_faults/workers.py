@@ -58,7 +58,7 @@ class Worker:
 
     async def start(self) -> None:
         """Start a new incarnation, which is a stranger to its peers."""
-        self.boot_id = new_boot_id()
+        boot_id = new_boot_id()
         engine = EngineSettings(
             model=Path("fake"),
             block_size=LAYOUT.block_size,
@@ -69,8 +69,12 @@ class Worker:
         )
         async with asyncio.timeout(_START_SECONDS):
             self.client = await ProcessClient.start(
-                engine, TransferFactory(self._transfer()), start=start_coded_executor, prepare=self.prepare
+                engine,
+                TransferFactory(self._transfer(boot_id)),
+                start=start_coded_executor,
+                prepare=self.prepare,
             )
+            self.boot_id = boot_id
             self.pid: int = await self.client.call("pid")
         self.num_starts += 1
         self.is_up.set()
@@ -137,10 +141,10 @@ class Worker:
         """End it as asked."""
         await self.client.shutdown()
 
-    def _transfer(self) -> TransferSettings:
+    def _transfer(self, boot_id: str) -> TransferSettings:
         return TransferSettings(
             worker_id=self.role.value,
-            boot_id=self.boot_id,
+            boot_id=boot_id,
             role=self.role,
             secret="a secret of the tests",
             host=self.place.host,
