@@ -61,7 +61,7 @@ def test_production_breaks_nothing_there(scenario: Scenario, rules: Rules, law: 
     assert Explorer(scenario, max_worlds=2 * mutant.num_worlds).explore().broken is None
 
 
-@pytest.mark.slow
+@pytest.mark.explore
 @pytest.mark.timeout(900)
 def test_digests_alone_keep_reads_right_as_well() -> None:
     """Without the second check of the lease a digest still fails what was overwritten."""

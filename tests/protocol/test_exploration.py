@@ -27,6 +27,7 @@ def explored(scenario: Scenario) -> Findings:
     return findings
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", SMALL, ids=lambda scenario: scenario.name)
 def test_no_law_breaks_in_any_order_of_events(scenario: Scenario) -> None:
@@ -55,14 +56,14 @@ def test_the_ladder_ends_with_one_error() -> None:
     assert ("error transfer_failed", ("P0>D0", "P0>D0")) in endings
 
 
-@pytest.mark.slow
+@pytest.mark.explore
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("scenario", LARGE, ids=lambda scenario: scenario.name)
 def test_no_law_breaks_in_larger_worlds(scenario: Scenario) -> None:
     assert "answered" in {how for how, _ in explored(scenario).endings}
 
 
-@pytest.mark.slow
+@pytest.mark.explore
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("scenario", HUGE, ids=lambda scenario: scenario.name)
 def test_no_law_breaks_as_far_as_memory_reaches(scenario: Scenario) -> None:
