@@ -67,7 +67,10 @@ def test_the_rest_is_installed_after_torch_under_the_same_constraints(programs: 
 
 
 def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
-    assert any('-m "not slow and not explore and not gpu and not docker"' in line for line in planned(programs, "test"))
+    assert any(
+        '-m "not slow and not explore and not gpu and not docker"' in line
+        for line in planned(programs, "test")
+    )
     assert any('-m "slow and not gpu and not docker"' in line for line in planned(programs, "test-slow"))
     assert any("-m pytest -m gpu" in line for line in planned(programs, "gpu-check"))
     assert any(line.endswith("-m pytest -m docker ") for line in planned(programs, "test-docker"))
