@@ -163,7 +163,9 @@ def test_a_lease_that_ends_while_pieces_of_it_are_asked_for_gives_no_more_of_the
         port.publish(NAME, everything)
         port.publish(OTHER, [5])
         read = EndingRead(4, lambda: sender.release(NAME))
-        with pytest.raises(Exception, match=r"is over or was never given|short read|reading from worker p failed"):
+        with pytest.raises(
+            Exception, match=r"is over or was never given|short read|reading from worker p failed"
+        ):
             port.fetch(NAME, everything, everything, read)
         port.fetch(OTHER, [0], [1])
         assert port.landed([1]) == [content(5)]
