@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import ShortReadError, parse_address, read_frame, write_frame
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.framing import parse_address, read_frame, write_frame
+from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.nccl_group import RECEIVER, PairGroup, join
 from kv_transfer.transports.nccl_pool import GroupPool
 from kv_transfer.transports.nccl_sender import NcclSender
 from kv_transfer.transports.nccl_wire import MAX_NCCL_FRAME_BYTES, NcclWelcome
+from kv_transfer.transports.outcomes import as_outcome
 from kv_transfer.transports.tcp_wire import DataHello, DataReply, DataStatus
 
 
@@ -121,7 +122,7 @@ class NcclReceiver:
                 yield peer
                 read.check()
         except (OSError, TransferError, WorkerLostError) as error:
-            raise _as_outcome(error, source, read) from error
+            raise as_outcome(error, source, read) from error
 
 
 def check_welcome(welcome: NcclWelcome, pool: GroupPool, who: str) -> None:
@@ -134,16 +135,3 @@ def check_welcome(welcome: NcclWelcome, pool: GroupPool, who: str) -> None:
         raise TransferError(
             f"{who} is on the same GPU ({pool.device}), and NCCL takes no two ranks there; choose nixl or shm"
         )
-
-
-def _as_outcome(error: Exception, source: Source, read: Read) -> Exception:
-    """What the caller is told; a sender whose connection is closed is gone."""
-    if isinstance(error, StaleLeaseError):
-        return error
-    if read.is_stopped:
-        return ReadStoppedError("the read was stopped")
-    if isinstance(error, (ShortReadError, ConnectionError)):
-        return WorkerLostError(f"worker {source.worker_id} closed its data connection: {error}")
-    if isinstance(error, (TransferError, WorkerLostError)):
-        return error
-    return TransferError(f"reading from worker {source.worker_id} failed: {error}")

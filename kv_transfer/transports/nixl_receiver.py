@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import ShortReadError, parse_address, read_frame, write_frame
+from kv_transfer.framing import parse_address, read_frame, write_frame
 from kv_transfer.transport import (
     BlockViews,
     LeaseName,
     Read,
     ReadRequest,
-    ReadStoppedError,
     Source,
     StaleLeaseError,
 )
@@ -34,6 +33,7 @@ from kv_transfer.transports.nixl_wire import (
     NixlGrant,
     NixlWelcome,
 )
+from kv_transfer.transports.outcomes import as_outcome
 from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 
 logger = logging.getLogger(__name__)
@@ -229,22 +229,9 @@ class NixlReceiver:
             with self._peers.using(source, lambda: _Peer(source, self._owner, self._timeout_seconds)) as peer:
                 yield peer
         except (OSError, TransferError, WorkerLostError) as error:
-            raise _as_outcome(error, source, read) from error
+            raise as_outcome(error, source, read) from error
 
 
 def _settle(stopped: "Future[None]") -> None:
     if not stopped.done():
         stopped.set_result(None)
-
-
-def _as_outcome(error: Exception, source: Source, read: Read) -> Exception:
-    """What the caller is told; a sender whose socket is closed is gone."""
-    if isinstance(error, StaleLeaseError):
-        return error
-    if read.is_stopped:
-        return ReadStoppedError("the read was stopped")
-    if isinstance(error, (ShortReadError, ConnectionError)):
-        return WorkerLostError(f"worker {source.worker_id} closed its data connection: {error}")
-    if isinstance(error, (TransferError, WorkerLostError)):
-        return error
-    return TransferError(f"reading from worker {source.worker_id} failed: {error}")

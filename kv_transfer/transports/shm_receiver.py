@@ -27,12 +27,12 @@ from kv_transfer.transport import (
     BlockViews,
     Read,
     ReadRequest,
-    ReadStoppedError,
     Source,
     StaleLeaseError,
     blocks_per_piece,
 )
 from kv_transfer.transports.kept import Kept
+from kv_transfer.transports.outcomes import as_outcome
 from kv_transfer.transports.shm_leases import SLOT_BYTES
 from kv_transfer.transports.shm_wire import (
     MAX_SHM_FRAME_BYTES,
@@ -257,7 +257,7 @@ class ShmReceiver:
                     peer.connect()
                 yield peer
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, TransferError) as error:
-            raise _as_outcome(error, source, read) from error
+            raise as_outcome(error, source, read, "shm socket") from error
 
 
 def _sizes(views: Sequence[memoryview]) -> Iterable[int]:
@@ -272,14 +272,3 @@ def _copy_locked(block: memoryview, view: memoryview) -> None:
 
 def _copy_unlocked(block: memoryview, view: memoryview) -> None:
     np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(block, np.uint8))
-
-
-def _as_outcome(error: Exception, source: Source, read: Read) -> Exception:
-    """What the caller is told; a sender whose socket is closed is gone."""
-    if read.is_stopped and not isinstance(error, StaleLeaseError):
-        return ReadStoppedError("the read was stopped")
-    if isinstance(error, (ShortReadError, ConnectionError)):
-        return WorkerLostError(f"worker {source.worker_id} closed its shm socket: {error}")
-    if isinstance(error, TransferError):
-        return error
-    return TransferError(f"reading from worker {source.worker_id} failed: {error}")

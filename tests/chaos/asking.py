@@ -23,6 +23,12 @@ CONNECTION = "connection"
 VOCABULARY = range(300, 1400)
 
 
+def pools(num_prefill: int, num_decode: int) -> tuple[str, ...]:
+    """Flags of a service whose streams can be compared token by token, under the name that clients ask for."""
+    sizes = ("--prefill", str(num_prefill), "--decode", str(num_decode))
+    return (*sizes, "--dtype", "float32", "--num-threads", "1", "--served-model-name", MODEL)
+
+
 class Way(StrEnum):
     """How a client asks."""
 

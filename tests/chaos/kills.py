@@ -13,29 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.asking import (
-    MODEL,
     Answer,
     Client,
     Way,
     connected,
+    pools,
     what_is_wrong,
 )
 from tests.chaos.books import count
 from tests.chaos.steady import steady_answers
 from tests.service import Service, counter, running_service
 
-POOLS = (
-    "--prefill",
-    "3",
-    "--decode",
-    "3",
-    "--dtype",
-    "float32",
-    "--num-threads",
-    "1",
-    "--served-model-name",
-    MODEL,
-)
+POOLS = pools(3, 3)
 WAYS = (Way.GRPC, Way.GRPC, Way.HTTP_STREAM, Way.HTTP_WHOLE)
 
 

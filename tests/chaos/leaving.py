@@ -9,29 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.asking import (
-    MODEL,
     Answer,
     Client,
     Way,
     connected,
+    pools,
     what_is_wrong,
 )
 from tests.chaos.books import counted_things, read_states, until_free
 from tests.chaos.steady import steady_answers
 from tests.service import Service, running_service
 
-POOLS = (
-    "--prefill",
-    "2",
-    "--decode",
-    "2",
-    "--dtype",
-    "float32",
-    "--num-threads",
-    "1",
-    "--served-model-name",
-    MODEL,
-)
+POOLS = pools(2, 2)
 
 
 @dataclass(frozen=True)

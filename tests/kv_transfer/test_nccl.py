@@ -2,59 +2,28 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from contract.errors import KvbatonError, TransferError, WorkerLostError
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, StaleLeaseError
 from kv_transfer.transports.nccl_pool import GroupPool
 from kv_transfer.transports.nccl_receiver import check_welcome
 from kv_transfer.transports.nccl_wire import NcclWelcome
 from kv_transfer.transports.tcp_wire import DataStatus
 from tests.kv_transfer.nccl_port import NcclPort, Reader
 from tests.kv_transfer.nixl_port import LAYOUT, NAME, NUM_BLOCKS, TOKEN
-
-ROOT = Path(__file__).parents[2]
-
-
-class Sender:
-    """The other end of ``nccl_port``."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-        self.source = Source("p", "boot", str(self._hear()["address"]), TOKEN, "nccl")
-
-    def release(self) -> dict[str, object]:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self._hear()
-
-    def _hear(self) -> dict[str, object]:
-        assert self.process.stdout is not None
-        return msgspec.json.decode(self.process.stdout.readline(), type=dict[str, object])
+from tests.kv_transfer.sender_process import Sender, running_sender
 
 
-@contextmanager
-def sender_process(timeout_seconds: float = 30.0) -> Iterator[Sender]:
-    command = [sys.executable, "-m", "tests.kv_transfer.nccl_port", "boot", str(timeout_seconds)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        try:
-            yield Sender(process)
-        finally:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
+def sender_process(timeout_seconds: float = 30.0) -> AbstractContextManager[Sender]:
+    return running_sender(["tests.kv_transfer.nccl_port", "boot", str(timeout_seconds)], TOKEN, "nccl")
 
 
 @pytest.fixture

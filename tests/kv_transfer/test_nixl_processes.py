@@ -6,15 +6,12 @@ The senders have UCX's TCP lane only. There a read needs the sender's help, so t
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import contains
-from pathlib import Path
 
-import msgspec
 import pytest
 
 from contract.errors import KvbatonError, WorkerLostError
@@ -22,46 +19,14 @@ from contract.identity import Role
 from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, ReceiverTransport, Source
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
 from tests.kv_transfer.nixl_port import BEFORE_POST, NAME, NUM_BLOCKS, TOKEN, HookedRead, NixlPort, Reader
+from tests.kv_transfer.sender_process import Sender, running_sender
 from tests.kv_transfer.test_two_processes import prefill_process
 
-ROOT = Path(__file__).parents[2]
 TCP_LANE = {**os.environ, "UCX_TLS": "self,tcp"}  # noqa: TID251 - a child's environment
 
 
-class Sender:
-    """The other end of ``nixl_port``."""
-
-    def __init__(self, process: "subprocess.Popen[str]", boot_id: str) -> None:
-        self.process = process
-        self.source = Source("p", boot_id, str(self._hear()["address"]), TOKEN, "nixl")
-
-    def release(self) -> dict[str, object]:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self._hear()
-
-    def _hear(self) -> dict[str, object]:
-        assert self.process.stdout is not None
-        return msgspec.json.decode(self.process.stdout.readline(), type=dict[str, object])
-
-
-@contextmanager
-def sender_process(boot_id: str, environment: dict[str, str] | None = None) -> Iterator[Sender]:
-    command = [sys.executable, "-m", "tests.kv_transfer.nixl_port", boot_id]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment or TCP_LANE,
-    ) as process:
-        try:
-            yield Sender(process, boot_id)
-        finally:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
+def sender_process(boot_id: str, environment: dict[str, str] | None = None) -> AbstractContextManager[Sender]:
+    return running_sender(["tests.kv_transfer.nixl_port", boot_id], TOKEN, "nixl", environment or TCP_LANE)
 
 
 def stop(process: "subprocess.Popen[str]") -> None:
