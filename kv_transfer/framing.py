@@ -1,4 +1,7 @@
-"""Length-prefixed msgpack frames, and iovecs of bytes over sockets. A frame over its bound is refused before it is read."""
+"""Length-prefixed msgpack frames, and iovecs of bytes over sockets.
+
+A frame over its bound is refused before it is read, and one that does not fit its checksum before it is understood.
+"""
 
 import socket
 import struct
@@ -6,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from contract.errors import TransferError
 
-HEADER = struct.Struct("<I")
+HEADER = struct.Struct("<II")
+"""The body's length in bytes and its xxh32."""
 _T = TypeVar("_T")
 
 
@@ -18,7 +23,26 @@ def encode_frame(message: Any, max_bytes: int) -> bytes:
     body = msgspec.msgpack.encode(message)
     if len(body) > max_bytes:
         raise TransferError(f"a frame of {len(body)} bytes; the limit is {max_bytes}")
-    return HEADER.pack(len(body)) + body
+    return as_frame(body)
+
+
+def as_frame(body: bytes) -> bytes:
+    """The frame of any body."""
+    return HEADER.pack(len(body), xxhash.xxh32_intdigest(body)) + body
+
+
+def length_in(header: bytes | bytearray, max_bytes: int) -> int:
+    """How long the body is. Raises TransferError for a length over the bound."""
+    length: int = HEADER.unpack_from(header)[0]
+    if length > max_bytes:
+        raise TransferError(f"the peer sent a frame of {length} bytes; the limit is {max_bytes}")
+    return length
+
+
+def check_body(header: bytes | bytearray, body: bytes | bytearray) -> None:
+    """Raise TransferError for a body that is not the one that was sent."""
+    if xxhash.xxh32_intdigest(body) != HEADER.unpack_from(header)[1]:
+        raise TransferError(f"a frame of {len(body)} bytes does not fit its checksum")
 
 
 class FrameBuffer:
@@ -29,18 +53,16 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes and take the frames that are whole now. Raises TransferError for a frame over the bound."""
+        """Add bytes and take the bodies that are whole now. Raises TransferError for one over the bound, or damaged."""
         self._bytes += data
         while len(self._bytes) >= HEADER.size:
-            (length,) = HEADER.unpack_from(self._bytes)
-            if length > self.max_bytes:
-                raise TransferError(f"the peer sent a frame of {length} bytes; the limit is {self.max_bytes}")
-            end = HEADER.size + length
+            end = HEADER.size + length_in(self._bytes, self.max_bytes)
             if len(self._bytes) < end:
                 return
-            frame = bytes(self._bytes[HEADER.size : end])
+            body = bytes(self._bytes[HEADER.size : end])
+            check_body(self._bytes, body)
             del self._bytes[:end]
-            yield frame
+            yield body
 
 
 def write_frame(sock: socket.socket, message: Any, max_bytes: int) -> None:
@@ -49,14 +71,12 @@ def write_frame(sock: socket.socket, message: Any, max_bytes: int) -> None:
 
 
 def read_frame(sock: socket.socket, message_type: type[_T], max_bytes: int) -> _T:
-    """Receive one frame over a blocking socket. Raises TransferError for a closed, oversized or malformed one."""
+    """Receive one frame over a blocking socket. Raises TransferError for a closed, oversized, damaged or malformed one."""
     header = bytearray(HEADER.size)
     receive_all(sock, [memoryview(header)])
-    (length,) = HEADER.unpack(header)
-    if length > max_bytes:
-        raise TransferError(f"the peer sent a frame of {length} bytes; the limit is {max_bytes}")
-    body = bytearray(length)
+    body = bytearray(length_in(header, max_bytes))
     receive_all(sock, [memoryview(body)])
+    check_body(header, body)
     try:
         return msgspec.msgpack.decode(body, type=message_type)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import HEADER, ShortReadError, receive_all, write_frame
+from kv_transfer.framing import HEADER, ShortReadError, check_body, length_in, receive_all, write_frame
 from kv_transfer.transport import (
     BlockViews,
     Read,
@@ -187,11 +187,9 @@ class _MappedPeer:
         try:
             if len(header) != HEADER.size:
                 raise ShortReadError(len(header), HEADER.size)
-            (length,) = HEADER.unpack(header)
-            if length > MAX_SHM_FRAME_BYTES:
-                raise TransferError(f"{self._who} sent a frame of {length} bytes")
-            body = bytearray(length)
+            body = bytearray(length_in(header, MAX_SHM_FRAME_BYTES))
             receive_all(self._sock, [memoryview(body)])
+            check_body(header, body)
             return msgspec.msgpack.decode(body, type=ShmWelcome), descriptors
         except BaseException:
             for descriptor in descriptors:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from contract.identity import Role
-from kv_transfer.framing import HEADER, encode_frame
+from kv_transfer.framing import HEADER, as_frame, encode_frame
 from kv_transfer.messages import MAX_HANDSHAKE_BYTES, FetchBlocks, Hello, decode_message
 from kv_transfer.states import NOT_NEEDED
 from tests.kv_transfer.builders import (
@@ -110,10 +110,10 @@ def test_another_protocol_version_is_refused_by_number() -> None:
 @pytest.mark.parametrize(
     "noise",
     [
-        HEADER.pack(2**31) + b"x",
+        HEADER.pack(2**31, 0) + b"x",
         encode_frame({"type": "nonsense"}, 1000),
         encode_frame(FetchBlocks("t", 0), 1000),
-        HEADER.pack(5) + b"\xc1\xc1\xc1\xc1\xc1",
+        as_frame(b"\xc1\xc1\xc1\xc1\xc1"),
     ],
 )
 def test_strangers_on_the_control_port_are_cut_off(noise: bytes) -> None:
@@ -133,7 +133,7 @@ def test_a_stranger_that_dribbles_its_first_frame_is_cut_off() -> None:
         host, port = prefill.driver.address.split(":")
         with socket.create_connection((host, int(port))) as sock:
             sock.settimeout(0.02)
-            sock.sendall(HEADER.pack(MAX_HANDSHAKE_BYTES))
+            sock.sendall(HEADER.pack(MAX_HANDSHAKE_BYTES, 0))
             while prefill.count("link_handshakes_total{result=failed}") == 0:
                 with suppress(TimeoutError, ConnectionError):  # the latter: it is being cut off
                     sock.sendall(b"x")

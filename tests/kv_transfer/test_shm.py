@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import KvbatonError, SettingError, TransferError
-from kv_transfer.framing import HEADER, write_frame
+from kv_transfer.framing import HEADER, as_frame, write_frame
 from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transport import (
     LeaseName,
@@ -280,7 +280,7 @@ def test_strangers_cannot_crowd_readers_out(port: ShmPort, reader: Reader) -> No
             sock.close()
 
 
-@pytest.mark.parametrize("noise", [b"\xff" * 200, HEADER.pack(3) + b"\xc1\xc1\xc1"])
+@pytest.mark.parametrize("noise", [b"\xff" * 200, as_frame(b"\xc1\xc1\xc1")])
 def test_noise_ends_its_own_connection_only(port: ShmPort, reader: Reader, noise: bytes) -> None:
     port.publish(NAME, [6])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kv_transfer.framing import HEADER, FrameBuffer
+from kv_transfer.framing import FrameBuffer, as_frame
 from tests.chaos.proxy import FaultyPort
 
 _MAX_FRAME_BYTES = 16 * 2**20
@@ -67,7 +67,7 @@ class FramedPort(FaultyPort):
                 if self.delay_seconds:
                     await asyncio.sleep(self.delay_seconds)
                 await self.is_open.wait()
-                for frame in self._disturbed(HEADER.pack(len(body)) + body, kind, kept):
+                for frame in self._disturbed(as_frame(body), kind, kept):
                     writer.write(frame)
                 await writer.drain()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import TransferError
-from kv_transfer.framing import HEADER, encode_frame, read_frame
+from kv_transfer.framing import HEADER, as_frame, encode_frame, read_frame
 from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 from tests.kv_transfer.shm_port import NAME, NUM_BLOCKS, Reader, ShmPort
 
@@ -15,9 +15,10 @@ WAIT = 30.0
 
 
 def garbled(frame: bytes, word: bytes) -> bytes:
-    """The frame with a byte in this word that begins no character."""
-    place = frame.index(word)
-    return frame[:place] + b"\xa7" + frame[place + 1 :]
+    """The frame with a byte in this word that begins no character; its checksum fits."""
+    body = frame[HEADER.size :]
+    place = body.index(word)
+    return as_frame(body[:place] + b"\xa7" + body[place + 1 :])
 
 
 @pytest.fixture
