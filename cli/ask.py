@@ -14,7 +14,8 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 
 _CONNECT_SECONDS = 10.0
-TIMING_NAMES = ("queue", "prefill", "transfer", "first_decode_step", "decode", "end_to_end")
+TIMING_PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")
+TIMING_NAMES = (*TIMING_PARTS, "end_to_end")
 
 
 @dataclass(frozen=True)

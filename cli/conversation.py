@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cli.answer_stream import OnText, StreamedAnswer, stream_chat
+from cli.ask import TIMING_PARTS
 from contract.errors import KvbatonError
 
 
@@ -61,9 +62,9 @@ class Conversation:
         counts = f"{answer.num_prompt_tokens} tokens in, {answer.num_completion_tokens} out ({answer.finish_reason})"
         if not answer.timings:
             return f"{counts}; the service sent no timings"
-        parts = {name: seconds * 1000 for name, seconds in answer.timings.items()}
-        whole = parts.pop("end_to_end", 0.0)
-        hidden = parts.pop("transfer_hidden", 0.0)
+        parts = {name: answer.timings[name] * 1000 for name in TIMING_PARTS if name in answer.timings}
+        whole = answer.timings.get("end_to_end", 0.0) * 1000
+        hidden = answer.timings.get("transfer_hidden", 0.0) * 1000
         told = " + ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in parts.items())
         return f"{told} = {whole:.1f} ms (transfer hidden {hidden:.1f}); {counts}"
 

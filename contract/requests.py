@@ -158,17 +158,28 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...]
 
 
+class TransferReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What it took to get a prompt's KV from another worker.
+
+    exposed_seconds: last range published → verified. hidden_seconds: of copying before that. num_bytes: what crossed.
+    num_pieces: copies that were made, one after the other or beside each other.
+    """
+
+    exposed_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    num_bytes: int = 0
+    num_pieces: int = 0
+
+
 class RequestTimings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds that one worker spent on a request, on its own monotonic clock.
 
-    queue: arrival → first scheduled. prefill: first scheduled → last prompt token computed. transfer_exposed: last
-    range published → verified. transfer_hidden: seconds of copying before that.
+    queue: arrival → first scheduled. prefill: first scheduled → last prompt token computed.
     """
 
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    transfer_exposed_seconds: float = 0.0
-    transfer_hidden_seconds: float = 0.0
+    transfer: TransferReport = TransferReport()
 
 
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from contract.layout import KVLayout
-from contract.requests import EngineRequest, TokenLogprobs
+from contract.requests import EngineRequest, TokenLogprobs, TransferReport
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,10 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class Received:
-    """What came with a finished transfer: token 0 of every choice, and where the time went.
-
-    exposed_seconds: last range published → verified. hidden_seconds: seconds of copying before that.
-    num_blocks, num_bytes: what really crossed.
-    """
+    """What came with a finished transfer: token 0 of every choice, and what the transfer took."""
 
     first_tokens: list[FirstToken]
-    exposed_seconds: float
-    hidden_seconds: float
-    num_blocks: int
-    num_bytes: int
+    report: TransferReport
 
 
 class SchedulerConnector(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
 from contract.layout import KVLayout
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, TransferReport
 from engine.connector import (
     ConnectorPair,
     Drained,
@@ -198,7 +198,9 @@ class FakeConnector:
         fetch = self.fetches.pop(request_id)
         assert fetch.state == "landed"
         token = FirstToken(fake_token(prefix_codes(fetch.prompt)[-1]))
-        return Received([token], 0.25, 0.5, len(fetch.destination), 4 * len(fetch.destination))
+        return Received(
+            [token], TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination))
+        )
 
     def take_events(self) -> list[TransferEvent]:
         """See SchedulerConnector."""

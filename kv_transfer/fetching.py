@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ErrorKind, InternalError
-from contract.requests import EngineRequest, ReceiveTransfer
+from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
 from engine.connector import Drained, Failed, Published, Received, TransferEvent
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
@@ -53,7 +53,7 @@ class _Wanted:
     """One fetch with what the pure machine does not need to know: that counts this worker's blocks only.
 
     seeds: of this worker's blocks. announced: what the sender announced by its own, where it cuts the prompt otherwise.
-    grants: what came with the announced ranges, by the sender's blocks. num_blocks, num_bytes: what was ordered to cross.
+    grants: what came with the announced ranges, by the sender's blocks. num_bytes: what was ordered to cross.
     """
 
     request: EngineRequest
@@ -65,7 +65,6 @@ class _Wanted:
     since: float
     lease: str = ""
     announced: AnnouncedBlocks | None = None
-    num_blocks: int = 0
     num_bytes: int = 0
     grants: list[RangeGrant] = field(default_factory=list)
     read: Read = field(default_factory=Read)
@@ -160,10 +159,9 @@ class FetchDesk(Desk):
             self._apply(wanted, ev.Told())
         return Received(
             first_tokens=list(fetch.first_tokens or ()),
-            exposed_seconds=fetch.exposed_seconds,
-            hidden_seconds=fetch.hidden_seconds,
-            num_blocks=wanted.num_blocks,
-            num_bytes=wanted.num_bytes,
+            report=TransferReport(
+                fetch.exposed_seconds, fetch.hidden_seconds, wanted.num_bytes, len(fetch.copies)
+            ),
         )
 
     def take_events(self) -> list[TransferEvent]:
@@ -334,7 +332,6 @@ class FetchDesk(Desk):
             block_bytes = plan.theirs.layout.block_bytes
             if not plan.is_direct:
                 conversion = Conversion(plan, pull.first_block, end, announced.num_tokens)
-        wanted.num_blocks += len(source.digests)
         wanted.num_bytes += len(source.digests) * block_bytes
         return PullJob(
             key=wanted.key,

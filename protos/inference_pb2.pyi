@@ -326,7 +326,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time went, in seconds; the five parts sum to end_to_end."""
+    """Where the time went, in seconds if nothing else is said; the five parts sum to end_to_end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -337,6 +337,8 @@ class Timings(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     END_TO_END_FIELD_NUMBER: _builtins.int
     TRANSFER_HIDDEN_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_PIECES_FIELD_NUMBER: _builtins.int
     queue: _builtins.float
     """Arrival until the prompt's first chunk runs."""
     prefill: _builtins.float
@@ -351,6 +353,10 @@ class Timings(_message.Message):
     """The whole."""
     transfer_hidden: _builtins.float
     """The hidden part of the transfer: copied while the prompt was still being computed. Not in the sum."""
+    transfer_bytes: _builtins.int
+    """Bytes of KV that crossed."""
+    transfer_pieces: _builtins.int
+    """Copies that they crossed in."""
     def __init__(
         self,
         *,
@@ -361,10 +367,12 @@ class Timings(_message.Message):
         decode: _builtins.float = ...,
         end_to_end: _builtins.float = ...,
         transfer_hidden: _builtins.float = ...,
+        transfer_bytes: _builtins.int = ...,
+        transfer_pieces: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end_to_end", b"end_to_end", "first_decode_step", b"first_decode_step", "prefill", b"prefill", "queue", b"queue", "transfer", b"transfer", "transfer_hidden", b"transfer_hidden"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end_to_end", b"end_to_end", "first_decode_step", b"first_decode_step", "prefill", b"prefill", "queue", b"queue", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_hidden", b"transfer_hidden", "transfer_pieces", b"transfer_pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

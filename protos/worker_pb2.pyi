@@ -543,7 +543,7 @@ Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
 
 @_typing.final
 class LegTimings(_message.Message):
-    """Seconds that a worker spent on a request; see contract.requests.RequestTimings."""
+    """What a worker spent on a request, seconds if nothing else is said; see contract.requests.RequestTimings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,10 +551,14 @@ class LegTimings(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFER_EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFER_HIDDEN_SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_PIECES_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     transfer_exposed_seconds: _builtins.float
     transfer_hidden_seconds: _builtins.float
+    transfer_bytes: _builtins.int
+    transfer_pieces: _builtins.int
     def __init__(
         self,
         *,
@@ -562,10 +566,12 @@ class LegTimings(_message.Message):
         prefill_seconds: _builtins.float = ...,
         transfer_exposed_seconds: _builtins.float = ...,
         transfer_hidden_seconds: _builtins.float = ...,
+        transfer_bytes: _builtins.int = ...,
+        transfer_pieces: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "transfer_exposed_seconds", b"transfer_exposed_seconds", "transfer_hidden_seconds", b"transfer_hidden_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "transfer_bytes", b"transfer_bytes", "transfer_exposed_seconds", b"transfer_exposed_seconds", "transfer_hidden_seconds", b"transfer_hidden_seconds", "transfer_pieces", b"transfer_pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,12 +12,12 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
 from contract.errors import ErrorKind, KvbatonError, WorkerLostError, error_from_kind
-from contract.requests import FinishReason, TokenLogprobs
+from contract.requests import FinishReason, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token
 from router.inbox import Event, Inbox
@@ -44,8 +44,7 @@ class LegReport:
     """What the workers said about themselves: seconds, and prompt tokens that nobody computed."""
 
     prefill_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    hidden_seconds: float = 0.0
+    transfer: TransferReport = field(default_factory=TransferReport)
     num_cached_tokens: int = 0
 
 
@@ -196,8 +195,7 @@ class Attempt:
             if entry.first_index == 0:
                 self._report.prefill_seconds = entry.timings.prefill_seconds
             if leg is self._decode and leg.first_index == 1:
-                self._report.exposed_seconds = entry.timings.transfer_exposed_seconds
-                self._report.hidden_seconds = entry.timings.transfer_hidden_seconds
+                self._report.transfer = _transfer_report_of(entry.timings)
 
     def _send(self, leg: Leg, call: Coroutine[Any, Any, None]) -> None:
         leg.call = self._tasks.spawn(self._accepted(leg, call), f"start {self._key[0]} on {leg.worker.name}")
@@ -251,6 +249,15 @@ def _error_of(entry: pb.TokenEntry, leg: Leg) -> KvbatonError:
     if entry.finish_reason == FinishReason.ABORT:
         return WorkerLostError(f"worker {leg.worker.name} gave the request up")
     return error_from_kind(entry.error_kind, f"worker {leg.worker.name}: {entry.error_message}")
+
+
+def _transfer_report_of(timings: pb.LegTimings) -> TransferReport:
+    return TransferReport(
+        timings.transfer_exposed_seconds,
+        timings.transfer_hidden_seconds,
+        timings.transfer_bytes,
+        timings.transfer_pieces,
+    )
 
 
 def _tokens_of(entry: pb.TokenEntry) -> list[Token]:

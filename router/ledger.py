@@ -84,8 +84,7 @@ class Record:
     def finish(self, delta: Delta, reason: FinishReason, usage: Usage, report: LegReport) -> None:
         """The answer is whole: fill in the last delta's usage and timings."""
         self._watch.prefill_seconds = report.prefill_seconds
-        self._watch.exposed_seconds = report.exposed_seconds
-        self._watch.hidden_seconds = report.hidden_seconds
+        self._watch.transfer = report.transfer
         delta.usage, delta.timings = usage, self._watch.split(time.monotonic())
         self._metrics.succeeded(reason, usage, delta.timings)
         self.state = RequestState.FINISHED

@@ -1,11 +1,14 @@
 """Where a request's time went: five parts that sum to the whole by construction."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from contract.requests import TransferReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds. transfer is the exposed part (last range published → verified); transfer_hidden is not in the sum."""
+    """Seconds, bytes, copies. transfer is the exposed part (last range published → verified), the only one in the sum."""
 
     queue: float
     prefill: float
@@ -13,13 +16,15 @@ class Timings:
     first_decode_step: float
     decode: float
     transfer_hidden: float
+    transfer_bytes: int
+    transfer_pieces: int
 
     @property
     def end_to_end(self) -> float:
         """Arrival → last token: the sum of the five parts."""
         return self.queue + self.prefill + self.transfer + self.first_decode_step + self.decode
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """By the names of the gRPC message ``Timings``."""
         return {
             "queue": self.queue,
@@ -29,6 +34,8 @@ class Timings:
             "decode": self.decode,
             "end_to_end": self.end_to_end,
             "transfer_hidden": self.transfer_hidden,
+            "transfer_bytes": self.transfer_bytes,
+            "transfer_pieces": self.transfer_pieces,
         }
 
 
@@ -43,8 +50,7 @@ class Stopwatch:
         self.token_0: float | None = None
         self.token_1: float | None = None
         self.prefill_seconds = 0.0
-        self.exposed_seconds = 0.0
-        self.hidden_seconds = 0.0
+        self.transfer = TransferReport()
 
     def tokens(self, first_index: int, count: int, now: float) -> None:
         """``count`` tokens from ``first_index`` on have just arrived."""
@@ -62,7 +68,7 @@ class Stopwatch:
         last = token_0
         if self.token_1 is not None:
             gap = self.token_1 - token_0
-            transfer = min(max(self.exposed_seconds, 0.0), gap)
+            transfer = min(max(self.transfer.exposed_seconds, 0.0), gap)
             first_step = gap - transfer
             last = self.token_1
         return Timings(
@@ -71,5 +77,7 @@ class Stopwatch:
             transfer=transfer,
             first_decode_step=first_step,
             decode=finish - last,
-            transfer_hidden=self.hidden_seconds,
+            transfer_hidden=self.transfer.hidden_seconds,
+            transfer_bytes=self.transfer.num_bytes,
+            transfer_pieces=self.transfer.num_pieces,
         )

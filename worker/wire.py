@@ -81,8 +81,10 @@ def _timings_to(timings: RequestTimings | None) -> pb.LegTimings | None:
     return pb.LegTimings(
         queue_seconds=timings.queue_seconds,
         prefill_seconds=timings.prefill_seconds,
-        transfer_exposed_seconds=timings.transfer_exposed_seconds,
-        transfer_hidden_seconds=timings.transfer_hidden_seconds,
+        transfer_exposed_seconds=timings.transfer.exposed_seconds,
+        transfer_hidden_seconds=timings.transfer.hidden_seconds,
+        transfer_bytes=timings.transfer.num_bytes,
+        transfer_pieces=timings.transfer.num_pieces,
     )
 
 

@@ -1,6 +1,6 @@
 """The scheduler's state of one request: where it is in its life, its tokens, and how much of them is computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from contract.requests import (
     SamplingParams,
     SendTransfer,
     TokenLogprobs,
+    TransferReport,
 )
 from engine.connector import Received
 from engine.scheduling.block_pool import blocks_needed
@@ -27,8 +28,7 @@ class Milestones:
     queued: float
     scheduled: float | None = None
     prefilled: float | None = None
-    transfer_exposed_seconds: float = 0.0
-    transfer_hidden_seconds: float = 0.0
+    transfer: TransferReport = field(default_factory=TransferReport)
 
     def split(self) -> RequestTimings:
         """The durations between them."""
@@ -36,8 +36,7 @@ class Milestones:
         return RequestTimings(
             queue_seconds=scheduled - self.queued,
             prefill_seconds=0.0 if self.prefilled is None else self.prefilled - scheduled,
-            transfer_exposed_seconds=self.transfer_exposed_seconds,
-            transfer_hidden_seconds=self.transfer_hidden_seconds,
+            transfer=self.transfer,
         )
 
 
@@ -189,8 +188,7 @@ class Request:
         self.num_computed_tokens = self.num_prompt_tokens
         self.append_token(first_token)
         self.milestones.queued = now
-        self.milestones.transfer_exposed_seconds = received.exposed_seconds
-        self.milestones.transfer_hidden_seconds = received.hidden_seconds
+        self.milestones.transfer = received.report
 
     def lose_blocks(self) -> None:
         """Its blocks were taken away: everything must be computed again, here, whoever computed it before."""

@@ -17,7 +17,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from serving.http_server import HttpServer, start_http
 
-TIMINGS = {name: 0.001 * (index + 1) for index, name in enumerate(TIMING_NAMES)}
+TIMINGS: dict[str, Any] = {name: 0.001 * (index + 1) for index, name in enumerate(TIMING_NAMES)}
 
 
 async def chat(request: web.Request) -> web.Response:

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 REPOSITORY = Path(__file__).parents[2]
 PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")
+BLOCK_BYTES = 32768
 LONG = {
     "model": "demo",
     "prompt": "Hello",
@@ -85,6 +86,7 @@ async def check_answers(service: Service) -> None:
     assert answer.timings is not None
     parts = sum(getattr(answer.timings, part) for part in PARTS)
     assert parts == pytest.approx(answer.timings.end_to_end)
+    assert (answer.timings.transfer_bytes, answer.timings.transfer_pieces) == (BLOCK_BYTES, 1)
     body = {
         "model": "demo",
         "prompt": [0, 3, 10, 20, 30],

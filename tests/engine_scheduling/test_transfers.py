@@ -144,7 +144,7 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     assert engine.end(key).finish_reason is FinishReason.LENGTH
     timings = engine.heard[key][0].timings
     assert timings is not None
-    assert (timings.transfer_exposed_seconds, timings.transfer_hidden_seconds) == (0.25, 0.5)
+    assert (timings.transfer.exposed_seconds, timings.transfer.hidden_seconds) == (0.25, 0.5)
     assert timings.prefill_seconds == 0.0
     assert engine.pool.holders() == {}
 

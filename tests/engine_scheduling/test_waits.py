@@ -133,7 +133,7 @@ class BadPeer(FakeConnector):
     def take_received(self, request_id: str) -> Received:
         """See SchedulerConnector."""
         received = super().take_received(request_id)
-        return Received(self.first_tokens, 0.0, 0.0, received.num_blocks, received.num_bytes)
+        return Received(self.first_tokens, received.report)
 
 
 @pytest.mark.parametrize("token", [FAKE_VOCAB_SIZE, -1, 2**40, None])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contract.identity import Role
 from contract.layout import KVLayout
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, TransferReport
 from engine.connector import (
     ConnectorFactory,
     ConnectorPair,
@@ -89,7 +89,7 @@ class PlainConnector:
     def take_received(self, request_id: str) -> Received:
         tokens = self.shelf.tokens[self._transfer_of(request_id)]
         del self._fetched[request_id]
-        return Received(tokens, 0.0, 0.0, 0, 0)
+        return Received(tokens, TransferReport())
 
     def take_events(self) -> list[TransferEvent]:
         events, self._events = self._events, []

@@ -154,5 +154,6 @@ def hand_over(pair: Pair, name: str, num_blocks: int = 3) -> None:
     decode.wait_for(lambda: fetch.key in decode.published, "published")
     decode.scheduler.receive_into(fetch.key, list(target), 0)
     decode.wait_for(lambda: fetch.key in decode.received, "received")
-    assert decode.scheduler.take_received(fetch.key).num_blocks == num_blocks
+    num_bytes = decode.scheduler.take_received(fetch.key).report.num_bytes
+    assert num_bytes == num_blocks * decode.memory.layout.block_bytes
     pair.prefill.driver.wait_for(lambda: send.key in pair.prefill.driver.sent, "sent")

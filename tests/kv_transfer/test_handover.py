@@ -42,9 +42,10 @@ def test_chunks_cross_while_later_ones_are_computed(transport: str) -> None:
         decode.wait_for(lambda: decode.received == [fetch.key], "received")
         received = decode.scheduler.take_received(fetch.key)
         assert received.first_tokens == [FirstToken(42, logprobs), FirstToken(7)]
-        assert (received.num_blocks, received.num_bytes) == (4, 4 * LAYOUT.block_bytes)
-        assert received.hidden_seconds > 0
-        assert received.exposed_seconds >= 0
+        assert received.report.num_bytes == 4 * LAYOUT.block_bytes
+        assert received.report.hidden_seconds > 0
+        assert received.report.num_pieces >= 2
+        assert received.report.exposed_seconds >= 0
         assert pair.decode.holds("t-r", target)
         assert decode.memory.committed == target
         prefill.wait_for(lambda: prefill.sent == [send.key], "sent")
@@ -65,7 +66,7 @@ def test_only_missing_blocks_cross(transport: str) -> None:
         decode.wait_for(lambda: decode.published, "published")
         decode.scheduler.receive_into(fetch.key, target, 3)
         decode.wait_for(lambda: decode.received, "received")
-        assert decode.scheduler.take_received(fetch.key).num_blocks == 2
+        assert decode.scheduler.take_received(fetch.key).report.num_bytes == 2 * LAYOUT.block_bytes
         assert pair.decode.count(f"transfer_blocks_total{{transport={transport}}}") == 2
         assert pair.decode.count(f"transfer_bytes_total{{transport={transport}}}") == 2 * LAYOUT.block_bytes
         assert pair.decode.holds("t-r", target, first=3)
@@ -83,7 +84,7 @@ def test_a_fully_cached_prompt_moves_nothing() -> None:
         decode.wait_for(lambda: decode.published, "published")
         decode.scheduler.receive_into(fetch.key, [7, 8], 2)
         decode.wait_for(lambda: decode.received, "received")
-        assert decode.scheduler.take_received(fetch.key).num_blocks == 0
+        assert decode.scheduler.take_received(fetch.key).report.num_bytes == 0
         prefill.wait_for(lambda: prefill.sent, "sent")
 
 
@@ -184,7 +185,7 @@ def test_many_transfers_share_one_link(transport: str) -> None:
             decode.scheduler.receive_into(f"{name}#0.0", blocks[name][::-1], 0)
         decode.wait_for(lambda: len(decode.received) == len(names), "all received")
         for name in names:
-            assert decode.scheduler.take_received(f"{name}#0.0").num_blocks == 3
+            assert decode.scheduler.take_received(f"{name}#0.0").report.num_bytes == 3 * LAYOUT.block_bytes
             assert pair.decode.holds(f"t-{name}", blocks[name][::-1])
         prefill.wait_for(lambda: len(prefill.sent) == len(names), "all sent")
         assert pair.decode.count("link_handshakes_total{result=ok}") == 1

@@ -236,6 +236,7 @@ def test_many_ranges_cross_by_shm(is_late: bool, num_cached: int) -> None:
         prefill.driver.scheduler.finish_send(send.key, TOKENS)
         decode.driver.wait_for(lambda: decode.driver.received or decode.driver.failed, "an end")
         assert decode.driver.failed == {}
-        assert decode.driver.scheduler.take_received(fetch.key).num_blocks == NUM_BLOCKS - num_cached
+        num_bytes = decode.driver.scheduler.take_received(fetch.key).report.num_bytes
+        assert num_bytes == (NUM_BLOCKS - num_cached) * decode.driver.memory.layout.block_bytes
         assert decode.holds("t-r", blocks[::-1], num_cached)
         prefill.driver.wait_for(lambda: prefill.driver.sent, "sent")

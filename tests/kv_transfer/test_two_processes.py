@@ -13,7 +13,7 @@ import pytest
 
 from contract.identity import Role
 from contract.requests import EngineRequest, ReceiveTransfer
-from tests.kv_transfer.builders import Worker, prompt_of, request_of, settings_for, worker
+from tests.kv_transfer.builders import LAYOUT, Worker, prompt_of, request_of, settings_for, worker
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def test_a_prompt_crosses_two_processes_chunk_by_chunk(decode: Worker, transport
         prefill.tell("finish")
         driver.wait_for(lambda: driver.received, "received")
         received = driver.scheduler.take_received(fetch.key)
-        assert (received.num_blocks, received.first_tokens[0].token_id) == (5, 42)
+        assert (received.report.num_bytes, received.first_tokens[0].token_id) == (5 * LAYOUT.block_bytes, 42)
         assert decode.holds("t-r", target)
         assert driver.memory.committed == target
         assert prefill.tell("wait_sent")["sent"] == ["r#0.0"]

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.requests import TransferReport
 from router.timings import Stopwatch, Timings
 
+MOVED = {"transfer_bytes": 4096, "transfer_pieces": 3}
 seconds = st.floats(0, 1000, allow_nan=False)
 
 
@@ -14,7 +16,8 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
     arrival: float, first: float, second: float, rest: float, num_tokens: int, reported: list[float]
 ) -> None:
     watch = Stopwatch(arrival)
-    watch.prefill_seconds, watch.exposed_seconds, watch.hidden_seconds = reported
+    watch.prefill_seconds = reported[0]
+    watch.transfer = TransferReport(reported[1], reported[2], 4096, 3)
     watch.tokens(0, 1, arrival + first)
     finish = arrival + first
     if num_tokens > 1:
@@ -25,12 +28,12 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
     assert all(part >= 0 for part in parts)
     assert sum(parts) == timings.end_to_end == timings.as_dict()["end_to_end"]
     assert timings.end_to_end == pytest.approx(finish - arrival, abs=1e-6)
-    assert timings.transfer_hidden == reported[2]
+    assert (timings.transfer_hidden, timings.transfer_bytes) == (reported[2], 4096)
 
 
 def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
     watch = Stopwatch(10.0)
-    watch.prefill_seconds, watch.exposed_seconds, watch.hidden_seconds = prefill, exposed, 0.25
+    watch.prefill_seconds, watch.transfer = prefill, TransferReport(exposed, 0.25, 4096, 3)
     watch.tokens(0, 1, 14.0)
     if num_tokens > 1:
         watch.tokens(1, 1, 16.0)
@@ -39,19 +42,19 @@ def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
 
 def test_worked_example() -> None:
     assert split(3, prefill=3.0, exposed=0.5) == Timings(
-        queue=1.0, prefill=3.0, transfer=0.5, first_decode_step=1.5, decode=3.0, transfer_hidden=0.25
+        queue=1.0, prefill=3.0, transfer=0.5, first_decode_step=1.5, decode=3.0, transfer_hidden=0.25, **MOVED
     )
 
 
 def test_what_a_worker_reports_is_cut_to_our_interval() -> None:
     assert split(3, prefill=99.0, exposed=99.0) == Timings(
-        queue=0.0, prefill=4.0, transfer=2.0, first_decode_step=0.0, decode=3.0, transfer_hidden=0.25
+        queue=0.0, prefill=4.0, transfer=2.0, first_decode_step=0.0, decode=3.0, transfer_hidden=0.25, **MOVED
     )
 
 
 def test_an_answer_of_one_token_has_no_transfer() -> None:
     assert split(1, prefill=3.0, exposed=0.5) == Timings(
-        queue=1.0, prefill=3.0, transfer=0.0, first_decode_step=0.0, decode=5.0, transfer_hidden=0.25
+        queue=1.0, prefill=3.0, transfer=0.0, first_decode_step=0.0, decode=5.0, transfer_hidden=0.25, **MOVED
     )
 
 
