@@ -75,7 +75,8 @@ SHAPES = (Shape(256, 32 * 1024), Shape(4096, 16 * 1024), Shape(1, 64 * 2**20))
 class Job:
     """What every way has to do: ``source_ids[i]`` of the one pool to ``target_ids[i]`` of the other.
 
-    source is this process's copy of what the sender's process lends.
+    source is this process's copy of what the sender's process lends. lent: that itself, where this process can see it:
+    what is in a cache of the processor is there for all who copy out of it.
     """
 
     shape: Shape
@@ -85,6 +86,12 @@ class Job:
     target_ids: list[int]
     digests: tuple[int, ...] = field(default=())
     grants: tuple[RangeGrant, ...] = field(default=())
+    lent: memoryview | None = None
+
+    @property
+    def source_view(self) -> memoryview:
+        """What memcpy copies out of."""
+        return self.source.pool_view if self.lent is None else self.lent
 
     def pull(self, where: Source) -> PullJob:
         """As the control half would order it."""
@@ -108,9 +115,14 @@ class Job:
         self.target.pool.fill_(0.0)
 
 
-def job_of(shape: Shape) -> Job:
-    """Both pools of this process, and the blocks' orders, which the sender's process draws as well."""
-    return Job(shape, shape.source_pool(), shape.empty_pool(), shape.order(1), shape.order(2))
+def job_of(shape: Shape, in_runs: bool = False) -> Job:
+    """Both pools of this process, and the blocks' orders.
+
+    Blocks are scattered at both ends, which is the worst that pools become; or in_runs, as fresh pools hand them out.
+    """
+    everything = list(range(shape.num_blocks))
+    source_ids, target_ids = (everything,) * 2 if in_runs else (shape.order(1), shape.order(2))
+    return Job(shape, shape.source_pool(), shape.empty_pool(), source_ids, target_ids)
 
 
 def compare(job: Job, ways: Mapping[str, Way], num_rounds: int) -> dict[str, list[float]]:

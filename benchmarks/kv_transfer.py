@@ -1,8 +1,9 @@
 """``python -m benchmarks.kv_transfer``: how near the transports come to the wire, to ``results/kv_transfer.json``.
 
-Sections, all of them unless ``--only shm,tcp`` says which: ``shm`` beside memcpy between two pools of one process, ``tcp``
-beside a bare loop over sockets and NIXL's TCP, ``nixl`` beside a bare NIXL script, ``overlap`` through real workers. Ways
-take turns, and the first and the last round of each are checked byte by byte.
+Sections, all of them unless ``--only shm,tcp`` says which: ``shm`` beside memcpy, in loops in Python and in C, over the same
+two memfd-backed pools and the same blocks; ``tcp`` beside a bare loop over sockets and NIXL's TCP; ``nixl`` beside a bare
+NIXL script; ``overlap`` through real workers. Ways take turns, and the first and the last round of each are checked byte by
+byte.
 """
 
 import argparse
@@ -36,12 +37,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--model", help="overlap: a checkpoint's folder; the demo model without it")
     parser.add_argument("--prompt-tokens", type=int, default=1500, help="overlap: length of the prompts")
+    parser.add_argument("--requests", type=int, default=15, help="overlap: how many are measured")
     given = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"num_rounds": given.rounds, "load_average": {"start": os.getloadavg()}}
     for section in given.only.split(","):
         if section == "overlap":
-            figures[section] = measure_overlap(given.model, given.prompt_tokens, num_requests=15)
+            figures[section] = measure_overlap(given.model, given.prompt_tokens, given.requests)
         else:
             figures[section] = _all_shapes(section, _SECTIONS[section], given.rounds)
         figures["load_average"][section] = os.getloadavg()
@@ -53,7 +55,12 @@ def _all_shapes(name: str, section: Section, num_rounds: int) -> dict[str, Any]:
     missing = why_missing() if name == "nixl" else None
     if missing is not None:
         return {"left out": missing}
-    return {shape.name: section(job_of(shape), num_rounds) for shape in SHAPES}
+    found = {shape.name: section(job_of(shape), num_rounds) for shape in SHAPES}
+    if name == "shm":  # the only one for which it makes a difference
+        found |= {
+            f"{shape.name}, in runs": section(job_of(shape, in_runs=True), num_rounds) for shape in SHAPES[:2]
+        }
+    return found
 
 
 def _print(section: str, found: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ Whoever lends has a process of its own, started by ``lender``; what it shall do 
 """
 
 import ctypes
+import mmap
 import multiprocessing
+import os
 import queue
 import shutil
 import socket
@@ -23,7 +25,8 @@ from benchmarks.kv_pools import LEASE, Job, Shape, Way
 from engine.kv_cache.memory import MappedKVMemory
 from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf, digest_of
+from kv_transfer.data import DataHalf
+from kv_transfer.digesting import digest_of
 from kv_transfer.leases import Sessions
 from kv_transfer.transport import (
     LeaseName,
@@ -34,6 +37,7 @@ from kv_transfer.transport import (
     blocks_per_piece,
     write_views,
 )
+from kv_transfer.transports.block_copy import address_of
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transport
@@ -53,7 +57,7 @@ def memcpy_in_python(job: Job) -> Way:
     size = job.shape.block_bytes
 
     def copy() -> None:
-        source, target = job.source.pool_view, job.target.pool_view
+        source, target = job.source_view, job.target.pool_view
         for source_id, target_id in zip(job.source_ids, job.target_ids, strict=True):
             target[target_id * size : (target_id + 1) * size] = source[
                 source_id * size : (source_id + 1) * size
@@ -71,8 +75,7 @@ def memcpy_in_c(job: Job, folder: Path) -> Way | None:
     code.write_text(_C_LOOP)
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True)
     copy_blocks = ctypes.CDLL(str(library)).copy_blocks
-    whole = ctypes.c_char * job.shape.num_bytes
-    target, source = whole.from_buffer(job.target.pool_view), whole.from_buffer(job.source.pool_view)
+    target, source = (ctypes.c_void_p(address_of(view)) for view in (job.target.pool_view, job.source_view))
     ids = [array("l", block_ids) for block_ids in (job.target_ids, job.source_ids)]
     lists = [(ctypes.c_long * len(block_ids)).from_buffer(block_ids) for block_ids in ids]
     count, size = ctypes.c_long(job.shape.num_blocks), ctypes.c_long(job.shape.block_bytes)
@@ -86,10 +89,14 @@ def memcpy_in_c(job: Job, folder: Path) -> Way | None:
 @contextmanager
 def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
     """(without, with digests): block lists to bytes in place, and a pull order to the report that all is verified."""
-    with tempfile.TemporaryDirectory() as folder, lender(_lend, name, job.shape, Path(folder)) as pipe:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        lender(_lend, name, job.shape, Path(folder), job.source_ids) as pipe,
+    ):
         address = pipe.recv_bytes().decode()
         digests = array("Q", pipe.recv_bytes())
         job.grants = msgspec.msgpack.decode(pipe.recv_bytes(), type=tuple[RangeGrant, ...])
+        job.lent = _mapped(pipe.recv_bytes().decode(), job.shape.num_bytes)
         where = Source("p", "sender", address, _TOKEN, name)
         opened = open_transport(name, _context("reader", Path(folder)))
         job.digests = tuple(digests)
@@ -110,6 +117,15 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
             yield fetch, pull
         finally:
             data.close()
+
+
+def _mapped(path: str, num_bytes: int) -> memoryview:
+    """Another process's pool, which it has made shareable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return memoryview(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+    finally:
+        os.close(descriptor)
 
 
 class _Reports:
@@ -149,7 +165,7 @@ def over_bare_sockets(job: Job) -> Iterator[Way]:
     pieces = _pieces(job.target, job.target_ids)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        with lender(_send_bare, job.shape, address), listener.accept()[0] as sock:
+        with lender(_send_bare, job.shape, address, job.source_ids), listener.accept()[0] as sock:
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(_WAIT_SECONDS), 0))
 
@@ -170,9 +186,9 @@ def _receive(sock: socket.socket, piece: list[memoryview]) -> None:
         piece = _after(piece, count) if wanted else []
 
 
-def _send_bare(pipe: Connection, shape: Shape, address: tuple[str, int]) -> None:
+def _send_bare(pipe: Connection, shape: Shape, address: tuple[str, int], order: list[int]) -> None:
     """The sender's process: everything, whenever a byte comes."""
-    pieces = _pieces(shape.source_pool(), shape.order(1))
+    pieces = _pieces(shape.source_pool(), order)
     with socket.create_connection(address) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(None)
@@ -215,10 +231,13 @@ def lender(work: Callable[..., None], *arguments: object) -> Iterator[Connection
         process.join(_WAIT_SECONDS)
 
 
-def _lend(pipe: Connection, transport: str, shape: Shape, folder: Path) -> None:
-    """The sender's process of a transport: all blocks under one lease. Says its address, the digests, the grants."""
+def _lend(pipe: Connection, transport: str, shape: Shape, folder: Path, order: list[int]) -> None:
+    """The sender's process of a transport: all blocks under one lease.
+
+    Says its address, the digests, the grants, and where its pool is.
+    """
     sender = open_transport(transport, _context("sender", folder)).sender
-    lending, memory, order = Lending({transport: sender}), shape.source_pool(), shape.order(1)
+    lending, memory = Lending({transport: sender}), shape.source_pool()
     lending.start(memory)
     step = blocks_per_piece(shape.block_bytes)
     grants = [
@@ -230,6 +249,7 @@ def _lend(pipe: Connection, transport: str, shape: Shape, folder: Path) -> None:
     pipe.send_bytes(sender.address.encode())
     pipe.send_bytes(array("Q", digests(memory, order)).tobytes())
     pipe.send_bytes(msgspec.msgpack.encode(grants))
+    pipe.send_bytes(f"/proc/{os.getpid()}/fd/{memory.memfd}".encode())
     try:
         pipe.recv_bytes()
     except EOFError:

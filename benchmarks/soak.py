@@ -10,6 +10,7 @@ of the others, each with the commit and seed of its run.
 import argparse
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,9 @@ def main() -> None:
     parser.add_argument("--num-walks", type=int, default=50_000)
     parser.add_argument("--only", help="the scenario to run, or words that the names of those to run contain")
     given = parser.parse_args()
+    logging.getLogger("kv_transfer").setLevel(
+        logging.ERROR
+    )  # what is suffered on purpose is worth no warning
     sizes = Sizes(
         given.num_streams,
         given.kill_seconds,

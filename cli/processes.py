@@ -23,6 +23,7 @@ _WORKER_FLAGS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "kv_cache_bytes",
+    "tensor_parallel_size",
 )
 
 

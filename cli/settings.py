@@ -90,6 +90,8 @@ class LocalSettings(CommandSettings):
     """Bytes of each worker's KV pool; unset: measured."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of each worker; unset: the machine's cores shared evenly."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes (on CUDA: devices) of each worker that share the model's weights and KV heads."""
     http: Address = "127.0.0.1:8000"
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:9000"

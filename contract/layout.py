@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -54,6 +55,35 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """A short hash of the layout; equal fingerprints mean that blocks can be copied byte by byte."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+
+class Side(msgspec.Struct, frozen=True):
+    """How one worker keeps its KV: ``num_ranks`` ranks of equal ``layout``; rank r holds the r-th run of the KV heads."""
+
+    layout: KVLayout
+    num_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Over all ranks."""
+        return self.layout.num_kv_heads * self.num_ranks
+
+    @property
+    def whole(self) -> KVLayout:
+        """The shape of a block over all ranks."""
+        return msgspec.structs.replace(self.layout, num_kv_heads=self.num_kv_heads)
+
+    def differences(self, other: "Side") -> list[str]:
+        """As ``KVLayout.differences`` of the whole blocks: how many ranks share the heads makes no difference."""
+        return self.whole.differences(other.whole)
+
+    def first_head(self, rank: int) -> int:
+        """The first head that this rank holds."""
+        return self.layout.num_kv_heads * rank
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks of a prompt."""
+        return -(-num_tokens // self.layout.block_size)
 
 
 def _why_not_split(ours: int, theirs: int) -> str | None:

@@ -23,11 +23,14 @@ Receiver's side (decode):
    blocks stay quarantined until a ``Drained`` event.
 """
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from contract.layout import KVLayout
+import msgspec
+
+from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest, TokenLogprobs, TransferReport
 
 
@@ -158,12 +161,22 @@ class KVMemory(Protocol):
     def commit(self, block_ids: list[int]) -> None:
         """Make what was written to these blocks visible to the device (nothing to do on CPU)."""
 
+    def mark_computed(self) -> None:
+        """Everything that was launched before this call is what ``read_view`` shall wait for."""
+
+
+LayerWatch = Callable[[int], None]
+"""Told, amid a forward pass, that the first so many layers of all its tokens are computed. Does not block."""
+
 
 class RankConnector(Protocol):
-    """The half beside the KV memory. ``execute`` and ``take_finished`` are called from the step thread."""
+    """The half beside the KV memory. All but ``start`` and ``close`` are called from the step thread."""
 
     def start(self, memory: KVMemory) -> None:
         """The pool is allocated; called exactly once, before any other method."""
+
+    def watch_layers(self, metadata: Any) -> LayerWatch | None:
+        """Called before a step's forward pass: who wants to hear during it which layers are computed; None: nobody."""
 
     def execute(self, metadata: Any) -> None:
         """Carry out a step's orders, after that step's forward pass has been computed. Does not block."""
@@ -185,6 +198,70 @@ class ConnectorPair:
     scheduler: SchedulerConnector
     rank: RankConnector
     address: str
+
+
+class RankConnectorPlan(msgspec.Struct, frozen=True):
+    """How a rank process opens its half of a connector.
+
+    opener: "module:function" that takes (settings, line) and returns a ``RankConnector``. line: descriptor, in that
+    process, of the socket by which the half speaks with the other one.
+    """
+
+    opener: str
+    settings: bytes
+    line: int
+
+
+class RanksConnector(Protocol):
+    """The rank halves of an engine of several ranks, as seen by its executor. Each is opened in its rank's process.
+
+    opener: see ``RankConnectorPlan``. The executor calls ``connect``, has every rank open its half, calls ``begin``, takes
+    what is finished after each step, and calls ``close`` when the ranks have ended.
+    """
+
+    @property
+    def opener(self) -> str:
+        """What makes a half in its rank's process."""
+
+    def settings_of(self, rank: int) -> bytes:
+        """What it is made with."""
+
+    def connect(self, lines: Sequence[socket.socket]) -> None:
+        """Our ends of the lines, in rank order; from now on this object owns them."""
+
+    def begin(self) -> None:
+        """Every rank has opened its half and started it on its pool."""
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Request ids (finished_sending, finished_recving) since the last call, finished on all ranks."""
+
+    def close(self) -> None:
+        """Close the lines. May be called twice, and before ``connect``."""
+
+
+@dataclass(frozen=True)
+class RanksConnectorPair:
+    """A connector for an engine of several ranks. address: as in ``ConnectorPair``."""
+
+    scheduler: SchedulerConnector
+    ranks: RanksConnector
+    address: str
+
+
+@runtime_checkable
+class JoinsRanks(Protocol):
+    """An executor whose ranks are several."""
+
+    def join_ranks(self, connector: RanksConnector) -> None:
+        """Have every rank open its half of the connector; after the KV start-up. Closes it in ``shutdown``."""
+
+
+@runtime_checkable
+class RanksConnectorFactory(Protocol):
+    """A ``ConnectorFactory`` that serves engines of several ranks too."""
+
+    def for_ranks(self, side: Side, model_fingerprint: str, wake: Callable[[], None]) -> RanksConnectorPair:
+        """Both halves; ``side`` says how many ranks there are, and the layout of one."""
 
 
 ConnectorFactory = Callable[[KVLayout, str, Callable[[], None]], ConnectorPair]

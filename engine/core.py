@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from contract.errors import KvbatonError, NotFoundError, SettingError
-from contract.layout import KVLayout
+from contract.layout import KVLayout, Side
 from contract.requests import EngineOutput, EngineRequest
-from engine.connector import ConnectorFactory, ConnectorPair
+from engine.connector import (
+    ConnectorFactory,
+    ConnectorPair,
+    JoinsRanks,
+    RanksConnectorFactory,
+    RanksConnectorPair,
+)
 from engine.scheduler import Scheduler
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.ending import RequestStatus
@@ -32,7 +38,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What others may know of an engine that is up.
 
     max_model_len: tokens that prompt and answer may have together, here. eos_token_ids: the model's own end tokens.
-    control_address: "host:port" of the connector's control link; empty without a connector.
+    layout: of one of ``num_ranks`` ranks. control_address: "host:port" of the connector's control link; empty without a
+    connector.
     """
 
     vocab_size: int
@@ -43,6 +50,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     dtype: str
     control_address: str
+    num_ranks: int = 1
+
+    @property
+    def side(self) -> Side:
+        """How the engine keeps its KV."""
+        return Side(self.layout, self.num_ranks)
 
 
 def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
@@ -70,10 +83,10 @@ class EngineCore:
     ) -> None:
         self.executor, num_blocks = start(settings)
         self._clock = clock
-        self._connector: ConnectorPair | None = None
+        self._connector: ConnectorPair | RanksConnectorPair | None = None
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._connect(connector_factory, wake)
+            self._connect(connector_factory, settings.tensor_parallel_size, wake)
             self.info, self.scheduler = self._schedule_with(settings, num_blocks)
             self.executor.watch(wake)
             undo.pop_all()
@@ -135,11 +148,24 @@ class EngineCore:
             self._connector.scheduler.close()
         self.executor.shutdown()
 
-    def _connect(self, factory: ConnectorFactory | None, wake: Callable[[], None]) -> None:
-        if factory is not None:
-            layout, fingerprint = self.executor.layout, self.executor.model_info.fingerprint
-            self._connector = factory(layout, fingerprint, wake)
-            self.executor.set_connector(self._connector.rank)
+    def _connect(self, factory: ConnectorFactory | None, num_ranks: int, wake: Callable[[], None]) -> None:
+        if factory is None:
+            return
+        layout, fingerprint = self.executor.layout, self.executor.model_info.fingerprint
+        if not isinstance(self.executor, JoinsRanks):
+            pair = factory(layout, fingerprint, wake)
+            self._connector = pair
+            self.executor.set_connector(pair.rank)
+            return
+        ranks_factory: object = factory
+        if not isinstance(ranks_factory, RanksConnectorFactory):
+            raise SettingError(
+                f"tensor_parallel_size is {num_ranks}, and this connector serves engines of one rank only",
+                param="tensor_parallel_size",
+            )
+        joined = ranks_factory.for_ranks(Side(layout, num_ranks), fingerprint, wake)
+        self._connector = joined
+        self.executor.join_ranks(joined.ranks)
 
     def _schedule_with(self, settings: EngineSettings, num_blocks: int) -> tuple[EngineInfo, Scheduler]:
         model, connector = self.executor.model_info, self._connector
@@ -152,6 +178,7 @@ class EngineCore:
             eos_token_ids=model.eos_token_ids,
             model_fingerprint=model.fingerprint,
             layout=self.executor.layout,
+            num_ranks=settings.tensor_parallel_size,
             num_blocks=num_blocks,
             dtype=model.dtype,
             control_address=connector.address if connector is not None else "",

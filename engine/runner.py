@@ -15,7 +15,7 @@ from contract.layout import KVLayout
 from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
 from engine.batch import InputBatch
-from engine.connector import RankConnector
+from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
@@ -25,6 +25,7 @@ from engine.models.loading import LoadedModel, load
 from engine.outputs import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.profiling import profile_inputs
 from engine.ranks.group import RankGroup, SingleRank, rank_device
+from engine.ranks.opening import open_half
 from engine.sampling import Samples, SamplingRow, sample
 from engine.settings import EngineSettings
 
@@ -129,6 +130,15 @@ class ModelRunner:
         rank.start(self.memory)
         self._connector = rank
 
+    def open_connector(self, plans: list[RankConnectorPlan]) -> None:
+        """Open this rank's half of a connector by its own plan of ``plans`` (rank by rank), and start it on the pool."""
+        half = open_half(plans[self._group.rank])
+        try:
+            self.set_connector(half)
+        except BaseException:
+            half.close()
+            raise
+
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step: update the batch, forward, sample, then hand the step's orders to the connector.
 
@@ -162,7 +172,7 @@ class ModelRunner:
         inputs = prepare_inputs(batch, scheduled)
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
         drawing = [index for index, state in enumerate(states) if inputs.seq_lens[index] >= state.num_tokens]
-        logits = self._forward(inputs, drawing, has_cache=True)
+        logits = self._forward(inputs, drawing, has_cache=True, watch=self._layer_watch(scheduled))
         samples = self._draw(logits, [batch.sampling_row(states[index].req_id) for index in drawing])
         for index, token_id in zip(drawing, samples.token_ids, strict=True):
             if token_id is not None:
@@ -174,13 +184,20 @@ class ModelRunner:
         drawn = sample(logits, rows) if self._group.rank == 0 else _undrawn(len(rows))
         return replace(drawn, token_ids=self._group.share_tokens(drawn.token_ids))
 
-    def _forward(self, inputs: PreparedInputs, rows: list[int], *, has_cache: bool) -> Tensor:
+    def _layer_watch(self, scheduled: SchedulerOutput) -> LayerWatch | None:
+        if self._connector is None or scheduled.kv_connector_metadata is None:
+            return None
+        return self._connector.watch_layers(scheduled.kv_connector_metadata)
+
+    def _forward(
+        self, inputs: PreparedInputs, rows: list[int], *, has_cache: bool, watch: LayerWatch | None = None
+    ) -> Tensor:
         """Logits ``[len(rows), vocab_size]`` of the last token of these requests (whole on rank 0 alone)."""
         model = _ready(self._loaded, "load_model").model
         step = self._backend.plan(inputs, self._settings.block_size, self.device)
         input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
         positions = torch.from_numpy(inputs.positions).to(self.device)
-        states = model(input_ids, positions, step, self.memory.layers if has_cache else None)
+        states = model(input_ids, positions, step, self.memory.layers if has_cache else None, watch)
         last_tokens = torch.from_numpy(inputs.query_start_loc[1:][rows] - 1).to(self.device)
         return model.logits(states[last_tokens])
 

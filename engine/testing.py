@@ -66,6 +66,9 @@ class FakeMemory:
         for position in range(start, end):
             self.slots[block_ids[position // size]][position % size] = codes[position]
 
+    def mark_computed(self) -> None:
+        """Nothing: there is nothing to wait for."""
+
     def check(self, block_ids: Sequence[int], codes: Sequence[int], end: int, start: int = 0) -> None:
         """Assert that positions ``start:end`` hold what they should."""
         size = self.layout.block_size

@@ -63,6 +63,9 @@ class FakeRank:
         """The pool is allocated."""
         self._transfers.memory = memory
 
+    def watch_layers(self, metadata: Any) -> None:
+        """See RankConnector. Nobody listens."""
+
     def execute(self, metadata: Any) -> None:
         """Each order is (key, tokens published up to there); all of them must be computed now."""
         for key, num_tokens in metadata:

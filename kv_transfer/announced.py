@@ -1,28 +1,37 @@
-"""What a sender that cuts the prompt otherwise has announced of one transfer, as the receiver's blocks see it."""
+"""What a sender that cuts the prompt otherwise, or has several ranks, has announced, as the receiver's blocks see it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contract.errors import TransferError
+from contract.errors import ErrorKind, TransferError
 from contract.requests import EngineRequest
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
-from kv_transfer.orders import digest_seeds
+from kv_transfer.orders import Share, digest_seeds
 from kv_transfer.plan import PeerTerms, TransferPlan
 
 
 @dataclass(frozen=True)
 class SourceRange:
-    """Consecutive blocks of the sender's, from ``first_block`` on, and what each is verified with."""
+    """Consecutive blocks of the sender's, from ``first_block`` on, and what each is verified with.
+
+    digests: of the sender's rank 0; other_digests: of those from 1 on.
+    """
 
     first_block: int
     digests: tuple[int, ...]
     seeds: tuple[int, ...]
+    other_digests: tuple[tuple[int, ...], ...] = ()
 
     @property
     def end_block(self) -> int:
         """The first block behind them."""
         return self.first_block + len(self.digests)
+
+    @property
+    def others(self) -> tuple[Share, ...]:
+        """What the ranks from 1 on announced."""
+        return tuple(Share(rank, digests) for rank, digests in enumerate(self.other_digests, start=1))
 
 
 class AnnouncedBlocks:
@@ -35,6 +44,7 @@ class AnnouncedBlocks:
         self.plan, self.num_tokens = plan, num_tokens
         self._seeds = tuple(seeds)
         self._digests: list[int] = []
+        self._others: list[list[int]] = [[] for _ in range(1, plan.theirs.num_ranks)]
 
     @classmethod
     def of(cls, request: EngineRequest, terms: PeerTerms) -> "AnnouncedBlocks":
@@ -43,19 +53,29 @@ class AnnouncedBlocks:
         seeds = digest_seeds(request, terms.model_fingerprint, block_size)
         return cls(terms.plan, len(request.prompt_token_ids), seeds)
 
-    def add(self, first_block: int, digests: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    def add(
+        self, first_block: int, digests: Sequence[int], others: Sequence[Sequence[int]] = ()
+    ) -> tuple[int, tuple[int, ...]]:
         """The sender announced these blocks; returns (first, digests) of our blocks that are complete now, maybe none.
 
-        The digest of a block of ours stands for it only: it is that of the sender's block that completed it. Raises
-        TransferError for blocks that do not follow those announced before, or that the prompt does not have.
+        others: the digests of its ranks from 1 on. The digest of a block of ours stands for it only: it is rank 0's of
+        the sender's block that completed it. Raises TransferError for blocks that do not follow those announced before,
+        or that the prompt does not have, or where digests of a rank are missing.
         """
         known, total = len(self._digests), len(self._seeds)
         if first_block != known or not digests or known + len(digests) > total:
             raise TransferError(
                 f"the sender announced {len(digests)} blocks from {first_block}; {known} of {total} were announced"
             )
+        if [len(other) for other in others] != [len(digests)] * len(self._others):
+            raise TransferError(
+                f"the sender announced {len(digests)} blocks of {1 + len(others)} ranks, not alike or not of all:"
+                f" it has {self.plan.theirs.num_ranks}"
+            )
         before = self.plan.num_covered(known, self.num_tokens)
         self._digests.extend(digests)
+        for announced, other in zip(self._others, others, strict=True):
+            announced.extend(other)
         after = self.plan.num_covered(len(self._digests), self.num_tokens)
         return before, tuple(self._digests[self._last_source(block)] for block in range(before, after))
 
@@ -74,6 +94,7 @@ class AnnouncedBlocks:
             blocks.start,
             tuple(self._digests[blocks.start : blocks.stop]),
             self._seeds[blocks.start : blocks.stop],
+            tuple(tuple(other[blocks.start : blocks.stop]) for other in self._others),
         )
 
     def _last_source(self, our_block: int) -> int:
@@ -88,22 +109,25 @@ def published_event(
     None: no further block of ours is complete yet.
     """
     if announced is None:
+        if message.other_digests:
+            text = f"the sender announced blocks of {1 + len(message.other_digests)} ranks; it has one"
+            return ev.SenderFailed(ErrorKind.TRANSFER_FAILED, text)
         return ev.Announced(message.first_block, tuple(message.digests), now)
     try:
-        first, digests = announced.add(message.first_block, message.digests)
+        first, digests = announced.add(message.first_block, message.digests, message.other_digests)
     except TransferError as error:
         return ev.SenderFailed(error.kind, error.message)
     return ev.Announced(first, digests, now) if digests else None
 
 
 def complete_event(
-    announced: AnnouncedBlocks | None, message: msg.TransferComplete, our_num_blocks: int, now: float
+    announced: AnnouncedBlocks | None, message: msg.TransferComplete, our_num_blocks: int
 ) -> ev.Completed | ev.SenderFailed:
     """What a ``complete`` means for the prompt, which has ``our_num_blocks`` blocks here."""
     if announced is None:
-        return ev.Completed(message.num_blocks, tuple(message.first_tokens), now)
+        return ev.Completed(message.num_blocks, tuple(message.first_tokens))
     try:
         announced.check_end(message.num_blocks)
     except TransferError as error:
         return ev.SenderFailed(error.kind, error.message)
-    return ev.Completed(our_num_blocks, tuple(message.first_tokens), now)
+    return ev.Completed(our_num_blocks, tuple(message.first_tokens))

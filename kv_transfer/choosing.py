@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from contract.errors import KvbatonError, TransferError
+from kv_transfer.alternatives import Alternatives
 from kv_transfer.counters import Counters
 from kv_transfer.handshake import Session
 from kv_transfer.orders import PullJob
@@ -40,14 +41,22 @@ class _Probe:
 
 
 class Chooser:
-    """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe."""
+    """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe.
+
+    alternatives: what the peer of a link can be read over besides what was chosen.
+    """
 
     def __init__(self, receivers: Mapping[str, ReceiverTransport], counters: Counters) -> None:
         self._receivers, self._counters = dict(receivers), counters
+        self.alternatives = Alternatives(counters)
         self._lock = threading.Lock()
         self._probes: dict[Source, _Probe] = {}
         self._chosen: dict[Source, Source] = {}
         self._is_closed = False
+
+    def add(self, receivers: Mapping[str, ReceiverTransport]) -> None:
+        """Receivers that could not be made before; called before anything is chosen."""
+        self._receivers.update(receivers)
 
     def attach(self, post: Callable[[PullJob], None]) -> None:
         """Say who carries jobs out, without blocking; called once, before anything is chosen."""
@@ -59,14 +68,22 @@ class Chooser:
         The answer may be provisional: then ``told(provisional, chosen)`` follows in another thread, and is False when
         nobody wants the source any more. Jobs with a provisional source are fine; they wait.
         """
-        offers = {offer.transport: offer.address for offer in session.offers}
+        offers = {offer.transport: offer for offer in session.offers}
         candidates = [
-            Source(session.worker_id, session.boot_id, offers[name], session.token, name)
+            Source(
+                session.worker_id,
+                session.boot_id,
+                offers[name].address,
+                session.token,
+                name,
+                offers[name].other_addresses,
+            )
             for name in self._receivers
             if name in offers
         ]
         if not candidates:
             raise TransferError(f"worker {session.worker_id} lends over no transport that this one reads")
+        self.alternatives.begin(candidates)
         first = candidates[0]
         if len(candidates) == 1 or not isinstance(self._receivers[first.transport], Probing):
             names = ", ".join(offers)
@@ -90,13 +107,14 @@ class Chooser:
         self._receivers[source.transport].fetch(source, request, views, read)
 
     def forget(self, source: Source) -> None:
-        """By the source's transport; a probe ends."""
+        """Every source of the same link, by its transport; a probe ends."""
         with self._lock:
             probe = self._probes.get(source)
             self._chosen.pop(source, None)
         if probe is not None:
             probe.read.stop()
-        self._receivers[source.transport].forget(source)
+        for each in self.alternatives.end(source):
+            self._receivers[each.transport].forget(each)
 
     def close(self) -> None:
         """Stop probes and close every receiver. Idempotent."""
@@ -148,6 +166,7 @@ class Chooser:
                     receiver.probe(candidate, probe.read)
             except KvbatonError as error:
                 why_not.append(f"{candidate.transport} failed: {error.message}")
+                self.alternatives.rule_out(candidate)
                 continue
             return candidate, "; ".join(why_not)
         return probe.candidates[-1], "; ".join(why_not)

@@ -5,8 +5,10 @@ Called from the step thread (the scheduler's verbs), from the I/O thread (links 
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from contract.errors import KvbatonError
 from contract.requests import EngineRequest
@@ -14,17 +16,35 @@ from engine.connector import FirstToken, Received, TransferEvent
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf
 from kv_transfer.fetching import FetchDesk
 from kv_transfer.handshake import Session
-from kv_transfer.leases import Sessions
 from kv_transfer.link import PeerRef
 from kv_transfer.links import LinkLoop
 from kv_transfer.orders import TransferMetadata
 from kv_transfer.sending import SendDesk
-from kv_transfer.transport import LeaseName
+from kv_transfer.transport import LeaseName, Source
 
 logger = logging.getLogger(__name__)
+
+
+class DataSide(Protocol):
+    """What the control half asks of the data half, or of those of several ranks."""
+
+    def leave(self, source: Source) -> None:
+        """The link of this source is gone."""
+
+    def debug_state(self) -> dict[str, Any]:
+        """What is moved now."""
+
+
+class SessionBook(Protocol):
+    """The tokens by which peers with a control link may read."""
+
+    def begin(self, token: str, then: Callable[[], None]) -> bool:
+        """Let in whoever shows this token. True: from now on. False: ``then`` is called, in any thread, when that is so."""
+
+    def end(self, token: str) -> None:
+        """The link is gone."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +54,8 @@ class ControlParts:
     sends: SendDesk
     fetches: FetchDesk
     links: LinkLoop
-    data: DataHalf
-    sessions: Sessions
+    data: DataSide
+    sessions: SessionBook
     counters: Counters
     completions: Completions
 
@@ -100,6 +120,7 @@ class ControlHalf:
             "quarantine": self._fetches.quarantine(),
             "leases": self._sends.debug_state(),
             "links": self._links.debug_state(),
+            "transports": self._fetches.transports(),
             "data": self._data.debug_state(),
         }
 
@@ -116,7 +137,9 @@ class ControlHalf:
         if ref.is_dialed:
             self._fetches.link_up(ref, session)
         else:
-            self._sessions.begin(session.token)
+            let_go = partial(self._links.let_go, ref, session.token)
+            if not self._sessions.begin(session.token, let_go):
+                self._links.hold(ref, session.token)
 
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
         """A peer died, or could not be reached."""
@@ -140,7 +163,9 @@ class ControlHalf:
                 self._sends.fetch_asked(ref.boot_id, message)
             case msg.ReleaseLease() | msg.CancelFetch() if not ref.is_dialed:
                 self._sends.let_go(ref.boot_id, message)
-            case msg.BlocksPublished() | msg.TransferComplete() | msg.TransferFailed() if ref.is_dialed:
+            case (
+                msg.LayersReadable() | msg.BlocksPublished() | msg.TransferComplete() | msg.TransferFailed()
+            ) if ref.is_dialed:
                 self._fetches.message(ref, message)
             case _:
                 self._counters.add("transfer_stale_messages_total")

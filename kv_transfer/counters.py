@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 
 
 class Counters:
@@ -15,6 +16,12 @@ class Counters:
         """Count up; an amount of 0 makes the counter visible."""
         with self._lock:
             self._values[_full_name(name, labels)] += amount
+
+    def merge(self, added: Mapping[str, float]) -> None:
+        """Count up by full names, as other counters' ``snapshot`` has them."""
+        with self._lock:
+            for name, amount in added.items():
+                self._values[name] += amount
 
     def snapshot(self) -> dict[str, float]:
         """All values now."""

@@ -8,20 +8,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import xxhash
-
 from contract.errors import ErrorKind, InternalError, KvbatonError, TransferError
-from engine.connector import KVMemory
+from engine.connector import KVMemory, LayerWatch
 from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.orders import CommitJob, Conversion, PublishOrder, PullJob, TransferMetadata
+from kv_transfer.digesting import UnfinishedBlocks, digest_of, digests_of, split_points
+from kv_transfer.orders import CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata
 from kv_transfer.pulling import PullThreads
 from kv_transfer.staging import DEFAULT_STAGING_BYTES, Staging
 from kv_transfer.transport import (
+    BlockPart,
     LeaseName,
     ReadRequest,
     ReadStoppedError,
@@ -29,12 +29,12 @@ from kv_transfer.transport import (
     Source,
     blocks_per_piece,
     grants_within,
+    may_heal,
     write_views,
 )
 from kv_transfer.transports.lending import Lending
 
 logger = logging.getLogger(__name__)
-_DIGESTED_AT_ONCE = 2**20
 
 
 class DataReports(Protocol):
@@ -72,6 +72,7 @@ class DataHalf:
         self._transport_names = tuple(transport_names)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._current: CommitJob | None = None
+        self._unfinished: dict[str, UnfinishedBlocks] = {}
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
         self._staging = Staging(counters, max_staging_bytes)
@@ -94,10 +95,23 @@ class DataHalf:
 
     def execute(self, metadata: Any) -> None:
         """Digest and publish what the step that just ran has computed."""
-        if not isinstance(metadata, TransferMetadata):
-            raise InternalError(f"orders of type {type(metadata).__name__}; they must be TransferMetadata")
-        for order in metadata.orders:
+        for order in _orders_of(metadata):
             self._jobs.put(partial(self._publish, order))
+
+    def watch_layers(self, metadata: Any) -> LayerWatch | None:
+        """Who makes the first layers of this step's blocks readable while the others are computed, if any are to be."""
+        split = [order for order in _orders_of(metadata) if order.num_parts > 1]
+        layout = self._memory.layout
+
+        def computed(num_layers: int) -> None:
+            due = [order for order in split if num_layers in split_points(layout.num_layers, order.num_parts)]
+            if due:
+                self._memory.mark_computed()
+            for order in due:
+                num_bytes = layout.block_bytes // layout.num_layers * num_layers
+                self._jobs.put(partial(self._publish_layers, order, num_bytes))
+
+        return computed if split else None
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Keys (sent, received) since the last call."""
@@ -153,13 +167,30 @@ class DataHalf:
     def _has_bug(self, error: BaseException) -> None:
         self._reports.thread_failed(threading.current_thread().name, error)
 
+    def _publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
+        """The first so many bytes of each block are computed: digest them, and make them readable."""
+        is_new = order.key not in self._unfinished
+        unfinished = self._unfinished.setdefault(order.key, UnfinishedBlocks(order))
+        try:
+            unfinished.advance(self._memory, num_bytes)
+            for start, end in self._ranges(order):
+                grants = self._lending.publish(order.name, order.block_ids[start:end]) if is_new else ()
+                ready = ev.LayersReady(order.first_block + start, end - start, num_bytes, grants)
+                self._reports.send_event(order.key, ready)
+        except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
+            unfinished.error = error
+
+    def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
+        step, num_blocks = blocks_per_piece(self._memory.layout.block_bytes), len(order.block_ids)
+        return ((start, min(start + step, num_blocks)) for start in range(0, num_blocks, step))
+
     def _publish(self, order: PublishOrder) -> None:
         """Range by range: the receiver copies and verifies one while the next is being digested."""
-        step, num_blocks = blocks_per_piece(self._memory.layout.block_bytes), len(order.block_ids)
-        for start in range(0, num_blocks, step):
+        num_blocks, unfinished = len(order.block_ids), self._unfinished.pop(order.key, None)
+        for start, end in self._ranges(order):
             outcome: ev.SendEvent
             try:
-                outcome = self._publish_range(order, start, min(start + step, num_blocks))
+                outcome = self._publish_range(order, start, end, unfinished)
             except Exception as error:  # the boundary of a job: its transfer fails, the others go on
                 logger.exception("publishing blocks of %s failed", order.key)
                 first, what = order.first_block + start, f"publishing failed: {error}"
@@ -168,17 +199,19 @@ class DataHalf:
             if isinstance(outcome, ev.RangeFailed):
                 return
 
-    def _publish_range(self, order: PublishOrder, start: int, end: int) -> ev.RangeReady:
-        block_ids, seeds = order.block_ids[start:end], order.seeds[start:end]
-        digests = tuple(
-            digest_of(self._memory.read_view(block_id), seed)
-            for block_id, seed in zip(block_ids, seeds, strict=True)
-        )
-        grants = self._lending.publish(order.name, block_ids)
-        return ev.RangeReady(order.first_block + start, digests, grants)
+    def _publish_range(
+        self, order: PublishOrder, start: int, end: int, unfinished: UnfinishedBlocks | None
+    ) -> ev.RangeReady:
+        first = order.first_block + start
+        if unfinished is not None:  # it is lent already
+            return ev.RangeReady(first, unfinished.finish(self._memory, start, end))
+        block_ids = order.block_ids[start:end]
+        digests = digests_of(self._memory, block_ids, order.seeds[start:end])
+        return ev.RangeReady(first, digests, self._lending.publish(order.name, block_ids))
 
     def _pull(self, job: PullJob) -> None:
-        self._finish(job, partial(self._move_and_verify, job))
+        work = self._move_and_verify if job.part is None else self._read_ahead
+        self._finish(job, partial(work, job))
 
     def _commit(self, job: CommitJob) -> None:
         self._current = job
@@ -195,7 +228,7 @@ class DataHalf:
         except ReadStoppedError:
             outcome = ev.JobStopped()
         except KvbatonError as error:
-            outcome = ev.JobFailed(error.kind, error.message)
+            outcome = ev.JobFailed(error.kind, error.message, may_heal(error))
         except Exception as error:  # the boundary of a job: its transfer fails, the others go on
             logger.exception("moving blocks of %s failed", job.key)
             outcome = ev.JobFailed(ErrorKind.INTERNAL, f"moving blocks failed: {error}")
@@ -211,8 +244,30 @@ class DataHalf:
             self._convert(job, job.conversion, views)
             self._tell_landed(job, len(views), begin, time.monotonic())
         else:
-            self._read(job, job.first_block, views, partial(self._tell_landed, job))
+            self._read(job, job.shares[0], job.first_block, views, partial(self._tell_landed, job))
         return ev.PieceVerified(len(views), time.monotonic())
+
+    def _read_ahead(self, job: PullJob) -> ev.FetchEvent:
+        """What fails here is read with the rest of its block."""
+        begin, part, ahead = time.monotonic(), job.part, job.ahead
+        if part is None or ahead is None:
+            raise InternalError("a read ahead says what it reads")
+        indices = list(range(job.first_block, job.first_block + len(job.block_ids)))
+        request = ReadRequest(job.name, indices, job.grants, part)
+        try:
+            self._receiver.fetch(
+                job.source, request, write_views(self._memory, job.block_ids, part), job.read
+            )
+        except ReadStoppedError:
+            raise
+        except KvbatonError as error:
+            logger.debug("reading ahead for %s failed: %s", job.key, error.message)
+            return ev.ReadAheadOver(None)
+        if ahead.num_read == part.start_byte:
+            ahead.num_read += part.num_bytes
+        num_bytes = len(indices) * part.num_bytes
+        self._counters.add("transfer_bytes_total", num_bytes, transport=job.source.transport)
+        return ev.ReadAheadOver((begin, time.monotonic()))
 
     def _tell_landed(self, job: PullJob, num_blocks: int, begin: float, end: float) -> None:
         self._reports.fetch_event(job.key, ev.PieceLanded(num_blocks, begin, end))
@@ -221,21 +276,30 @@ class DataHalf:
         """Piece by piece: read the sender's blocks into staging, verify them there, and only then write ours."""
         from kv_transfer.converting import convert_blocks  # it needs torch, which direct reads do without
 
-        plan = conversion.plan
-        block_bytes, ours = plan.theirs.layout.block_bytes, conversion.first_block
+        plan, ours = conversion.plan, conversion.first_block
         with self._staging.buffer(conversion) as buffer:
             for first, end in self._staging.pieces(conversion):
-                sources = conversion.sources_of(first, end)
-                content = buffer[: len(sources) * block_bytes]
-                staged = [content[at : at + block_bytes] for at in range(0, len(content), block_bytes)]
-                self._read(job, sources.start, staged)
+                blocks, rest = conversion.sources_of(first, end), buffer
+                sources: dict[int, tuple[int, memoryview]] = {}
+                for share in job.shares:
+                    num_bytes = len(blocks) * plan.theirs.layout.block_bytes
+                    content, rest = rest[:num_bytes], rest[num_bytes:]
+                    self._stage(job, share, blocks, content)
+                    sources[share.rank] = (blocks.start, content)
                 targets = views[first - ours : end - ours]
-                convert_blocks(plan, {0: (sources.start, content)}, first, targets, conversion.num_tokens)
+                convert_blocks(plan, sources, first, targets, conversion.num_tokens, conversion.our_rank)
         self._counters.add("transfer_converted_blocks_total", len(views))
+
+    def _stage(self, job: PullJob, share: Share, blocks: range, content: memoryview) -> None:
+        """Read these blocks of one of the sender's ranks."""
+        size = content.nbytes // len(blocks)
+        staged = [content[start : start + size] for start in range(0, content.nbytes, size)]
+        self._read(job, share, blocks.start, staged)
 
     def _read(
         self,
         job: PullJob,
+        share: Share,
         first_block: int,
         views: Sequence[memoryview],
         told: Callable[[int, float, float], None] = lambda _num_blocks, _begin, _end: None,
@@ -251,30 +315,42 @@ class DataHalf:
             nonlocal num_verified, begin
             if num_landed > num_verified:
                 told(num_landed - num_verified, begin, time.monotonic())
-                self._verify_all(job, first_block + num_verified, views[num_verified:num_landed])
+                self._verify(job, share, first_block + num_verified, views[num_verified:num_landed])
                 num_verified, begin = num_landed, time.monotonic()
 
-        grants = tuple(grants_within(job.grants, first_block, first_block + count))
-        request = ReadRequest(job.name, list(range(first_block, first_block + count)), grants)
+        grants = grants_within(job.grants, first_block, first_block + count)
+        of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
+        part, missing = self._part_to_read(job, views)
+        request = ReadRequest(job.name, list(range(first_block, first_block + count)), of_rank, part)
         with job.read.telling(verify):
-            self._receiver.fetch(job.source, request, views, job.read)
+            self._receiver.fetch(job.source.of_rank(share.rank), request, missing, job.read)
         verify(count)
         self._counters.add("transfer_blocks_total", count, transport=transport)
-        self._counters.add("transfer_bytes_total", count * views[0].nbytes, transport=transport)
+        self._counters.add("transfer_bytes_total", count * missing[0].nbytes, transport=transport)
 
-    def _verify_all(self, job: PullJob, first_block: int, views: Sequence[memoryview]) -> None:
-        for offset, view in enumerate(views, start=first_block - job.first_block):
-            job.read.check()
-            self._verify(job, offset, view)
+    def _part_to_read(
+        self, job: PullJob, views: Sequence[memoryview]
+    ) -> tuple[BlockPart | None, Sequence[memoryview]]:
+        """What of the blocks was not read ahead, and where it goes."""
+        num_read = 0 if job.ahead is None else job.ahead.num_read
+        if not num_read:
+            return None, views
+        part = BlockPart(num_read, self._memory.layout.block_bytes - num_read)
+        return part, write_views(self._memory, job.block_ids, part)
 
-    def _verify(self, job: PullJob, offset: int, view: memoryview) -> None:
-        found = digest_of(view, job.seeds[offset])
-        if found != job.digests[offset]:
+    def _verify(self, job: PullJob, share: Share, first_block: int, views: Sequence[memoryview]) -> None:
+        job.read.check()
+        offset, end = first_block - job.first_block, first_block - job.first_block + len(views)
+        announced = share.digests[offset:end]
+        found = tuple(map(digest_of, views, job.seeds[offset:end]))
+        if found != announced:
+            bad = next(at for at in range(len(views)) if found[at] != announced[at])
             self._counters.add("transfer_digest_mismatches_total")
+            of_rank = f" of rank {share.rank}" if job.source.num_ranks > 1 else ""
             raise TransferError(
-                f"block {job.first_block + offset} of transfer {job.name.transfer_id} (attempt"
+                f"block {first_block + bad}{of_rank} of transfer {job.name.transfer_id} (attempt"
                 f" {job.name.attempt}) from worker {job.source.worker_id} failed its digest check:"
-                f" {found:016x} arrived, {job.digests[offset]:016x} was announced"
+                f" {found[bad]:016x} arrived, {announced[bad]:016x} was announced"
             )
 
     def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
@@ -282,11 +358,7 @@ class DataHalf:
         return ev.CommitDone()
 
 
-def digest_of(block: memoryview, seed: int) -> int:
-    """What a block is announced and verified with. Python's lock can be had by others after every mebibyte."""
-    if block.nbytes <= _DIGESTED_AT_ONCE:
-        return int(xxhash.xxh3_64_intdigest(block, seed=seed))
-    digest = xxhash.xxh3_64(seed=seed)
-    for start in range(0, block.nbytes, _DIGESTED_AT_ONCE):
-        digest.update(block[start : start + _DIGESTED_AT_ONCE])
-    return int(digest.intdigest())
+def _orders_of(metadata: Any) -> list[PublishOrder]:
+    if not isinstance(metadata, TransferMetadata):
+        raise InternalError(f"orders of type {type(metadata).__name__}; they must be TransferMetadata")
+    return metadata.orders

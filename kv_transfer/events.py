@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.connector import FirstToken
+from kv_transfer.states import Rung
 
 # What happens to a Send.
 
@@ -32,11 +33,30 @@ class Ordered:
 
 
 @dataclass(frozen=True)
+class RankRange:
+    """What one rank has of a range of blocks. grants: see ``transport.RangeGrant``; (transport, bytes)."""
+
+    digests: tuple[int, ...]
+    grants: tuple[tuple[str, bytes], ...] = ()
+
+
+@dataclass(frozen=True)
 class RangeReady:
-    """These blocks are computed, digested and readable. grants: see ``transport.RangeGrant``; (transport, bytes)."""
+    """These blocks are computed, digested and readable: rank 0's digests and grants, and those of the ``others``."""
 
     first_block: int
     digests: tuple[int, ...]
+    grants: tuple[tuple[str, bytes], ...] = ()
+    others: tuple[RankRange, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayersReady:
+    """The first ``num_bytes`` bytes of these blocks are computed and readable; grants: as in ``RangeReady``, said once."""
+
+    first_block: int
+    num_blocks: int
+    num_bytes: int
     grants: tuple[tuple[str, bytes], ...] = ()
 
 
@@ -106,6 +126,7 @@ SendEvent = (
     | FetchArrived
     | Ordered
     | RangeReady
+    | LayersReady
     | RangeFailed
     | SendFinished
     | Abandoned
@@ -125,6 +146,15 @@ class Announce:
 
     first_block: int
     digests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AnnounceLayers:
+    """Tell the peer how far these blocks can be read, ahead of their digests."""
+
+    first_block: int
+    num_blocks: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -153,7 +183,7 @@ class ReportSent:
     """The key goes to ``finished_sending``."""
 
 
-SendAction = Announce | AnnounceComplete | Refuse | Revoke | ReportSent
+SendAction = Announce | AnnounceLayers | AnnounceComplete | Refuse | Revoke | ReportSent
 
 # What happens to a Fetch.
 
@@ -168,12 +198,20 @@ class Announced:
 
 
 @dataclass(frozen=True)
+class AnnouncedLayers:
+    """The sender says that the first ``num_bytes`` bytes of these blocks, whose digests will follow, are readable."""
+
+    first_block: int
+    num_blocks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Completed:
     """The sender published everything."""
 
     num_blocks: int
     first_tokens: tuple[FirstToken, ...]
-    now: float
 
 
 @dataclass(frozen=True)
@@ -211,10 +249,22 @@ class PieceVerified:
 
 @dataclass(frozen=True)
 class JobFailed:
-    """A posted pull or commit ended without success; the job is terminal."""
+    """A posted pull or commit ended without success; the job is terminal. Pulls end in the order in which they were posted.
+
+    may_heal: another read may succeed. rungs: those that can be climbed here, best first; the desk says which.
+    """
 
     kind: str
     message: str
+    may_heal: bool = False
+    rungs: tuple[Rung, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReadAheadOver:
+    """A posted read ahead is terminal. copy: (begin, end) of what it copied; None: nothing, it failed."""
+
+    copy: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -239,12 +289,14 @@ class Told:
 
 FetchEvent = (
     Announced
+    | AnnouncedLayers
     | Completed
     | SenderFailed
     | Reserved
     | PieceLanded
     | PieceVerified
     | JobFailed
+    | ReadAheadOver
     | JobStopped
     | CommitDone
     | Cancelled
@@ -261,6 +313,23 @@ class Pull:
     first_block: int
     block_ids: tuple[int, ...]
     digests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReadAhead:
+    """Post a read of bytes ``start_byte``..``end_byte`` - 1 of these blocks, which are not announced yet; verify nothing."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+    start_byte: int
+    end_byte: int
+
+
+@dataclass(frozen=True)
+class ReadAgain:
+    """A rung is climbed and no read is posted any more: what is pulled from now on is read by this rung."""
+
+    rung: Rung
 
 
 @dataclass(frozen=True)
@@ -310,6 +379,8 @@ class TellReceived:
 
 FetchAction = (
     Pull
+    | ReadAhead
+    | ReadAgain
     | CommitBlocks
     | StopReads
     | AskRelease

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contract.errors import ErrorKind, InternalError
@@ -11,19 +11,20 @@ from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
 from engine.connector import Drained, Failed, Published, Received, TransferEvent
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
-from kv_transfer.announced import AnnouncedBlocks, SourceRange, complete_event, published_event
+from kv_transfer.alternatives import Alternatives
+from kv_transfer.announced import AnnouncedBlocks, complete_event, published_event
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.desk import Desk
 from kv_transfer.handshake import PeerTarget, Session
 from kv_transfer.link import PeerRef
-from kv_transfer.orders import CommitJob, Conversion, PullJob, digest_seeds
+from kv_transfer.orders import CommitJob, PullJob, digest_seeds
 from kv_transfer.plan import PeerTerms
-from kv_transfer.states import NOT_NEEDED, Fetch, FetchState
+from kv_transfer.states import NOT_NEEDED, Fetch, FetchState, Rung
 from kv_transfer.transitions import advance_fetch
-from kv_transfer.transport import LeaseName, RangeGrant, Read, Source, grants_within
+from kv_transfer.transport import Source
+from kv_transfer.wanted import Wanted, WireKey
 
 logger = logging.getLogger(__name__)
-_WireKey = tuple[PeerRef, str, int]
 _QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
 
@@ -46,36 +47,7 @@ class FetchPorts:
     commit: Callable[[CommitJob], None]
     wake_core: Callable[[], None]
     choose: Callable[[Session, Callable[[Source, Source], bool]], Source]
-
-
-@dataclass
-class _Wanted:
-    """One fetch with what the pure machine does not need to know: that counts this worker's blocks only.
-
-    seeds: of this worker's blocks. announced: what the sender announced by its own, where it cuts the prompt otherwise.
-    grants: what came with the announced ranges, by the sender's blocks. num_bytes: what was ordered to cross.
-    """
-
-    request: EngineRequest
-    ref: PeerRef
-    transfer_id: str
-    attempt: int
-    fetch: Fetch
-    seeds: tuple[int, ...]
-    since: float
-    lease: str = ""
-    announced: AnnouncedBlocks | None = None
-    num_bytes: int = 0
-    grants: list[RangeGrant] = field(default_factory=list)
-    read: Read = field(default_factory=Read)
-
-    @property
-    def key(self) -> str:
-        return self.request.key
-
-    @property
-    def wire_key(self) -> _WireKey:
-        return self.ref, self.transfer_id, self.attempt
+    alternatives: Alternatives
 
 
 class FetchDesk(Desk):
@@ -90,15 +62,18 @@ class FetchDesk(Desk):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._ports, self._clock = settings, ports, clock
+        self._alternatives = ports.alternatives
         self._counters, self._completions = counters, completions
         super().__init__()
-        self._wanted: dict[str, _Wanted] = {}
-        self._by_wire: dict[_WireKey, _Wanted] = {}
+        self._wanted: dict[str, Wanted] = {}
+        self._by_wire: dict[WireKey, Wanted] = {}
         self._sources: dict[PeerRef, Source] = {}
         self._terms: dict[PeerRef, PeerTerms] = {}
         self._events: list[TransferEvent] = []
         self._failure: str | None = None
         counters.add("transfer_fallbacks_total", 0)
+        for rung in Rung:
+            counters.add("transfer_pulled_again_total", 0, rung=rung.value)
 
     def start(self, request: EngineRequest) -> None:
         """See ``SchedulerConnector.start_fetch``."""
@@ -107,7 +82,7 @@ class FetchDesk(Desk):
             raise InternalError(f"request {request.key} has nothing to receive")
         seeds = digest_seeds(request, self._settings.model_fingerprint, self._settings.block_size)
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
-        wanted = _Wanted(
+        wanted = Wanted(
             request,
             PeerRef(target.boot_id, is_dialed=True),
             transfer.transfer_id,
@@ -193,16 +168,24 @@ class FetchDesk(Desk):
             wanted = self._wanted.get(key)
             if wanted is None:
                 raise InternalError(f"a job of {key} ended, which is not fetched")
+            before = wanted.fetch.rungs
+            if isinstance(event, ev.JobFailed) and event.may_heal:
+                event = replace(event, rungs=self._rungs(wanted))
             self._apply(wanted, event)
+            if isinstance(event, ev.JobFailed) and wanted.fetch.rungs != before:
+                logger.warning("%s; reading again over the %s", event.message, wanted.fetch.rungs[-1].words)
 
     def link_up(self, ref: PeerRef, session: Session) -> None:
         """The peer can be read from; over which transport may be known only later."""
 
         def told(provisional: Source, chosen: Source) -> bool:
             with self._lock:
-                is_wanted = self._sources.get(ref) == provisional
-                if is_wanted:
+                current = self._sources.get(ref)
+                is_wanted = current is not None and current.token == provisional.token
+                if current == provisional:
                     self._sources[ref] = chosen
+                    for wanted in self._wanted.values():
+                        wanted.source = chosen if wanted.source == provisional else wanted.source
                 return is_wanted
 
         with self._lock:
@@ -222,7 +205,9 @@ class FetchDesk(Desk):
         return source
 
     def message(
-        self, ref: PeerRef, message: msg.BlocksPublished | msg.TransferComplete | msg.TransferFailed
+        self,
+        ref: PeerRef,
+        message: msg.LayersReadable | msg.BlocksPublished | msg.TransferComplete | msg.TransferFailed,
     ) -> None:
         """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted.
 
@@ -242,13 +227,15 @@ class FetchDesk(Desk):
                         self._apply(wanted, _changed_lease(message))
                         return
                     wanted.lease = message.lease
-                    wanted.grants += message.grants
+                    wanted.add_grants(message.grants)
                     published = published_event(self._announced(wanted), message, now)
                     if published is not None:
                         self._apply(wanted, published)
+                case msg.LayersReadable() if wanted.lease == message.lease:
+                    self._announced_layers(wanted, message)
                 case msg.TransferComplete():
                     num_blocks, announced = wanted.fetch.num_blocks, self._announced(wanted)
-                    self._apply(wanted, complete_event(announced, message, num_blocks, now))
+                    self._apply(wanted, complete_event(announced, message, num_blocks))
                 case msg.TransferFailed():
                     self._apply(wanted, ev.SenderFailed(_known_kind(message.kind), message.message))
 
@@ -272,6 +259,10 @@ class FetchDesk(Desk):
             "num_blocks": sum(len(fetch.block_ids) - fetch.num_cached for fetch in held),
         }
 
+    def transports(self) -> list[dict[str, Any]]:
+        """What each peer can be read over, and what was given up, as plain data."""
+        return self._alternatives.debug_state()
+
     def debug_state(self) -> list[dict[str, Any]]:
         """Every fetch, as plain data."""
         now = self._clock()
@@ -285,6 +276,8 @@ class FetchDesk(Desk):
                     "age_seconds": now - wanted.since,
                     "num_blocks": wanted.fetch.num_blocks,
                     "num_landed": wanted.fetch.num_landed,
+                    "transport": None if wanted.source is None else wanted.source.transport,
+                    "rungs": [str(rung) for rung in wanted.fetch.rungs],
                     "peer": wanted.ref.boot_id,
                 }
                 for wanted in self._wanted.values()
@@ -296,17 +289,24 @@ class FetchDesk(Desk):
         if not terms.plan.is_direct:
             self._counters.add("transfer_converting_links_total")
 
-    def _announced(self, wanted: _Wanted) -> AnnouncedBlocks | None:
+    def _announced_layers(self, wanted: Wanted, message: msg.LayersReadable) -> None:
+        """Of use where the sender's blocks are ours, byte by byte."""
+        if self._announced(wanted) is None:
+            wanted.add_grants(message.grants)
+            first, num_blocks = message.first_block, message.num_blocks
+            self._apply(wanted, ev.AnnouncedLayers(first, num_blocks, message.num_bytes))
+
+    def _announced(self, wanted: Wanted) -> AnnouncedBlocks | None:
         """What the sender announced by its own blocks; None where it cuts, names and digests them as this worker does."""
         terms = self._terms.get(wanted.ref)
         if wanted.announced is None and terms is not None:
             wanted.announced = AnnouncedBlocks.of(wanted.request, terms)
         return wanted.announced
 
-    def _apply(self, wanted: _Wanted, event: ev.FetchEvent) -> None:
+    def _apply(self, wanted: Wanted, event: ev.FetchEvent) -> None:
         wanted.fetch, actions = advance_fetch(wanted.fetch, event)
         for action in actions:
-            if isinstance(action, (ev.Pull, ev.CommitBlocks, ev.StopReads)):
+            if isinstance(action, (ev.Pull, ev.ReadAhead, ev.ReadAgain, ev.CommitBlocks, ev.StopReads)):
                 self._order(wanted, action)
             else:
                 self._tell(wanted, action)
@@ -314,39 +314,41 @@ class FetchDesk(Desk):
             self._wanted.pop(wanted.key, None)
             self._by_wire.pop(wanted.wire_key, None)
 
-    def _order(self, wanted: _Wanted, action: ev.Pull | ev.CommitBlocks | ev.StopReads) -> None:
+    def _order(
+        self,
+        wanted: Wanted,
+        action: ev.Pull | ev.ReadAhead | ev.ReadAgain | ev.CommitBlocks | ev.StopReads,
+    ) -> None:
         match action:
             case ev.Pull():
-                self._ports.pull(self._pull_job(wanted, action))
+                wanted.source = wanted.source or self._sources[wanted.ref]
+                self._ports.pull(wanted.pull_job(action, self._settings.block_bytes))
+            case ev.ReadAhead():
+                wanted.source = wanted.source or self._sources[wanted.ref]
+                self._ports.pull(wanted.ahead_job(action))
+            case ev.ReadAgain():
+                self._read_again(wanted, action.rung)
             case ev.CommitBlocks():
                 self._ports.commit(CommitJob(wanted.key, action.block_ids, wanted.read))
             case ev.StopReads():
                 self._later.append(wanted.read.stop)
 
-    def _pull_job(self, wanted: _Wanted, pull: ev.Pull) -> PullJob:
-        end = pull.first_block + len(pull.block_ids)
-        source = SourceRange(pull.first_block, pull.digests, wanted.seeds[pull.first_block : end])
-        block_bytes, conversion = self._settings.block_bytes, None
-        if (announced := wanted.announced) is not None:
-            source, plan = announced.sources_of(pull.first_block, end), announced.plan
-            block_bytes = plan.theirs.layout.block_bytes
-            if not plan.is_direct:
-                conversion = Conversion(plan, pull.first_block, end, announced.num_tokens)
-        wanted.num_bytes += len(source.digests) * block_bytes
-        return PullJob(
-            key=wanted.key,
-            source=self._sources[wanted.ref],
-            name=LeaseName(wanted.transfer_id, wanted.attempt, wanted.lease),
-            first_block=source.first_block,
-            block_ids=pull.block_ids,
-            digests=source.digests,
-            seeds=source.seeds,
-            read=wanted.read,
-            conversion=conversion,
-            grants=tuple(grants_within(wanted.grants, source.first_block, source.end_block)),
-        )
+    def _rungs(self, wanted: Wanted) -> tuple[Rung, ...]:
+        """What may be tried after a read that failed, best first; nothing where the link is gone."""
+        linked = self._sources.get(wanted.ref)
+        if wanted.source is None or linked is None or linked.token != wanted.source.token:
+            return ()
+        wanted.other = self._alternatives.beside(wanted.source)
+        return (Rung.SAME_TRANSPORT,) if wanted.other is None else tuple(Rung)
 
-    def _tell(self, wanted: _Wanted, action: ev.FetchAction) -> None:
+    def _read_again(self, wanted: Wanted, rung: Rung) -> None:
+        failed = wanted.read_again(rung)
+        if failed is not None:
+            self._sources[wanted.ref] = self._alternatives.failed(failed)
+        self._counters.add("transfer_pulled_again_total", rung=rung.value)
+        self._counters.add("transfer_fallbacks_total", rung is Rung.OTHER_TRANSPORT)
+
+    def _tell(self, wanted: Wanted, action: ev.FetchAction) -> None:
         """Words for the sender and for the scheduler."""
         wire = (wanted.transfer_id, wanted.attempt)
         match action:
@@ -367,6 +369,8 @@ class FetchDesk(Desk):
             case ev.TellDrained():
                 self._events.append(Drained(wanted.key))
             case ev.TellReceived():
+                if wanted.source is not None:
+                    self._alternatives.worked(wanted.source)
                 self._completions.add_received(wanted.key)
         self._later.append(self._ports.wake_core)
 

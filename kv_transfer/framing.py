@@ -52,7 +52,12 @@ class FrameBuffer:
         self.max_bytes = max_bytes
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of a frame is kept."""
+        return not self._bytes
+
+    def feed(self, data: bytes | bytearray) -> Iterator[bytes]:
         """Add bytes and take the bodies that are whole now. Raises TransferError for one over the bound, or damaged."""
         self._bytes += data
         while len(self._bytes) >= HEADER.size:
@@ -77,6 +82,11 @@ def read_frame(sock: socket.socket, message_type: type[_T], max_bytes: int) -> _
     body = bytearray(length_in(header, max_bytes))
     receive_all(sock, [memoryview(body)])
     check_body(header, body)
+    return decode_body(body, message_type)
+
+
+def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
+    """What a frame says. Raises TransferError."""
     try:
         return msgspec.msgpack.decode(body, type=message_type)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from contract.errors import IncompatiblePeerError, UnauthenticatedError, WorkerLostError, error_from_kind
 from contract.identity import proof, proof_matches
-from contract.layout import KVLayout, weights_of
+from contract.layout import KVLayout, Side, weights_of
 from kv_transfer.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
@@ -31,7 +31,7 @@ _ACCEPTOR, _DIALER, _DATA = "kv-control-acceptor", "kv-control-dialer", "kv-data
 class LocalIdentity:
     """What this worker says about itself.
 
-    transports: the names that it can read over, best first. offers: what it lends over now.
+    layout: of one of its ranks. transports: the names that it can read over, best first. offers: what it lends over now.
     """
 
     worker_id: str
@@ -43,6 +43,12 @@ class LocalIdentity:
     transports: tuple[str, ...]
     timeout_seconds: float
     offers: Callable[[], list[Offer]]
+    num_ranks: int = 1
+
+    @property
+    def side(self) -> Side:
+        """How it keeps its KV."""
+        return Side(self.layout, self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class Dialing:
             case Welcome() if self._challenge is not None and self.session is None:
                 offered = [offer.transport for offer in message.offers]
                 _agree(self._me, message, self._me.transports, offered, where)
+                _check_addresses(message, where)
                 self.session = self._open(self._challenge, message)
                 return []
         raise UnauthenticatedError(f"{where} sent {type(message).__name__} in the middle of the handshake")
@@ -115,7 +122,14 @@ class Dialing:
         self._challenge = challenge
         me = self._me
         dialer_proof = proof(me.secret, _DIALER, *parts)
-        return Prove(dialer_proof, me.model_fingerprint, me.layout, list(me.transports), me.timeout_seconds)
+        return Prove(
+            dialer_proof,
+            me.model_fingerprint,
+            me.layout,
+            list(me.transports),
+            me.timeout_seconds,
+            me.num_ranks,
+        )
 
     def _open(self, challenge: Challenge, welcome: Welcome) -> Session:
         me = self._me
@@ -127,7 +141,7 @@ class Dialing:
             welcome.timeout_seconds,
             tuple(welcome.offers),
             token,
-            terms_between(me.layout, me.model_fingerprint, welcome.layout, welcome.model_fingerprint),
+            terms_between(me.side, me.model_fingerprint, welcome.side, welcome.model_fingerprint),
         )
 
 
@@ -184,6 +198,7 @@ class Accepting:
             me.layout,
             offers,
             me.timeout_seconds,
+            me.num_ranks,
         )
 
 
@@ -211,7 +226,7 @@ def _agree(
 
     One transport in common is enough. Both sides come to the same answer.
     """
-    differences = me.layout.differences(peer.layout)
+    differences = me.side.differences(peer.side)
     if weights_of(me.model_fingerprint) != weights_of(peer.model_fingerprint):
         differences.append(
             f"model_fingerprint: ours is {me.model_fingerprint}, the peer's is {peer.model_fingerprint}"
@@ -220,6 +235,14 @@ def _agree(
         differences.append(f"transport: ours is {_listed(ours)}, the peer's is {_listed(theirs)}")
     if differences:
         raise IncompatiblePeerError(f"{who} cannot hand KV over to this one: {'; '.join(differences)}")
+
+
+def _check_addresses(welcome: Welcome, who: str) -> None:
+    for offer in welcome.offers:
+        if offer.num_ranks != welcome.num_ranks:
+            raise IncompatiblePeerError(
+                f"{who} offers {offer.transport} at {offer.num_ranks} addresses; it has {welcome.num_ranks} ranks"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,7 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.connector import KVMemory
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, is_flat, read_views
+from kv_transfer.transport import (
+    BlockPart,
+    LeaseName,
+    ReadRequest,
+    StaleLeaseError,
+    block_span,
+    is_flat,
+    read_views,
+)
 
 
 @dataclass
@@ -19,8 +27,12 @@ class _Lease:
     num_readers: int = 0
     num_revokes: int = 0
 
-    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
-        return [self.memory.read_view(block_id) for block_id in block_ids]
+    def read(self, request: ReadRequest) -> list[memoryview]:
+        if self.views:
+            return _cut(request.pick(self.views), request.part)
+        return _cut(
+            [self.memory.read_view(block_id) for block_id in request.pick(self.block_ids)], request.part
+        )
 
 
 class LeaseBook:
@@ -51,10 +63,13 @@ class LeaseBook:
 
     @contextmanager
     def reading(self, request: ReadRequest) -> Iterator[list[memoryview]]:
-        """The requested blocks' bytes; the lease cannot become idle within. Raises StaleLeaseError."""
+        """The requested blocks' bytes; the lease cannot become idle within.
+
+        Raises StaleLeaseError, and TransferError for a part that no block has.
+        """
         lease = self._begin(request)
         try:
-            yield request.pick(lease.views) if lease.views else lease.read(request.pick(lease.block_ids))
+            yield lease.read(request)
         finally:
             self._end(request.name, lease)
 
@@ -87,6 +102,13 @@ class LeaseBook:
             self._on_idle(name)
 
 
+def _cut(views: Sequence[memoryview], part: BlockPart | None) -> list[memoryview]:
+    if part is None:
+        return list(views)
+    start, end = block_span(views[0].nbytes, part)
+    return [view[start:end] for view in views]
+
+
 class Sessions:
     """The tokens of the control links that peers hold open to this worker now. Thread-safe."""
 
@@ -99,10 +121,11 @@ class Sessions:
         """Call ``on_end(token)`` whenever a session ends."""
         self._on_end.append(on_end)
 
-    def begin(self, token: str) -> None:
-        """A peer proved itself on a link of this session."""
+    def begin(self, token: str, then: Callable[[], None] = lambda: None) -> bool:
+        """A peer proved itself on a link of this session. True: it is let in from now on, and ``then`` is not called."""
         with self._lock:
             self._tokens.add(token)
+        return True
 
     def end(self, token: str) -> None:
         """The link is gone."""

@@ -30,6 +30,7 @@ class Link:
     """The bytes of one link; owns its socket.
 
     ref is None until an accepted link's handshake is through. Messages that are queued before wait for its end.
+    held_for: the token of a session that is not known everywhere: nothing is sent while that is so.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Link:
         self.ref: PeerRef | None = None
         self.target: PeerTarget | None = None
         self.is_connecting = False
+        self.held_for: str | None = None
         self.heard_at = self.sent_at = now
         self._handshake = handshake
         self._max_frame_bytes = max_frame_bytes
@@ -59,8 +61,8 @@ class Link:
 
     @property
     def wants_write(self) -> bool:
-        """True while bytes wait to be sent, or the connection to be made."""
-        return self.is_connecting or bool(self._outbox)
+        """True while bytes wait to be sent (and may be), or the connection to be made."""
+        return self.is_connecting or (bool(self._outbox) and self.held_for is None)
 
     def queue(self, message: Message) -> None:
         """Send a message once the link is up. Raises TransferError when too much waits already."""
@@ -82,7 +84,7 @@ class Link:
 
     def flush(self, now: float) -> None:
         """Send as much as the socket takes."""
-        if self.is_connecting:
+        if self.is_connecting or self.held_for is not None:
             return
         try:
             while self._outbox:

@@ -108,6 +108,15 @@ class LinkLoop:
         self._commands.append(partial(self._dial_and_send, target, message))
         self.wake()
 
+    def hold(self, ref: PeerRef, token: str) -> None:
+        """Within ``link_up``: send nothing on this link, not even the end of its handshake, before ``let_go``."""
+        self._by_ref[ref].held_for = token
+
+    def let_go(self, ref: PeerRef, token: str) -> None:
+        """The session of a link that is held is known everywhere; without such a link nothing happens."""
+        self._commands.append(partial(self._let_go, ref, token))
+        self.wake()
+
     def wake(self) -> None:
         """Make the thread look at its commands and deadlines now."""
         with suppress(BlockingIOError, OSError):  # a full pipe wakes too; a closed one has nobody to wake
@@ -235,6 +244,12 @@ class LinkLoop:
         elif lookup is not None:
             lookup.messages.append(message)
 
+    def _let_go(self, ref: PeerRef, token: str) -> None:
+        link = self._by_ref.get(ref)
+        if link is not None and link.held_for == token:
+            link.held_for = None
+            self._guard(link, lambda: None)
+
     def _serve(self, link: Link) -> None:
         if link in self._links:
             self._guard(link, lambda: self._read(link))
@@ -328,8 +343,8 @@ class LinkLoop:
 
     def _ping_at(self, link: Link) -> float:
         """When an idle link needs a ping, for the less patient of the two sides."""
-        if link.session is None or link.wants_write:  # bytes that still wait are as good as a ping
-            return math.inf
+        if link.session is None or link.wants_write or link.held_for is not None:
+            return math.inf  # bytes that still wait are as good as a ping
         timeout = min(self._settings.peer_timeout_seconds, link.session.timeout_seconds)
         return link.sent_at + timeout / _PINGS_PER_TIMEOUT
 

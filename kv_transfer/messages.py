@@ -1,22 +1,23 @@
 """What two workers say on their control link: tagged msgpack maps, one per frame.
 
 The dialer speaks first: Hello → Challenge → Prove → Welcome (or Refused, and the link closes). Afterwards the dialer
-(which fetches) sends FetchBlocks, ReleaseLease, CancelFetch, the acceptor (which lends) BlocksPublished,
+(which fetches) sends FetchBlocks, ReleaseLease, CancelFetch, the acceptor (which lends) LayersReadable, BlocksPublished,
 TransferComplete, TransferFailed, and both send Ping.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from contract.errors import TransferError
-from contract.layout import KVLayout
+from contract.layout import KVLayout, Side
 from engine.connector import FirstToken
 from kv_transfer.transport import RangeGrant
 
-PROTOCOL_MIN = 3
-PROTOCOL_MAX = 3
+PROTOCOL_MIN = 4
+PROTOCOL_MAX = 4
 MAX_HANDSHAKE_BYTES = 65536
+NumRanks = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
@@ -47,16 +48,22 @@ class Challenge(Message, frozen=True, tag="challenge"):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A transport over which a worker lends its blocks, and where."""
+    """A transport over which a worker lends its blocks, and where. other_addresses: of its ranks from 1 on."""
 
     transport: str
     address: str
+    other_addresses: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Of how many ranks it says where."""
+        return 1 + len(self.other_addresses)
 
 
 class Prove(Message, frozen=True, tag="prove"):
     """The dialer's proof, and what both must agree on.
 
-    transports: what it can read over, best first. timeout_seconds: silence that it takes for death.
+    layout: of one rank. transports: what it can read over, best first. timeout_seconds: silence that it takes for death.
     """
 
     proof: str
@@ -64,6 +71,12 @@ class Prove(Message, frozen=True, tag="prove"):
     layout: KVLayout
     transports: list[str]
     timeout_seconds: float
+    num_ranks: NumRanks = 1
+
+    @property
+    def side(self) -> Side:
+        """How the dialer keeps its KV."""
+        return Side(self.layout, self.num_ranks)
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -74,6 +87,12 @@ class Welcome(Message, frozen=True, tag="welcome"):
     layout: KVLayout
     offers: list[Offer]
     timeout_seconds: float
+    num_ranks: NumRanks = 1
+
+    @property
+    def side(self) -> Side:
+        """How the acceptor keeps its KV."""
+        return Side(self.layout, self.num_ranks)
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -98,7 +117,8 @@ class FetchBlocks(Message, frozen=True, tag="fetch"):
 class BlocksPublished(Message, frozen=True, tag="published"):
     """These blocks can be read under ``lease``. digests: xxh3_64 per block, seeded with its canonical hash.
 
-    grants: see ``RangeGrant``; of the ranges that the blocks are in, where a transport hands out any.
+    grants: see ``RangeGrant``; of the ranges that the blocks are in, where a transport hands out any. other_digests: as
+    ``digests``, which are rank 0's, of the sender's ranks from 1 on.
     """
 
     transfer_id: str
@@ -106,6 +126,22 @@ class BlocksPublished(Message, frozen=True, tag="published"):
     lease: str
     first_block: int
     digests: list[int]
+    grants: list[RangeGrant] = []
+    other_digests: list[list[int]] = []
+
+
+class LayersReadable(Message, frozen=True, tag="layers"):
+    """The first ``num_bytes`` bytes of these blocks can be read under ``lease``; their digests follow when they are whole.
+
+    To read them now only saves time. grants: as in ``BlocksPublished``.
+    """
+
+    transfer_id: str
+    attempt: int
+    lease: str
+    first_block: int
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=1)]
     grants: list[RangeGrant] = []
 
 
@@ -142,7 +178,13 @@ class CancelFetch(Message, frozen=True, tag="cancel"):
 
 
 TransferMessage = (
-    FetchBlocks | BlocksPublished | TransferComplete | TransferFailed | ReleaseLease | CancelFetch
+    FetchBlocks
+    | LayersReadable
+    | BlocksPublished
+    | TransferComplete
+    | TransferFailed
+    | ReleaseLease
+    | CancelFetch
 )
 AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | TransferMessage
 

@@ -1,19 +1,20 @@
 """What the control half orders from the data half. ``TransferMetadata`` is plain data: it may cross processes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from contract.block_hash import all_block_hashes
 from contract.requests import EngineRequest
 from kv_transfer.plan import TransferPlan
-from kv_transfer.transport import LeaseName, RangeGrant, Read, Source
+from kv_transfer.transport import BlockPart, LeaseName, RangeGrant, Read, Source
 
 
 class PublishOrder(msgspec.Struct, frozen=True):
     """After the forward pass: digest these blocks of a lease, then make them readable.
 
-    first_block: index of ``block_ids[0]`` in the transfer. seeds: what each block's digest is seeded with.
+    first_block: index of ``block_ids[0]`` in the transfer. seeds: what each block's digest is seeded with. num_parts: into
+    how many groups of layers the forward pass is cut, of which all but the last are made readable while it runs.
     """
 
     key: str
@@ -21,6 +22,7 @@ class PublishOrder(msgspec.Struct, frozen=True):
     first_block: int
     block_ids: list[int]
     seeds: list[int]
+    num_parts: int = 1
 
 
 class TransferMetadata(msgspec.Struct, frozen=True):
@@ -31,16 +33,49 @@ class TransferMetadata(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Conversion:
-    """The blocks ``first_block``..``end_block`` - 1 of a prompt of ``num_tokens``, by our count, come out of others."""
+    """The blocks ``first_block``..``end_block`` - 1 of a prompt of ``num_tokens``, by our count, come out of others.
+
+    our_rank: whose share of the heads is made.
+    """
 
     plan: TransferPlan
     first_block: int
     end_block: int
     num_tokens: int
+    our_rank: int = 0
 
     def sources_of(self, our_first: int, our_end: int) -> range:
         """Which of their blocks these come out of."""
         return self.plan.source_blocks(our_first, our_end, self.num_tokens)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of one of their blocks, of all ranks that are read."""
+        return self.plan.theirs.layout.block_bytes * len(self.plan.ranks_of(self.our_rank))
+
+    def in_rank(self, our_rank: int) -> "Conversion":
+        """The same for another rank of ours."""
+        return replace(self, our_rank=our_rank)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank of the sender's announced of a range of its blocks. rank: which of its ranks."""
+
+    rank: int
+    digests: tuple[int, ...]
+
+
+@dataclass
+class Ahead:
+    """What was read of the blocks ``first_block``..``end_block`` - 1 before their digests were known: their first bytes.
+
+    num_read: bytes of each block that have arrived; written and read in the pull thread of one source alone.
+    """
+
+    first_block: int
+    end_block: int
+    num_read: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +83,8 @@ class PullJob:
     """Read blocks ``first_block``... of a peer's lease, verify them, and have them in ``block_ids``.
 
     first_block, digests, seeds, grants: by the sender's blocks. conversion: None where those are ours, one for one.
+    digests: of the sender's rank ``rank``; others: of further ranks that are read. grants: of all of them. ahead: what of
+    these blocks is here already. part: read this part ahead of the digests, which are empty, and verify nothing.
     """
 
     key: str
@@ -60,6 +97,32 @@ class PullJob:
     read: Read
     conversion: Conversion | None = None
     grants: tuple[RangeGrant, ...] = ()
+    others: tuple[Share, ...] = ()
+    rank: int = 0
+    ahead: Ahead | None = None
+    part: BlockPart | None = None
+
+    @property
+    def shares(self) -> list[Share]:
+        """What is read of each rank of the sender's, in order."""
+        return [Share(self.rank, self.digests), *self.others]
+
+    def in_rank(self, our_rank: int) -> "PullJob":
+        """What our rank of several has to read of it: its own share of the heads."""
+        conversion, ranks = self.conversion, [our_rank]
+        if conversion is not None:
+            conversion = conversion.in_rank(our_rank)
+            ranks = conversion.plan.ranks_of(our_rank)
+        first, *others = [share for share in self.shares if share.rank in ranks]
+        grants = tuple(grant for grant in self.grants if grant.rank in ranks)
+        return replace(
+            self,
+            digests=first.digests,
+            conversion=conversion,
+            grants=grants,
+            others=tuple(others),
+            rank=first.rank,
+        )
 
 
 @dataclass(frozen=True)

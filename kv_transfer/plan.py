@@ -8,28 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from contract.layout import KVLayout, received_fingerprint
-
-
-@dataclass(frozen=True)
-class Side:
-    """How one worker keeps its KV: ``num_ranks`` ranks of equal ``layout``; rank r holds the r-th run of the KV heads."""
-
-    layout: KVLayout
-    num_ranks: int = 1
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Over all ranks."""
-        return self.layout.num_kv_heads * self.num_ranks
-
-    def first_head(self, rank: int) -> int:
-        """The first head that this rank holds."""
-        return self.layout.num_kv_heads * rank
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Blocks of a prompt."""
-        return -(-num_tokens // self.layout.block_size)
+from contract.layout import Side, received_fingerprint
 
 
 @dataclass(frozen=True)
@@ -121,10 +100,22 @@ class TransferPlan:
             head += count
         return runs
 
+    def ranks_of(self, our_rank: int = 0) -> list[int]:
+        """The peer's ranks that our rank reads from, in order."""
+        if self.is_direct:
+            return [our_rank]
+        return [run.their_rank for run in self.head_runs(our_rank)]
+
+    @cached_property
+    def crossing_bytes(self) -> int:
+        """What crosses for one of their blocks: a rank of ours reads a rank's block whole, to verify it, or not at all."""
+        num_reads = sum(len(self.ranks_of(our_rank)) for our_rank in range(self.ours.num_ranks))
+        return num_reads * self.theirs.layout.block_bytes
+
 
 @dataclass(frozen=True)
 class PeerTerms:
-    """What a link agreed on where the two sides are not alike.
+    """What a link agreed on where the two sides are not alike, or have several ranks.
 
     model_fingerprint: the peer's, which its digests are seeded with. kv_fingerprint: what hashes of its KV start from
     here; None: it is the KV that would be computed here, cut otherwise at most.
@@ -135,14 +126,12 @@ class PeerTerms:
     kv_fingerprint: str | None
 
 
-def terms_between(
-    ours: KVLayout, our_fingerprint: str, theirs: KVLayout, their_fingerprint: str
-) -> PeerTerms | None:
-    """The terms of a peer that was found compatible; None where nothing differs."""
-    plan = TransferPlan(Side(ours), Side(theirs))
-    if plan.is_direct and our_fingerprint == their_fingerprint:
+def terms_between(ours: Side, our_fingerprint: str, theirs: Side, their_fingerprint: str) -> PeerTerms | None:
+    """The terms of a peer that was found compatible; None where nothing differs and each side is one rank."""
+    plan = TransferPlan(ours, theirs)
+    if plan.is_direct and ours.num_ranks == 1 and our_fingerprint == their_fingerprint:
         return None
-    their_kv = f"{their_fingerprint}/{theirs.dtype}"
-    is_computed_alike = their_kv == f"{our_fingerprint}/{ours.dtype}"
+    their_kv = f"{their_fingerprint}/{theirs.layout.dtype}"
+    is_computed_alike = their_kv == f"{our_fingerprint}/{ours.layout.dtype}"
     kv_fingerprint = None if is_computed_alike else received_fingerprint(our_fingerprint, their_kv)
     return PeerTerms(plan, their_fingerprint, kv_fingerprint)

@@ -26,13 +26,19 @@ _TransferKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class SendSettings:
-    """What lending depends on. max_parked: fetches of one peer that may wait for transfers that are not open yet."""
+    """What lending depends on.
+
+    max_parked: fetches of one peer that may wait for transfers that are not open yet. num_layer_groups: in how many parts
+    a prompt's last range is made readable, if it has ``min_split_blocks`` or more.
+    """
 
     model_fingerprint: str
     block_size: int
     lease_seconds: float
     parked_seconds: float
     max_parked: int = 1024
+    num_layer_groups: int = 1
+    min_split_blocks: int = 8
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class _Lent:
     """One transfer with what the pure machine does not need to know.
 
     num_wanted: blocks to order at the next step. grants: of what is published, in order; empty where nobody hands out any.
+    other_digests: of the ranks from 1 on; the machine has rank 0's.
     """
 
     transfer_id: str
@@ -63,10 +70,52 @@ class _Lent:
     num_tokens: int = 0
     num_wanted: int = 0
     grants: list[RangeGrant] = field(default_factory=list)
+    other_digests: list[list[int]] = field(default_factory=list)
 
     @property
     def name(self) -> LeaseName:
         return LeaseName(self.transfer_id, self.attempt, self.lease)
+
+    def note(self, ready: ev.RangeReady) -> None:
+        """Keep what the machine does not need of a range."""
+        first, num_blocks = ready.first_block, len(ready.digests)
+        for rank, grants in enumerate((ready.grants, *(other.grants for other in ready.others))):
+            if grants:
+                self.grants.append(RangeGrant(first, num_blocks, dict(grants), rank))
+        self.other_digests = self.other_digests or [[] for _ in ready.others]
+        for known, other in zip(self.other_digests, ready.others, strict=True):
+            known.extend(other.digests)
+
+    def note_layers(self, ready: ev.LayersReady) -> None:
+        """Keep the grants, which are not given again when the range is whole."""
+        if ready.grants:
+            self.grants.append(RangeGrant(ready.first_block, ready.num_blocks, dict(ready.grants)))
+
+    def readable(self, action: ev.AnnounceLayers) -> msg.LayersReadable:
+        """The words for the peer."""
+        first, end = action.first_block, action.first_block + action.num_blocks
+        return msg.LayersReadable(
+            self.transfer_id,
+            self.attempt,
+            self.lease,
+            first,
+            action.num_blocks,
+            action.num_bytes,
+            grants_within(self.grants, first, end),
+        )
+
+    def announcement(self, action: ev.Announce) -> msg.BlocksPublished:
+        """The words for the peer."""
+        first, end = action.first_block, action.first_block + len(action.digests)
+        return msg.BlocksPublished(
+            self.transfer_id,
+            self.attempt,
+            self.lease,
+            first,
+            list(action.digests),
+            grants_within(self.grants, first, end),
+            [digests[first:end] for digests in self.other_digests],
+        )
 
 
 class SendDesk(Desk):
@@ -151,7 +200,8 @@ class SendDesk(Desk):
                 first, end = lent.send.num_ordered, lent.num_wanted
                 if end > first and not lent.send.has_ended:
                     blocks, seeds = lent.block_ids[first:end], lent.seeds[first:end]
-                    orders.append(PublishOrder(key, lent.name, first, blocks, seeds))
+                    parts = self._num_parts(lent, end - first)
+                    orders.append(PublishOrder(key, lent.name, first, blocks, seeds, parts))
                     self._apply(lent, ev.Ordered(end))
         return orders
 
@@ -167,8 +217,10 @@ class SendDesk(Desk):
         """The data half's report."""
         with self._acting():
             lent = self._find(key)
-            if isinstance(event, ev.RangeReady) and event.grants:
-                lent.grants.append(RangeGrant(event.first_block, len(event.digests), dict(event.grants)))
+            if isinstance(event, ev.RangeReady):
+                lent.note(event)
+            elif isinstance(event, ev.LayersReady):
+                lent.note_layers(event)
             self._apply(lent, event)
 
     def lease_idle(self, name: LeaseName) -> None:
@@ -252,6 +304,12 @@ class SendDesk(Desk):
             raise InternalError(f"request {key} lends nothing")
         return lent
 
+    def _num_parts(self, lent: _Lent, num_blocks: int) -> int:
+        """The prompt's last range is what its receiver waits for; the others cross while later ones are computed."""
+        is_last = lent.num_wanted == lent.send.num_blocks
+        is_long = num_blocks >= self._settings.min_split_blocks
+        return self._settings.num_layer_groups if is_last and is_long and lent.send.peer is not None else 1
+
     def _num_full_blocks(self, lent: _Lent, num_tokens: int) -> int:
         if num_tokens >= lent.num_tokens:
             return len(lent.block_ids)
@@ -301,9 +359,9 @@ class SendDesk(Desk):
     def _perform(self, lent: _Lent, action: ev.SendAction) -> None:
         match action:
             case ev.Announce():
-                first, digests = action.first_block, list(action.digests)
-                grants = grants_within(lent.grants, first, first + len(digests))
-                self._post(lent, msg.BlocksPublished(*self._wire(lent), lent.lease, first, digests, grants))
+                self._post(lent, lent.announcement(action))
+            case ev.AnnounceLayers():
+                self._post(lent, lent.readable(action))
             case ev.AnnounceComplete():
                 tokens = list(action.first_tokens)
                 self._post(lent, msg.TransferComplete(*self._wire(lent), lent.send.num_blocks, tokens))

@@ -27,7 +27,8 @@ class TransferSettings:
     are lent without a heartbeat, or without anybody fetching them. parked_seconds: how long a fetch waits for a
     transfer that is not known yet. peer_timeout_seconds: silence that counts as a peer's death.
     read_timeout_seconds: a data connection that moves no byte for so long fails its transfer. max_staging_bytes: host
-    memory for blocks of one peer that must be converted, unless one block of ours needs more. shm_dir: the folder
+    memory for blocks of one peer that must be converted, unless one block of ours needs more. num_layer_groups: in how many
+    parts the last blocks of a long prompt are lent, as their layers are computed; 1 is as a whole. shm_dir: the folder
     of the sockets of ``shm``, which workers that share memory must share; None is one of this user's in the system's
     temporary folder. local: where ``local`` transports meet. decorate: wraps the receiver (fault injection in tests).
     """
@@ -47,6 +48,7 @@ class TransferSettings:
     read_timeout_seconds: float = 10.0
     max_frame_bytes: int = 16 * 2**20
     max_staging_bytes: int = DEFAULT_STAGING_BYTES
+    num_layer_groups: int = 4
     shm_dir: Path | None = None
     local: LocalHub | None = None
     decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None

@@ -20,16 +20,16 @@ class Staging:
 
     def pieces(self, conversion: Conversion) -> list[tuple[int, int]]:
         """Cut what is converted into (first, end) of our blocks whose sources fit into a buffer."""
-        per_block = conversion.plan.theirs.layout.block_bytes
+        per_block = conversion.source_bytes
         return list(
             conversion.plan.pieces(conversion.first_block, conversion.end_block, self._max_bytes // per_block)
         )
 
     @contextmanager
     def buffer(self, conversion: Conversion) -> Iterator[memoryview]:
-        """Room for the sources of the largest piece."""
+        """Room for the sources of the largest piece, of every rank that is read."""
         num_blocks = max(len(conversion.sources_of(*piece)) for piece in self.pieces(conversion))
-        num_bytes = num_blocks * conversion.plan.theirs.layout.block_bytes
+        num_bytes = num_blocks * conversion.source_bytes
         self._counters.add(_IN_USE, num_bytes)
         try:
             yield memoryview(mmap.mmap(-1, num_bytes))  # its pages come as they are filled, not all at once

@@ -42,6 +42,18 @@ SEND_EDGES: dict[SendState, frozenset[SendState]] = {
 }
 
 
+class Rung(StrEnum):
+    """How blocks whose read failed are read again: over another transport of the same link, or over the same one."""
+
+    OTHER_TRANSPORT = "other_transport"
+    SAME_TRANSPORT = "same_transport"
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return self.value.replace("_", " ")
+
+
 class FetchState(StrEnum):
     """The receiver's side.
 
@@ -69,7 +81,7 @@ FETCH_EDGES: dict[FetchState, frozenset[FetchState]] = {
         {FetchState.MOVING, FetchState.LANDED, FetchState.QUARANTINED, FetchState.FREE}
     ),
     FetchState.MOVING: frozenset({FetchState.LANDED}) | _FETCH_ABORT,
-    FetchState.LANDED: frozenset({FetchState.VERIFIED}) | _FETCH_ABORT,
+    FetchState.LANDED: frozenset({FetchState.VERIFIED, FetchState.MOVING}) | _FETCH_ABORT,
     FetchState.VERIFIED: frozenset({FetchState.COMMITTED, FetchState.DRAINING, FetchState.QUARANTINED}),
     FetchState.COMMITTED: frozenset({FetchState.FREE}),
     FetchState.DRAINING: frozenset({FetchState.QUARANTINED}),
@@ -132,7 +144,10 @@ class Fetch:
     """One transfer on the receiver's side.
 
     digests: of the blocks that the sender announced so far. num_pulled: blocks up to here are cached or posted.
-    num_posted: jobs given to the data thread that are not terminal. copies: (begin, end) of each copy.
+    num_posted: jobs given to the data thread that are not terminal. num_verified: blocks behind the cached ones, up to the
+    first that is not. copies: (begin, end) of each copy. rungs: the rungs of the ladder that were climbed, in order.
+    ahead: (first block, bytes) of blocks of which so many bytes were posted before they were announced.
+    is_turning: a read has failed and another will be tried, once all that are posted are terminal.
     """
 
     num_blocks: int
@@ -149,6 +164,9 @@ class Fetch:
     announced_at: float = 0.0
     verified_at: float = 0.0
     copies: tuple[tuple[float, float], ...] = ()
+    ahead: tuple[tuple[int, int], ...] = ()
+    rungs: tuple[Rung, ...] = ()
+    is_turning: bool = False
     ending: Ending | None = None
     is_cancelled: bool = False
 

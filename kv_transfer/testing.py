@@ -14,7 +14,7 @@ from typing import Any
 
 from contract.layout import KVLayout
 from contract.requests import EngineRequest
-from engine.connector import ConnectorPair, Drained, Failed, FirstToken, Published
+from engine.connector import ConnectorPair, Drained, Failed, FirstToken, LayerWatch, Published
 from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 
 NUM_EARLY_CHECKS = 3
@@ -47,6 +47,9 @@ class ByteMemory:
     def commit(self, block_ids: list[int]) -> None:
         """Remember that these were committed."""
         self.committed.extend(block_ids)
+
+    def mark_computed(self) -> None:
+        """Nothing: what was written is there."""
 
     def fill(self, block_id: int, content: bytes) -> None:
         """Write ``content`` over and over until the block is full."""
@@ -103,21 +106,32 @@ class GatedRead(Read):
 
 
 class CorruptingReceiver:
-    """Flips a bit of the transfer's block ``block_index`` after it landed and before it is verified.
+    """Flips a bit of the transfer's block ``block_index`` after it landed and before it is verified, whenever it is read.
 
-    Use ``functools.partial(CorruptingReceiver, block_index=3)`` as ``TransferSettings.decorate``.
+    Use ``functools.partial(CorruptingReceiver, block_index=3)`` as ``TransferSettings.decorate``. num_times: how often yet.
+    transport: only where it is read over this one.
     """
 
-    def __init__(self, inner: ReceiverTransport, block_index: int) -> None:
+    def __init__(
+        self,
+        inner: ReceiverTransport,
+        block_index: int,
+        num_times: int | None = None,
+        transport: str | None = None,
+    ) -> None:
         self._inner, self._block_index = inner, block_index
+        self.num_times, self._transport = num_times, transport
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Fetch, then damage; what lands is not told before, for it would be verified."""
         with read.telling(lambda _num_blocks: None):
             self._inner.fetch(source, request, views, read)
+        if self.num_times == 0 or self._transport not in (None, source.transport):
+            return
         for index, view in zip(request.indices, views, strict=True):
             if index == self._block_index:
                 view[len(view) // 2] ^= 0x10
+                self.num_times = None if self.num_times is None else self.num_times - 1
 
     def forget(self, source: Source) -> None:
         """Have the real receiver forget it."""
@@ -132,6 +146,7 @@ class CorruptingReceiver:
 class TransferDriver:
     """Plays the scheduler's part for one connector: every ``step`` runs the orders and takes what happened.
 
+    compute_layer: the forward pass, layer by layer from 1 on, of a step in which somebody wants to hear of its layers.
     Pass ``driver.wake`` as the factory's ``wake`` and the pair to ``attach``.
     """
 
@@ -141,6 +156,7 @@ class TransferDriver:
     drained: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
+    compute_layer: Callable[[int], None] = lambda _number: None
     _awake: threading.Event = field(default_factory=threading.Event)
 
     def wake(self) -> None:
@@ -153,9 +169,11 @@ class TransferDriver:
         self.rank.start(self.memory)
 
     def step(self) -> None:
-        """One step without a forward pass."""
+        """One step; what it computes is in the pool before, but for what ``compute_layer`` puts there."""
         metadata: Any = self.scheduler.build_metadata()
         if metadata is not None:
+            if (watch := self.rank.watch_layers(metadata)) is not None:
+                self._compute(watch)
             self.rank.execute(metadata)
         sent, received = self.rank.take_finished()
         self.sent.extend(sorted(sent))
@@ -168,6 +186,11 @@ class TransferDriver:
                     self.failed[event.request_id] = event
                 case Drained():
                     self.drained.append(event.request_id)
+
+    def _compute(self, watch: LayerWatch) -> None:
+        for number in range(1, self.memory.layout.num_layers + 1):
+            self.compute_layer(number)
+            watch(number)
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout_seconds: float = 30.0) -> None:
         """Step whenever woken until ``condition`` holds. Raises TimeoutError that says what did not happen."""

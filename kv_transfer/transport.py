@@ -7,17 +7,19 @@ in that list, so nobody can ask for a block outside it. A read counts only when 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Protocol, TypeGuard, TypeVar, overload, runtime_checkable
 
 import msgspec
 
-from contract.errors import TransferError
+from contract.errors import KvbatonError, TransferError, WorkerLostError
 from engine.connector import KVMemory
 
 MAX_PIECE_BYTES = 4 * 2**20
 MAX_PIECE_BLOCKS = 256
 MAX_GRANT_BYTES = 65536
+_LAST_PIECE = 4
+"""The last piece of a read is at most so small a part of the others."""
 _T = TypeVar("_T")
 
 
@@ -38,13 +40,33 @@ def is_flat(memory: KVMemory) -> TypeGuard[FlatMemory]:
     return isinstance(getattr(memory, "pool_view", None), memoryview)
 
 
+class BlockPart(msgspec.Struct, frozen=True):
+    """The bytes ``start_byte``..``start_byte + num_bytes`` - 1 of a block, the same of every block of a read."""
+
+    start_byte: Annotated[int, msgspec.Meta(ge=0)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def block_span(block_bytes: int, part: BlockPart | None) -> tuple[int, int]:
+    """Where ``part`` begins and ends in a block; None is the whole of it. Raises TransferError for what is not in it."""
+    if part is None:
+        return 0, block_bytes
+    end = part.start_byte + part.num_bytes
+    if part.start_byte < 0 or part.num_bytes < 1 or end > block_bytes:
+        raise TransferError(f"bytes {part.start_byte}..{end - 1} are not in a block of {block_bytes} bytes")
+    return part.start_byte, end
+
+
 class BlockViews(Sequence[memoryview]):
     """The blocks ``block_ids`` of a flat pool, as views that are made when they are looked at: keeping thousands is slow.
 
-    Raises IndexError for a block that the pool does not have.
+    part: of each block, if not all of it. Raises IndexError for a block that the pool does not have, TransferError for a
+    part that no block has.
     """
 
-    def __init__(self, pool: memoryview, block_bytes: int, block_ids: Sequence[int]) -> None:
+    def __init__(
+        self, pool: memoryview, block_bytes: int, block_ids: Sequence[int], part: BlockPart | None = None
+    ) -> None:
         low, high, num_blocks = (
             min(block_ids, default=0),
             max(block_ids, default=-1),
@@ -52,7 +74,13 @@ class BlockViews(Sequence[memoryview]):
         )
         if low < 0 or high >= num_blocks:
             raise IndexError(f"blocks {low}..{high} of a pool of {num_blocks}")
-        self.pool, self.block_bytes, self.block_ids = pool, block_bytes, block_ids
+        self.pool, self.block_bytes, self.block_ids, self.part = pool, block_bytes, block_ids, part
+        self._span = block_span(block_bytes, part)
+
+    @property
+    def view_bytes(self) -> int:
+        """Of each view."""
+        return self._span[1] - self._span[0]
 
     def __len__(self) -> int:
         """How many blocks."""
@@ -67,33 +95,39 @@ class BlockViews(Sequence[memoryview]):
     def __getitem__(self, index: int | slice) -> "memoryview | BlockViews":
         """One view, or fewer blocks."""
         if isinstance(index, slice):
-            return BlockViews(self.pool, self.block_bytes, self.block_ids[index])
-        start = self.block_ids[index] * self.block_bytes
-        return self.pool[start : start + self.block_bytes]
+            return BlockViews(self.pool, self.block_bytes, self.block_ids[index], self.part)
+        at, (start, end) = self.block_ids[index] * self.block_bytes, self._span
+        return self.pool[at + start : at + end]
 
     def __iter__(self) -> Iterator[memoryview]:
         """All views, one after the other."""
-        size, pool = self.block_bytes, self.pool
-        return (pool[block_id * size : (block_id + 1) * size] for block_id in self.block_ids)
+        size, pool, (start, end) = self.block_bytes, self.pool, self._span
+        return (pool[block_id * size + start : block_id * size + end] for block_id in self.block_ids)
 
     def as_list(self) -> list[memoryview]:
         """All views at once."""
-        size, pool = self.block_bytes, self.pool
-        return [pool[block_id * size : (block_id + 1) * size] for block_id in self.block_ids]
+        size, pool, (start, end) = self.block_bytes, self.pool, self._span
+        return [pool[block_id * size + start : block_id * size + end] for block_id in self.block_ids]
 
 
-def read_views(memory: KVMemory, block_ids: Sequence[int]) -> Sequence[memoryview]:
-    """``read_view`` of each block; of a flat pool without a call for each. Raises IndexError."""
+def read_views(
+    memory: KVMemory, block_ids: Sequence[int], part: BlockPart | None = None
+) -> Sequence[memoryview]:
+    """``read_view`` of each block, or a part; of a flat pool without a call for each. Raises as ``BlockViews`` does."""
     if is_flat(memory):
-        return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids)
-    return [memory.read_view(block_id) for block_id in block_ids]
+        return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
+    start, end = block_span(memory.layout.block_bytes, part)
+    return [memory.read_view(block_id)[start:end] for block_id in block_ids]
 
 
-def write_views(memory: KVMemory, block_ids: Sequence[int]) -> Sequence[memoryview]:
-    """``write_view`` of each block; of a flat pool without a call for each. Raises IndexError."""
+def write_views(
+    memory: KVMemory, block_ids: Sequence[int], part: BlockPart | None = None
+) -> Sequence[memoryview]:
+    """``write_view`` of each block, or a part; of a flat pool without a call for each. Raises as ``BlockViews`` does."""
     if is_flat(memory):
-        return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids)
-    return [memory.write_view(block_id) for block_id in block_ids]
+        return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids, part)
+    start, end = block_span(memory.layout.block_bytes, part)
+    return [memory.write_view(block_id)[start:end] for block_id in block_ids]
 
 
 class StaleLeaseError(TransferError):
@@ -102,6 +136,12 @@ class StaleLeaseError(TransferError):
 
 class ReadStoppedError(TransferError):
     """The read was told to stop, and is terminal."""
+
+
+def may_heal(error: KvbatonError) -> bool:
+    """Another read of the same blocks, or one over another transport, may succeed: the lease may be valid yet."""
+    is_over = isinstance(error, (StaleLeaseError, ReadStoppedError))
+    return isinstance(error, (TransferError, WorkerLostError)) and not is_over
 
 
 class LeaseName(msgspec.Struct, frozen=True):
@@ -116,11 +156,13 @@ class RangeGrant(msgspec.Struct, frozen=True):
     """What the sender's transports handed out with the blocks ``first_block``... of a transfer.
 
     by_transport: bytes that only the transport of that name understands; it reads the blocks by them without asking.
+    rank: whose transports they are, where the sender has several ranks.
     """
 
     first_block: Annotated[int, msgspec.Meta(ge=0)]
     num_blocks: Annotated[int, msgspec.Meta(ge=1)]
     by_transport: dict[str, Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)]]
+    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def end_block(self) -> int:
@@ -137,19 +179,29 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The blocks ``indices`` of a lease, relative to the transfer; one at least.
 
     grants: of the ranges that these blocks are in, in order and without a gap; they are not said to the sender.
+    part: of each of the blocks; None is all of it.
     """
 
     name: LeaseName
     indices: Annotated[list[int], msgspec.Meta(min_length=1)]
     grants: tuple[RangeGrant, ...] = ()
+    part: BlockPart | None = None
 
-    def pieces(self, block_bytes: int) -> Iterator[tuple[int, "ReadRequest"]]:
-        """(offset into ``indices``, request) of at most MAX_PIECE_BYTES (at least one block) each."""
-        step = blocks_per_piece(block_bytes)
-        for start in range(0, len(self.indices), step):
-            yield start, ReadRequest(self.name, self.indices[start : start + step])
+    def pieces(self, num_bytes: int) -> Iterator[tuple[int, "ReadRequest"]]:
+        """(offset into ``indices``, request) of at most MAX_PIECE_BYTES (at least one block) each, the last one smaller.
 
-    def pick(self, lent: list[_T], base: int = 0) -> list[_T]:
+        What is verified behind the last byte delays the read; all else is verified while later pieces are on their way.
+        num_bytes: what is read of each block.
+        """
+        step, start, count = blocks_per_piece(num_bytes), 0, len(self.indices)
+        last = max(1, step // _LAST_PIECE)
+        while start < count:
+            left = count - start
+            size = min(step, left - last if left > 2 * last else left)
+            yield start, ReadRequest(self.name, self.indices[start : start + size], part=self.part)
+            start += size
+
+    def pick(self, lent: Sequence[_T], base: int = 0) -> Sequence[_T]:
         """What stands behind the indices among the items that are lent, of which the first is ``base``'s.
 
         Raises StaleLeaseError.
@@ -173,6 +225,7 @@ class Source:
     """Where a peer's blocks can be read, as agreed on the control link.
 
     token: proves the link to the peer's sender. transport: the name of the one that was chosen; address is its own.
+    other_addresses: of the peer's ranks from 1 on, where it has several; a transport reads from one rank (``of_rank``).
     """
 
     worker_id: str
@@ -180,6 +233,25 @@ class Source:
     address: str
     token: str
     transport: str = "tcp"
+    other_addresses: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the peer has."""
+        return 1 + len(self.other_addresses)
+
+    def of_rank(self, rank: int) -> "Source":
+        """Where the blocks of one of the peer's ranks can be read."""
+        if not self.other_addresses:
+            return self
+        address = (self.address, *self.other_addresses)[rank]
+        boot_id = rank_boot_id(self.boot_id, rank, self.num_ranks)
+        return replace(self, address=address, boot_id=boot_id, other_addresses=())
+
+
+def rank_boot_id(boot_id: str, rank: int, num_ranks: int) -> str:
+    """What the transports of one rank call their process: names that they make of it are not another rank's."""
+    return boot_id if num_ranks == 1 else f"{boot_id}.{rank}"
 
 
 class Read:
@@ -189,6 +261,7 @@ class Read:
         self._lock = threading.Lock()
         self._interrupt: Callable[[], None] | None = None
         self._on_landed: Callable[[int], None] | None = None
+        self._on_stop: list[Callable[[], None]] = []
         self.is_stopped = False
 
     def stop(self) -> None:
@@ -197,6 +270,17 @@ class Read:
             self.is_stopped = True
             if self._interrupt is not None:
                 self._interrupt()
+            told, self._on_stop = self._on_stop, []
+        for callback in told:
+            callback()
+
+    def when_stopped(self, callback: Callable[[], None]) -> None:
+        """Have the first ``stop`` call ``callback`` (which must not block); at once where that has been."""
+        with self._lock:
+            if not self.is_stopped:
+                self._on_stop.append(callback)
+                return
+        callback()
 
     def check(self) -> None:
         """Raise ReadStoppedError after ``stop``."""

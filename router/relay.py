@@ -145,11 +145,20 @@ class Relay:
     def _survive(self, attempt: Attempt, error: KvbatonError) -> None:
         """Close a failed attempt. Raises its error where another one could not help, or too many have failed."""
         self.close()
-        self._num_failures += 1
-        self._num_transfer_failures += error.kind in _TRANSFER_KINDS
+        if not self._is_known_death(attempt):
+            self._num_failures += 1
+            self._num_transfer_failures += error.kind in _TRANSFER_KINDS
         if error.kind not in _CURABLE or self._num_failures > self._parts.max_replays:
             raise error
         self._failure = error
         self._suspects |= attempt.suspects
         self._prefer = attempt.prefill_worker
         self._record.replayed(error, len(self._delivered))
+
+    def _is_known_death(self, attempt: Attempt) -> bool:
+        """One death costs one attempt: a peer may tell of it before its stream does, and a replay be bound there again.
+
+        A worker that is gone takes no further attempt, so this excuses each at most once.
+        """
+        known = [worker.gone.is_set() and worker in self._suspects for worker in attempt.suspects]
+        return bool(known) and all(known)

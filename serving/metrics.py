@@ -27,6 +27,8 @@ ENGINE_METRICS = {
     "transfer_needed_blocks_total": "KV blocks that reservations asked for beyond their prefix cache.",
     "transfer_failures_total": "Transfers that ended without usable KV, by error kind.",
     "transfer_fallbacks_total": "Transfers that took a slower path than the chosen one.",
+    "transfer_pulled_again_total": "Reads that failed and were followed by another of the same blocks, by its rung.",
+    "transfer_transport_left_total": "Transports that a link does without since transfers failed over them in a row.",
     "transfer_digest_mismatches_total": "Blocks whose bytes were not those that were published.",
     "transfer_converting_links_total": "Links over which KV of another block size or dtype is converted.",
     "transfer_converted_blocks_total": "KV blocks that were made out of blocks of another size or dtype.",

@@ -98,7 +98,7 @@ async def running_pair(
     both = {"model": model, "dtype": "float32", "kv_cache_bytes": 16 * 2**20, **settings}
 
     def connect(role: Role, decorate: Decorate | None) -> ConnectorFactory:
-        return sides.connect(role) if sides.connect else _factory(role, decorate, sides.transport)
+        return sides.connect(role) if sides.connect else transfer_factory(role, decorate, sides.transport)
 
     sender = EngineSettings(**{**both, **sides.prefill})
     prefill = await InProcessClient.start(sender, connect(Role.PREFILL, None))
@@ -113,7 +113,8 @@ async def running_pair(
         await prefill.shutdown()
 
 
-def _factory(role: Role, decorate: Decorate | None, transport: str) -> TransferFactory:
+def transfer_factory(role: Role, decorate: Decorate | None, transport: str) -> TransferFactory:
+    """The real connector of one side of a pair."""
     return TransferFactory(
         TransferSettings(
             worker_id=role.value,

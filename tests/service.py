@@ -20,6 +20,7 @@ from protos import inference_pb2_grpc
 from tests.chaos.settings import process_environment
 
 START_SECONDS = 90
+_SMALL_POOLS = {"KVBATON_KV_CACHE_BYTES": str(256 * 2**20)}
 
 
 @dataclass
@@ -102,9 +103,14 @@ async def generate_all(address: str, requests: list[pb.GenerateRequest], at_once
 
 
 @asynccontextmanager
-async def running_service(folder: Path, *arguments: str) -> AsyncIterator[Service]:
-    """`kvbaton up` with free ports and ``arguments``, ready to answer; stopped by SIGTERM at the end."""
-    ready_file = folder / "ready.json"
+async def running_service(
+    folder: Path, *arguments: str, has_small_pools: bool = True
+) -> AsyncIterator[Service]:
+    """`kvbaton up` with free ports and ``arguments``, ready to answer; stopped by SIGTERM at the end.
+
+    has_small_pools: its workers begin with 256 MiB for KV, since to have the memory of a default pool takes a second each.
+    """
+    ready_file, environment = folder / "ready.json", process_environment()
     with (folder / "service.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -113,7 +119,7 @@ async def running_service(folder: Path, *arguments: str) -> AsyncIterator[Servic
             *arguments,
             stdout=subprocess.DEVNULL,
             stderr=log,
-            env=process_environment(),
+            env={**_SMALL_POOLS, **environment} if has_small_pools else environment,
         )
     service = Service(process, ready_file)
     try:

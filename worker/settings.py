@@ -5,7 +5,6 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from contract.errors import SettingError
 from contract.identity import Role
 from engine.settings import EngineSettings
 from kv_transfer.settings import TransferSettings, TransportName
@@ -34,7 +33,8 @@ class WorkerSettings(Settings):
     control_port: int = Field(default=0, ge=0, le=65535)
     """Port of the control link to other workers; 0 picks a free one."""
     data_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the KV data that other workers fetch by transport tcp (or nixl or nccl); 0 picks a free one."""
+    """Port of the KV data that other workers fetch by transport tcp (or nixl or nccl); 0 picks a free one. Each further
+    rank has the next one."""
     admin: Address = "127.0.0.1:0"
     """HOST:PORT of /health, /metrics and /debug/state."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -66,7 +66,7 @@ class WorkerSettings(Settings):
     num_threads: int = Field(default=1, ge=1)
     """Threads of torch."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Processes (on CUDA: devices) that share the model's weights and KV heads; only workers of role both have several."""
+    """Processes (on CUDA: devices) that share the model's weights and KV heads; workers may differ in it."""
     remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a request may wait for its KV before it ends with an error. A dead peer is noticed far sooner."""
     lease_seconds: float = Field(default=30.0, gt=0)
@@ -113,13 +113,7 @@ class WorkerSettings(Settings):
         )
 
     def transfer(self, role: Role, worker_id: str, boot_id: str) -> TransferSettings:
-        """The connector's part. Raises SettingError where several ranks would have to hand over KV."""
-        if self.tensor_parallel_size > 1:
-            raise SettingError(
-                f"tensor_parallel_size {self.tensor_parallel_size} with role {role.value} is not served yet; "
-                "use role both, or 1",
-                param="tensor_parallel_size",
-            )
+        """The connector's part."""
         return TransferSettings(
             worker_id=worker_id,
             boot_id=boot_id,

@@ -89,7 +89,7 @@ def _timings_to(timings: RequestTimings | None) -> pb.LegTimings | None:
 
 
 def layout_message(layout: KVLayout) -> pb.KvLayout:
-    """What a registration says of the worker's blocks."""
+    """What a registration says of the worker's blocks; ``layout`` is that over all its ranks."""
     return pb.KvLayout(
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,

@@ -208,7 +208,7 @@ class Worker:
             control_address=info.control_address,
             model_name=model_name(self._settings),
             model_fingerprint=info.model_fingerprint,
-            kv_layout=layout_message(info.layout),
+            kv_layout=layout_message(info.side.whole),
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
             vocab_size=info.vocab_size,

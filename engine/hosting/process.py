@@ -31,6 +31,8 @@ from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
 _PR_SET_PDEATHSIG = 1
 _FLUSH_MILLISECONDS = 2000
 _LAST_WORDS_SECONDS = 0.5
+_SWITCH_SECONDS = 0.0002
+"""How long a thread may keep Python's lock while another waits: one that moves KV takes it again and again."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def engine_main(plan: EnginePlan, sockets: Sockets) -> None:
     """The process: connect, run the engine, exit with 0 when it ended as asked and with 1 otherwise."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     plan.prepare()
     inbox: Inbox = queue.SimpleQueue()
     encoder = msgspec.msgpack.Encoder()

@@ -59,12 +59,15 @@ class MappedKVMemory(PagedKVMemory):
     """The pool in host memory: an anonymous file (memfd) that another process may map, else private pages.
 
     memfd: the file's descriptor, None where the system has none. The views are the pool itself; pool_view is all of it.
+    Every page is had at once where the system can (a second per GiB): a first touch costs five times a copy, and would fall
+    into the time that a request waits for its KV.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         num_bytes = num_blocks * layout.block_bytes
         self.memfd = _create_memfd(num_bytes)
-        self._bytes = mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._bytes = mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes, flags=flags)
         self.pool_view = memoryview(self._bytes)
         flat = torch.frombuffer(self._bytes, dtype=TORCH_DTYPES[layout.dtype])
         super().__init__(layout, num_blocks, flat.view(_pool_shape(layout, num_blocks)))

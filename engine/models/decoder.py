@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.attention.backend import AttentionStep, LayerShape
+from engine.connector import LayerWatch
 from engine.models.config import DecoderConfig
 from engine.models.layers import GatedMLP, RMSNorm
 from engine.models.rope import inverse_frequencies, rotate, rotation
@@ -76,7 +77,12 @@ class Decoder(nn.Module):
         self.frequencies = inverse_frequencies(config.rope, config.head_dim)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, step: AttentionStep, caches: Sequence[Tensor] | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        step: AttentionStep,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
     ) -> Tensor:
         """Token ids and positions ``[num_tokens]`` to hidden states ``[num_tokens, hidden_size]``.
 
@@ -86,6 +92,8 @@ class Decoder(nn.Module):
         turn = rotation(self.frequencies, positions, states.dtype)
         for index, layer in enumerate(self.layers):
             states = layer(states, turn, step, None if caches is None else caches[index])
+            if watch is not None:
+                watch(index + 1)
         normed: Tensor = self.norm(states)
         return normed
 
@@ -100,10 +108,15 @@ class CausalLM(nn.Module):
         self.lm_head = None if is_tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, step: AttentionStep, caches: Sequence[Tensor] | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        step: AttentionStep,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
     ) -> Tensor:
         """See ``Decoder.forward``."""
-        states: Tensor = self.model(input_ids, positions, step, caches)
+        states: Tensor = self.model(input_ids, positions, step, caches, watch)
         return states
 
     def logits(self, states: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import zmq
 
 from contract.errors import InternalError, KvbatonError, SettingError, WorkerLostError, error_from_kind
 from contract.layout import KVLayout
-from engine.connector import RankConnector
+from engine.connector import RankConnector, RankConnectorPlan, RanksConnector
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.ranks.channel import NUM_SLOTS, RING_SLOT_BYTES, calls_ring, put
@@ -56,6 +56,7 @@ class RanksExecutor:
         self._is_shut_down = False
         self._processes: list[RankProcess] = []
         self._watchers: list[threading.Thread] = []
+        self._connector: RanksConnector | None = None
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             self._start(settings)
@@ -95,11 +96,22 @@ class RanksExecutor:
         return values
 
     def set_connector(self, rank: RankConnector) -> None:
-        """Raises SettingError: KV of several ranks is not handed over by this version."""
+        """Raises SettingError: one half cannot serve several ranks; see ``join_ranks``."""
         raise SettingError(
-            f"tensor_parallel_size is {len(self._processes)}; KV is handed over by engines of one rank only",
+            f"tensor_parallel_size is {len(self._processes)}; this half of a connector is for one rank only",
             param="tensor_parallel_size",
         )
+
+    def join_ranks(self, connector: RanksConnector) -> None:
+        """See ``engine.connector.JoinsRanks``."""
+        self._connector = connector
+        connector.connect([process.take_line() for process in self._processes])
+        plans = [
+            RankConnectorPlan(connector.opener, connector.settings_of(process.rank), process.line_descriptor)
+            for process in self._processes
+        ]
+        self.collective_rpc("open_connector", plans)
+        connector.begin()
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor; only rank 0's result travels."""
@@ -107,6 +119,9 @@ class RanksExecutor:
         if answers[0].value is None:
             raise InternalError("rank 0 did not return the step's result")
         output: ModelRunnerOutput = self._types.decode_value("execute_model", answers[0].value)
+        if self._connector is not None:
+            sent, received = self._connector.take_finished()
+            output.finished_sending, output.finished_recving = sent or None, received or None
         return output
 
     def watch(self, wake: Callable[[], None]) -> None:
@@ -129,6 +144,8 @@ class RanksExecutor:
             process.hang_up()
         for process in self._processes:
             process.end(patience)
+        if self._connector is not None:
+            self._connector.close()
         for watcher in self._watchers:
             watcher.join()
         self._owned.close()

@@ -3,6 +3,7 @@
 The runners, the cut model and the order of collectives are the real ones; only the way between the ranks is a barrier.
 """
 
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from contract.errors import SettingError
 from contract.layout import KVLayout
-from engine.connector import RankConnector
+from engine.connector import RankConnector, RankConnectorPlan, RanksConnector
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.runner import ModelRunner
@@ -85,6 +86,7 @@ class LocalRanksExecutor:
             ModelRunner(settings, group=LocalRankGroup(rank, self._place)) for rank in range(size)
         ]
         self._threads = ThreadPoolExecutor(size, "rank")
+        self._connector: RanksConnector | None = None
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             self.collective_rpc("load_model")
@@ -109,9 +111,24 @@ class LocalRanksExecutor:
         """As with rank processes."""
         raise SettingError(f"tensor_parallel_size is {len(self.runners)}", param="tensor_parallel_size")
 
+    def join_ranks(self, connector: RanksConnector) -> None:
+        """See ``engine.connector.JoinsRanks``."""
+        self._connector = connector
+        ends = [socket.socketpair() for _ in self.runners]
+        connector.connect([ours for ours, _ in ends])
+        plans = [
+            RankConnectorPlan(connector.opener, connector.settings_of(rank), theirs.detach())
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        self.collective_rpc("open_connector", plans)
+        connector.begin()
+
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor."""
         output: ModelRunnerOutput = self.collective_rpc("execute_model", scheduled)[0]
+        if self._connector is not None:
+            sent, received = self._connector.take_finished()
+            output.finished_sending, output.finished_recving = sent or None, received or None
         return output
 
     def watch(self, wake: Callable[[], None]) -> None:
@@ -123,3 +140,5 @@ class LocalRanksExecutor:
         self._threads.shutdown()
         for runner in self.runners:
             runner.shutdown()
+        if self._connector is not None:
+            self._connector.close()

@@ -15,10 +15,10 @@ from engine.settings import EngineSettings
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank process is started with. ``doorbell``, ``calls``, ``answers``: inherited descriptors.
+    """What a rank process is started with. ``doorbell``, ``calls``, ``answers``, ``line``: inherited descriptors.
 
-    large_address: where payloads go that fit into no slot. store: rank 0's listening socket, None elsewhere.
-    store_port: where the ranks find each other.
+    line: for the rank's half of a connector, if it gets one. large_address: where payloads go that fit into no slot.
+    store: rank 0's listening socket, None elsewhere. store_port: where the ranks find each other.
     """
 
     rank: int
@@ -27,6 +27,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     doorbell: int
     calls: int
     answers: int
+    line: int
     large_address: str
     store: int | None
     store_port: int

@@ -43,7 +43,8 @@ class GroupPlan:
 class RankProcess:
     """A running rank. Start it from a thread that lives as long as the rank shall: the kernel ends it with the thread.
 
-    Raises SettingError where the temporary folder's path is too long for a socket.
+    line_descriptor: a number in the rank's process. Raises SettingError where the temporary folder's path is too long for
+    a socket.
     """
 
     def __init__(self, rank: int, plan: GroupPlan, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -58,6 +59,10 @@ class RankProcess:
             theirs.callback(their_bell.close)
             self.doorbell = Doorbell(our_bell)
             undo.callback(self.doorbell.close)
+            self._line, their_line = socket.socketpair()
+            theirs.callback(their_line.close)
+            undo.callback(self._line.close)
+            self.line_descriptor = their_line.fileno()
             descriptor = create_shared_file(ring_bytes(1, NUM_SLOTS, RING_SLOT_BYTES))
             theirs.callback(os.close, descriptor)
             self._answers = answers_ring(descriptor)
@@ -70,6 +75,7 @@ class RankProcess:
                     doorbell=their_bell.fileno(),
                     calls=plan.calls,
                     answers=descriptor,
+                    line=self.line_descriptor,
                     large_address=address,
                     store=plan.store.fileno() if rank == 0 else None,
                     store_port=plan.store.getsockname()[1],
@@ -87,6 +93,10 @@ class RankProcess:
     def name(self) -> str:
         """For messages: "rank 1 of 2 (process 4711)"."""
         return f"{self._name} (process {self.pid})"
+
+    def take_line(self) -> socket.socket:
+        """Our end of the line for the rank's half of a connector, which the caller owns; there it is ``line_descriptor``."""
+        return socket.socket(fileno=self._line.detach())
 
     def take_answer(self) -> Answer | None:
         """The answer that the doorbell announces; None when the process has ended instead."""
@@ -137,6 +147,12 @@ def _bind(end: "zmq.Socket[bytes]", path: Path) -> str:
 
 def _start(plan: RankPlan) -> "subprocess.Popen[bytes]":
     """Not by multiprocessing: an engine's own process is a daemon there, which may have no children."""
-    inherited = [plan.doorbell, plan.calls, plan.answers, *([] if plan.store is None else [plan.store])]
+    inherited = [
+        plan.doorbell,
+        plan.calls,
+        plan.answers,
+        plan.line,
+        *([] if plan.store is None else [plan.store]),
+    ]
     command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), encode_plan(plan)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)

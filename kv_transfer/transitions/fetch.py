@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.errors import ErrorKind
 from kv_transfer import events as ev
-from kv_transfer.states import FETCH_EDGES, Ending, Fetch, FetchState, ImpossibleEventError
+from kv_transfer.states import FETCH_EDGES, Ending, Fetch, FetchState, ImpossibleEventError, Rung
 
 FetchStep = tuple[Fetch, list[ev.FetchAction]]
 
@@ -39,6 +39,28 @@ def _announced(fetch: Fetch, event: ev.Announced) -> FetchStep:
     return fetch, told + actions
 
 
+def _announced_layers(fetch: Fetch, event: ev.AnnouncedLayers) -> FetchStep:
+    """A hint: what is read by it is in nobody's count until its blocks are announced, pulled and verified."""
+    first, end = event.first_block, event.first_block + event.num_blocks
+    is_open = fetch.state in (FetchState.RESERVED, FetchState.MOVING) and not fetch.is_turning
+    known, ahead = len(fetch.digests), dict(fetch.ahead)
+    start = ahead.get(first, 0)
+    is_next = max(fetch.num_cached, known) <= first < end <= fetch.num_blocks
+    if not is_open or not is_next or event.num_bytes <= start:
+        return fetch, []
+    if fetch.state is FetchState.RESERVED:
+        fetch = _enter_fetch(fetch, FetchState.MOVING)
+    ahead[first] = event.num_bytes
+    fetch = replace(fetch, ahead=tuple(ahead.items()), num_posted=fetch.num_posted + 1)
+    return fetch, [ev.ReadAhead(first, fetch.block_ids[first:end], start, event.num_bytes)]
+
+
+def _read_ahead_over(fetch: Fetch, event: ev.ReadAheadOver) -> FetchStep:
+    if event.copy is not None:
+        fetch = replace(fetch, copies=(*fetch.copies, event.copy))
+    return _job_over(fetch)
+
+
 def _sender_completed(fetch: Fetch, event: ev.Completed) -> FetchStep:
     if fetch.has_ended or fetch.first_tokens is not None:
         return fetch, []
@@ -49,7 +71,7 @@ def _sender_completed(fetch: Fetch, event: ev.Completed) -> FetchStep:
             f"the sender ended with {event.num_blocks} blocks, {len(fetch.digests)} announced, and"
             f" {len(event.first_tokens)} tokens; the prompt has {fetch.num_blocks} blocks",
         )
-    return _settle(replace(fetch, first_tokens=event.first_tokens, announced_at=event.now))
+    return _settle(replace(fetch, first_tokens=event.first_tokens))
 
 
 def _sender_failed(fetch: Fetch, event: ev.SenderFailed) -> FetchStep:
@@ -77,7 +99,7 @@ def _reserved(fetch: Fetch, event: ev.Reserved) -> FetchStep:
 def _pull(fetch: Fetch) -> FetchStep:
     """Post a read of what is announced, lacking and not posted yet."""
     first, end = fetch.num_pulled, len(fetch.digests)
-    if not fetch.is_reserved or end <= first:
+    if not fetch.is_reserved or end <= first or fetch.is_turning:
         return _settle(fetch)
     if fetch.state is FetchState.RESERVED:
         fetch = _enter_fetch(fetch, FetchState.MOVING)
@@ -87,7 +109,7 @@ def _pull(fetch: Fetch) -> FetchStep:
 
 def _settle(fetch: Fetch) -> FetchStep:
     """Pass through LANDED and VERIFIED as far as the counts allow."""
-    if fetch.first_tokens is None or not fetch.is_reserved or fetch.has_ended:
+    if fetch.first_tokens is None or not fetch.is_reserved or fetch.has_ended or fetch.is_turning:
         return fetch, []
     missing = fetch.num_blocks - fetch.num_cached
     if fetch.state in (FetchState.RESERVED, FetchState.MOVING) and fetch.num_landed == missing:
@@ -105,20 +127,44 @@ def _piece_landed(fetch: Fetch, event: ev.PieceLanded) -> FetchStep:
 
 
 def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
-    fetch = replace(fetch, num_verified=fetch.num_verified + event.num_blocks, verified_at=event.now)
+    if not fetch.is_turning:  # else it lies behind a piece that failed, and is read again with it
+        fetch = replace(fetch, num_verified=fetch.num_verified + event.num_blocks, verified_at=event.now)
     return _job_over(fetch)
 
 
 def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
+    if event.may_heal and fetch.state in (FetchState.MOVING, FetchState.LANDED):
+        rung = next((rung for rung in event.rungs if rung not in fetch.rungs), None)
+        if fetch.is_turning:
+            return _job_over(fetch)
+        if rung is not None:
+            fetch, actions = _job_over(_climb(fetch, rung))
+            return fetch, actions or [ev.StopReads()]
     fetch = _count_down(fetch)
     return _drained(fetch) if fetch.has_ended else _fail_fetch(fetch, event.kind, event.message)
 
 
 def _job_stopped(fetch: Fetch, _event: ev.JobStopped) -> FetchStep:
-    fetch = _count_down(fetch)
-    if fetch.has_ended:
-        return _drained(fetch)
-    return _fail_fetch(fetch, ErrorKind.CANCELLED, "the connector was closed")
+    if fetch.has_ended or fetch.is_turning:
+        return _job_over(fetch)
+    return _fail_fetch(_count_down(fetch), ErrorKind.CANCELLED, "the connector was closed")
+
+
+def _climb(fetch: Fetch, rung: Rung) -> Fetch:
+    """What is not verified will be read again."""
+    if fetch.state is FetchState.LANDED:
+        fetch = _enter_fetch(fetch, FetchState.MOVING)
+    return replace(fetch, rungs=(*fetch.rungs, rung), is_turning=True)
+
+
+def _turned(fetch: Fetch) -> FetchStep:
+    """No read is posted any more, so that none can write where the next one does."""
+    num_verified = fetch.num_verified
+    fetch = replace(
+        fetch, is_turning=False, ahead=(), num_landed=num_verified, num_pulled=fetch.num_cached + num_verified
+    )
+    fetch, actions = _pull(fetch)
+    return fetch, [ev.ReadAgain(fetch.rungs[-1]), *actions]
 
 
 def _commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:
@@ -136,7 +182,9 @@ def _count_down(fetch: Fetch) -> Fetch:
 
 def _job_over(fetch: Fetch) -> FetchStep:
     fetch = _count_down(fetch)
-    return _drained(fetch) if fetch.has_ended else _settle(fetch)
+    if fetch.has_ended:
+        return _drained(fetch)
+    return _turned(fetch) if fetch.is_turning and not fetch.num_posted else _settle(fetch)
 
 
 def _fail_fetch(fetch: Fetch, kind: str, message: str) -> FetchStep:
@@ -175,6 +223,7 @@ def _told(fetch: Fetch, _event: ev.Told) -> FetchStep:
 
 _FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
     ev.Announced: _announced,
+    ev.AnnouncedLayers: _announced_layers,
     ev.Completed: _sender_completed,
     ev.SenderFailed: _sender_failed,
     ev.Reserved: _reserved,
@@ -182,6 +231,7 @@ _FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
     ev.PieceVerified: _piece_verified,
     ev.JobFailed: _job_failed,
     ev.JobStopped: _job_stopped,
+    ev.ReadAheadOver: _read_ahead_over,
     ev.CommitDone: _commit_done,
     ev.Cancelled: _cancelled,
     ev.Told: _told,

@@ -87,6 +87,15 @@ def _range_ready(send: Send, event: ev.RangeReady) -> SendStep:
     return send, actions + _complete_words(send)
 
 
+def _layers_ready(send: Send, event: ev.LayersReady) -> SendStep:
+    """A hint: who comes later, or is not told, misses nothing. Behind the end it may have opened the lease again."""
+    if send.has_ended:
+        return replace(send, num_revokes=send.num_revokes + 1), [ev.Revoke()]
+    if send.peer is None or event.first_block < send.from_block:
+        return send, []
+    return send, [ev.AnnounceLayers(event.first_block, event.num_blocks, event.num_bytes)]
+
+
 def _range_failed(send: Send, event: ev.RangeFailed) -> SendStep:
     send = _digested(send, event.first_block, event.num_blocks)
     if send.has_ended:
@@ -196,6 +205,7 @@ _SEND_RULES: dict[type, Callable[[Send, Any], SendStep]] = {
     ev.FetchArrived: _fetch_arrived,
     ev.Ordered: _ordered,
     ev.RangeReady: _range_ready,
+    ev.LayersReady: _layers_ready,
     ev.RangeFailed: _range_failed,
     ev.SendFinished: _send_finished,
     ev.Abandoned: _abandoned,

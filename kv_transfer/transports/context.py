@@ -9,11 +9,16 @@ from kv_transfer.transport import LeaseName
 from kv_transfer.transports.local import LocalHub
 
 
+def _nobody_hears(_thread: str, _error: BaseException) -> None:
+    """For who opens a transport without a connector; it is logged where it happens."""
+
+
 @dataclass(frozen=True)
 class TransportContext:
     """What a transport is opened with. on_idle: see ``SenderTransport.release``; called from any thread.
 
     shm_dir: see ``TransferSettings``. is_auto: opened beside others, because the worker's transport is ``auto``.
+    on_thread_failed: told, in that thread, that one of the transport's has ended by a bug, so that it serves nobody more.
     """
 
     host: str
@@ -26,3 +31,4 @@ class TransportContext:
     local: LocalHub | None = None
     shm_dir: Path | None = None
     is_auto: bool = False
+    on_thread_failed: Callable[[str, BaseException], None] = _nobody_hears

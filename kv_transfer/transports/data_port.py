@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from contract.errors import TransferError
-from kv_transfer.framing import format_address
+from contract.errors import TransferError, WorkerLostError
+from kv_transfer.framing import format_address, parse_address, read_frame, write_frame
 from kv_transfer.listening import Listener
+from kv_transfer.transport import Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 
 logger = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
@@ -165,6 +166,24 @@ class DataPort:
             for visit in self._visits:
                 if visit.token == token:
                     visit.end()
+
+
+def unconnected(source: Source, timeout_seconds: float) -> socket.socket:
+    """A socket for ``dial``; nothing that it does waits longer."""
+    family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.settimeout(timeout_seconds)
+    return sock
+
+
+def dial(sock: socket.socket, source: Source) -> None:
+    """Connect to a peer's data port, and show the session's token. Raises WorkerLostError when it is refused, OSError."""
+    sock.connect(parse_address(source.address))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    write_frame(sock, DataHello(source.token), MAX_DATA_FRAME_BYTES)
+    reply = read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
+    if reply.status is not DataStatus.OK:
+        raise WorkerLostError(f"worker {source.worker_id} refused a data connection: {reply.message}")
 
 
 def shut_down(sock: socket.socket) -> None:

@@ -22,7 +22,7 @@ class GrantBook:
     def grant(self, request: ReadRequest) -> list[int]:
         """The blocks behind the indices, under a lease that is valid now. Raises StaleLeaseError."""
         with self._lock:
-            return request.pick(self._valid(request.name))
+            return list(request.pick(self._valid(request.name)))
 
     def check(self, name: LeaseName) -> None:
         """Raise StaleLeaseError unless the lease is valid now."""

@@ -77,7 +77,7 @@ class LocalReceiver:
             raise StaleLeaseError(f"worker {source.worker_id} knows no such session")
         for index, view in zip(request.indices, views, strict=True):
             read.check()
-            with sender.book.reading(ReadRequest(request.name, [index])) as (block,):
+            with sender.book.reading(ReadRequest(request.name, [index], part=request.part)) as (block,):
                 view[:] = block
         sender.book.check(request.name)
 

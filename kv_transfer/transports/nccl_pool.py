@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from engine.connector import KVMemory
-from kv_transfer.transport import read_views
+from kv_transfer.transport import BlockPart, block_span, read_views
 from kv_transfer.transports.nixl_memory import OnDevice
 
 
@@ -23,17 +23,17 @@ class GroupPool:
             self.backend, self.place = "nccl", pool.device
             self.device = str(torch.cuda.get_device_properties(pool.device).uuid)
 
-    def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """These blocks side by side, as bytes."""
+    def gather(self, block_ids: Sequence[int], part: BlockPart | None = None) -> torch.Tensor:
+        """These blocks, or the part of each, side by side, as bytes. Raises TransferError for a part that no block has."""
+        start, end = block_span(self.block_bytes, part)
         if self._rows is not None:
-            found: torch.Tensor = (
-                self._rows[torch.tensor(block_ids, device=self.place)].view(torch.uint8).flatten()
-            )
+            rows = self._rows if part is None else self._rows.view(torch.uint8)[:, start:end]
+            taken: torch.Tensor = rows[torch.tensor(block_ids, device=self.place)]
             torch.cuda.synchronize(self.place)
-            return found
-        content = self.empty(len(block_ids) * self.block_bytes)
-        target, size = content.numpy().data, self.block_bytes
-        for number, view in enumerate(read_views(self._memory, block_ids)):
+            return taken.view(torch.uint8).flatten()
+        content, size = self.empty(len(block_ids) * (end - start)), end - start
+        target = content.numpy().data
+        for number, view in enumerate(read_views(self._memory, block_ids, part)):
             target[number * size : (number + 1) * size] = view
         return content
 

@@ -4,21 +4,20 @@ Bytes arrive in memory of the receiver's own and are put into blocks by its own 
 behind the last of them: a group that is stuck can never write into a block.
 """
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import parse_address, read_frame, write_frame
-from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.transports.data_port import shut_down
+from kv_transfer.framing import read_frame, write_frame
+from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError, block_span
+from kv_transfer.transports.data_port import dial, shut_down, unconnected
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.nccl_group import RECEIVER, PairGroup, join
 from kv_transfer.transports.nccl_pool import GroupPool
 from kv_transfer.transports.nccl_sender import NcclSender
 from kv_transfer.transports.nccl_wire import MAX_NCCL_FRAME_BYTES, NcclWelcome
 from kv_transfer.transports.outcomes import as_outcome
-from kv_transfer.transports.tcp_wire import DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import DataReply, DataStatus
 
 
 class _Peer:
@@ -29,9 +28,7 @@ class _Peer:
         self._who = f"worker {source.worker_id}"
         self._group: PairGroup | None = None
         self._block_bytes = 0
-        family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
-        self._sock.settimeout(timeout_seconds)
+        self._sock = unconnected(source, timeout_seconds)
 
     def interrupt(self) -> None:
         """End what waits for the peer's words; it ends the group then."""
@@ -47,12 +44,7 @@ class _Peer:
         """Dial, show the token, and join the group; once. Raises KvbatonError where the two cannot be one."""
         if self._group is not None:
             return self._group
-        self._sock.connect(parse_address(self._source.address))
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        write_frame(self._sock, DataHello(self._source.token), MAX_NCCL_FRAME_BYTES)
-        reply = read_frame(self._sock, DataReply, MAX_NCCL_FRAME_BYTES)
-        if reply.status is not DataStatus.OK:
-            raise WorkerLostError(f"{self._who} refused a data connection: {reply.message}")
+        dial(self._sock, self._source)
         welcome = read_frame(self._sock, NcclWelcome, MAX_NCCL_FRAME_BYTES)
         check_welcome(welcome, pool, self._who)
         self._block_bytes = welcome.block_bytes
@@ -64,9 +56,9 @@ class _Peer:
         self, pool: GroupPool, group: PairGroup, piece: ReadRequest, views: Sequence[memoryview]
     ) -> None:
         """Read one piece; nothing of a stale one reaches the views."""
-        size = views[0].nbytes
-        if size != self._block_bytes:
-            raise TransferError(f"a block of {self._who} has {self._block_bytes} bytes, not {size}")
+        size, (start, end) = views[0].nbytes, block_span(self._block_bytes, piece.part)
+        if size != end - start:
+            raise TransferError(f"a block of {self._who} has {end - start} bytes, not {size}")
         write_frame(self._sock, piece, MAX_NCCL_FRAME_BYTES)
         self._expect_ok(piece)
         content = pool.empty(len(piece.indices) * size)

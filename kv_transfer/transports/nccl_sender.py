@@ -77,7 +77,7 @@ class NcclSender:
     def _answer(self, visit: Visit, request: ReadRequest, pool: GroupPool, group: PairGroup) -> None:
         """Send one piece under a valid lease, and the verdict after its last byte."""
         try:
-            content = pool.gather(self._book.grant(request))
+            content = pool.gather(self._book.grant(request), request.part)
             self._book.check(request.name)
             write_frame(visit.sock, DataReply(DataStatus.OK), MAX_NCCL_FRAME_BYTES)
             group.send(content)

@@ -7,17 +7,19 @@ library's progress thread is off on every machine: it spins on a core even when 
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 
 from contract.errors import SettingError, TransferError, WorkerLostError
+from kv_transfer.transport import BlockPart
 from kv_transfer.transports.nixl_library import NixlLibrary
 from kv_transfer.transports.nixl_memory import Region
 
 logger = logging.getLogger(__name__)
 _SELF = "NIXL_INIT_AGENT"
+_MAX_PARTS = 256
 
 
 class NixlAgent:
@@ -59,13 +61,16 @@ class NixlAgent:
         found: bytes = self._agent.get_agent_metadata()
         return found
 
-    def describe(self, region: Region, peer: str = _SELF) -> Any:
-        """A region's blocks for ``prepare``: one strided row where the library knows such, else a row for each."""
+    def describe(self, region: Region, peer: str = _SELF, part: BlockPart | None = None) -> Any:
+        """A region's blocks, or the part of each, for ``prepare``: one strided row where the library knows such.
+
+        Else a row for each.
+        """
         with self._telling("describing memory"):
             try:
-                return self._agent.prep_xfer_dlist(peer, region.strided_row(), region.memory_type)
+                return self._agent.prep_xfer_dlist(peer, region.strided_row(part), region.memory_type)
             except (TypeError, ValueError, AttributeError):
-                return self._agent.prep_xfer_dlist(peer, region.rows(), region.memory_type)
+                return self._agent.prep_xfer_dlist(peer, region.rows(part), region.memory_type)
 
     def undescribe(self, blocks: Any) -> None:
         """Give that back."""
@@ -129,6 +134,31 @@ class NixlAgent:
             raise WorkerLostError(f"nixl: {what} failed: the peer is gone") from error
         except self._library.errors as error:
             raise TransferError(f"nixl: {what} failed: {error!r}") from error
+
+
+class DescribedRegion:
+    """A region's blocks as ``NixlAgent.prepare`` wants them, whole or a part of each. One thread uses it.
+
+    peer: whose memory it is; this process's own without one.
+    """
+
+    def __init__(self, agent: NixlAgent, region: Region, peer: str = _SELF) -> None:
+        self._agent, self._region, self._peer = agent, region, peer
+        self._by_part: dict[BlockPart | None, Any] = {None: agent.describe(region, peer)}
+
+    def blocks(self, part: BlockPart | None = None) -> Any:
+        """Described once for each part. Raises TransferError for one that no block has, or one too many."""
+        if part not in self._by_part:
+            if len(self._by_part) > _MAX_PARTS:
+                raise TransferError(f"nixl: blocks are read in {_MAX_PARTS} different parts already")
+            self._by_part[part] = self._agent.describe(self._region, self._peer, part)
+        return self._by_part[part]
+
+    def give_back(self) -> None:
+        """No read needs it any more. Raises TransferError."""
+        with ExitStack() as undo:
+            for blocks in self._by_part.values():
+                undo.callback(self._agent.undescribe, blocks)
 
 
 def _is_done(state: str) -> bool:

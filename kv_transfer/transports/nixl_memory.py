@@ -10,7 +10,7 @@ import numpy as np
 
 from contract.errors import TransferError
 from engine.connector import KVMemory
-from kv_transfer.transport import BlockViews, FlatMemory
+from kv_transfer.transport import BlockPart, BlockViews, FlatMemory, block_span
 
 _END_OF_MEMORY = 2**63
 
@@ -43,29 +43,32 @@ class Region:
                 f"{self.num_blocks} blocks of {self.block_bytes} bytes at {self.address} are no memory"
             )
 
-    def find(self, views: Sequence[memoryview]) -> Sequence[int] | None:
-        """Which blocks the writable ``views`` are; None where one of them is no block of this region."""
+    def find(self, views: Sequence[memoryview], part: BlockPart | None = None) -> Sequence[int] | None:
+        """Which blocks the writable ``views`` are, or are this part of; None where one of them is none of this region."""
         if isinstance(views, BlockViews):
             is_here = address_of(views.pool) == self.address and views.pool.nbytes <= self.num_bytes
-            return views.block_ids if is_here and views.block_bytes == self.block_bytes else None
-        size, found = self.block_bytes, list[int]()
+            is_same = views.block_bytes == self.block_bytes and views.part == part
+            return views.block_ids if is_here and is_same else None
+        (start, end), found = block_span(self.block_bytes, part), list[int]()
         for view in views:
-            number, rest = divmod(address_of(view) - self.address, size)
-            if rest or view.nbytes != size or not 0 <= number < self.num_blocks:
+            number, offset = divmod(address_of(view) - self.address, self.block_bytes)
+            if offset != start or view.nbytes != end - start or not 0 <= number < self.num_blocks:
                 return None
             found.append(number)
         return found
 
-    def strided_row(self) -> Any:
-        """All blocks as one row of [address, length, device, stride, count]."""
-        row = (self.address, self.block_bytes, self.device_id, self.block_bytes, self.num_blocks)
+    def strided_row(self, part: BlockPart | None = None) -> Any:
+        """All blocks, or the part of each, as one row of [address, length, device, stride, count]."""
+        start, end = block_span(self.block_bytes, part)
+        row = (self.address + start, end - start, self.device_id, self.block_bytes, self.num_blocks)
         return np.array([row], np.uint64)
 
-    def rows(self) -> Any:
-        """A row of [address, length, device] for each block."""
+    def rows(self, part: BlockPart | None = None) -> Any:
+        """A row of [address, length, device] for each block, or the part of it."""
+        start, end = block_span(self.block_bytes, part)
         rows = np.empty((self.num_blocks, 3), np.uint64)
-        rows[:, 0] = np.arange(self.num_blocks, dtype=np.uint64) * self.block_bytes + self.address
-        rows[:, 1], rows[:, 2] = self.block_bytes, self.device_id
+        rows[:, 0] = np.arange(self.num_blocks, dtype=np.uint64) * self.block_bytes + self.address + start
+        rows[:, 1], rows[:, 2] = end - start, self.device_id
         return rows
 
 

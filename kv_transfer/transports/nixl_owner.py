@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from contract.errors import KvbatonError, TransferError
-from kv_transfer.transports.nixl_agent import NixlAgent
+from kv_transfer.transport import BlockPart
+from kv_transfer.transports.nixl_agent import DescribedRegion, NixlAgent
 from kv_transfer.transports.nixl_library import NixlLibrary
 from kv_transfer.transports.nixl_memory import Region
 from kv_transfer.transports.nixl_peer import RemotePool
@@ -49,10 +50,19 @@ class NixlOwner:
     pool: this worker's own blocks, None until ``register``.
     """
 
-    def __init__(self, library: NixlLibrary, name: str) -> None:
-        """Bring the agent up. Raises SettingError where the library cannot work here."""
+    def __init__(
+        self,
+        library: NixlLibrary,
+        name: str,
+        on_failed: Callable[[str, BaseException], None] = lambda _thread, _error: None,
+    ) -> None:
+        """Bring the agent up. Raises SettingError where the library cannot work here.
+
+        on_failed: see ``TransportContext.on_thread_failed``.
+        """
+        self._on_failed = on_failed
         self.pool: Region | None = None
-        self._pool_blocks: Any = None
+        self._pool_blocks: DescribedRegion | None = None
         self._agent: NixlAgent | None = None
         self._posted: list[_Posted] = []
         self._pools: set[RemotePool] = set()
@@ -82,18 +92,32 @@ class NixlOwner:
         """Forget a peer's pool, as soon as no read of it is posted. Does not block."""
         self._tell(partial(self._leave, pool))
 
-    def read(self, pool: RemotePool, remote_ids: Sequence[int], local_ids: Sequence[int]) -> "Future[None]":
-        """Post a read into blocks of this worker's pool. The future ends when the read is terminal."""
-        return self._ask(lambda: self._post(pool, self._pool_blocks, local_ids, pool.blocks, remote_ids))
+    def read(
+        self,
+        pool: RemotePool,
+        remote_ids: Sequence[int],
+        local_ids: Sequence[int],
+        part: BlockPart | None = None,
+    ) -> "Future[None]":
+        """Post a read into the same part of blocks of this worker's pool. The future ends when the read is terminal."""
+        return self._ask(
+            lambda: self._post(
+                pool, self._own().blocks(part), local_ids, pool.blocks.blocks(part), remote_ids
+            )
+        )
 
-    def read_into_bounce(self, pool: RemotePool, remote_ids: Sequence[int]) -> "Future[None]":
+    def read_into_bounce(
+        self, pool: RemotePool, remote_ids: Sequence[int], part: BlockPart | None = None
+    ) -> "Future[None]":
         """The same, into the first blocks of ``pool.bounce``."""
-        local_ids = range(len(remote_ids))
-        return self._ask(lambda: self._post(pool, pool.bounce_blocks, local_ids, pool.blocks, remote_ids))
+        ids, bounce = range(len(remote_ids)), pool.bounce_blocks
+        return self._ask(
+            lambda: self._post(pool, bounce.blocks(part), ids, pool.blocks.blocks(part), remote_ids)
+        )
 
     def read_nonce(self, pool: RemotePool) -> "Future[None]":
         """The same with the peer's nonce, into ``pool.found_nonce``."""
-        return self._ask(lambda: self._post(pool, pool.nonce_blocks, [0], pool.nonce, [0]))
+        return self._ask(lambda: self._post(pool, pool.nonce_blocks.blocks(), [0], pool.nonce.blocks(), [0]))
 
     def begin_serving(self) -> None:
         """A peer may read from here: drive the library on. Does not block."""
@@ -133,8 +157,9 @@ class NixlOwner:
             while (command := self._next()) is not None:
                 command()
                 self._drive()
-        except Exception:  # the boundary of the thread: whoever waits hears that it is over
+        except Exception as error:  # the boundary of the thread: whoever waits hears that it is over
             logger.exception("the NIXL thread has failed")
+            self._on_failed(self._thread.name, error)
         finally:
             self._end()
 
@@ -200,6 +225,11 @@ class NixlOwner:
             raise TransferError("the NIXL agent is closed")
         return self._agent
 
+    def _own(self) -> DescribedRegion:
+        if self._pool_blocks is None:
+            raise TransferError("the blocks of this worker's pool cannot be read into")
+        return self._pool_blocks
+
     def _create(self, library: NixlLibrary, name: str) -> None:
         self._agent = NixlAgent(library, name)
 
@@ -208,7 +238,7 @@ class NixlOwner:
         agent.register(pool)
         agent.register(nonce)
         if not pool.is_device:
-            self._pool_blocks = agent.describe(pool)
+            self._pool_blocks = DescribedRegion(agent, pool)
             self.pool = pool
         return agent.metadata()
 

@@ -1,9 +1,8 @@
 """A peer's pool as this worker's NIXL agent sees it. Its methods are called by the owner's thread only."""
 
 from contextlib import ExitStack
-from typing import Any
 
-from kv_transfer.transports.nixl_agent import NixlAgent
+from kv_transfer.transports.nixl_agent import DescribedRegion, NixlAgent
 from kv_transfer.transports.nixl_memory import HostMemory, Region
 from kv_transfer.transports.nixl_wire import NixlWelcome
 
@@ -57,11 +56,11 @@ class RemotePool:
         """Give everything back because the agent ends, posted reads or not. Raises TransferError."""
         self._undo.close()
 
-    def _described(self, agent: NixlAgent, undo: ExitStack, region: Region, *peer: str) -> Any:
-        blocks = agent.describe(region, *peer)
-        undo.callback(agent.undescribe, blocks)
-        return blocks
+    def _described(self, agent: NixlAgent, undo: ExitStack, region: Region, *peer: str) -> DescribedRegion:
+        described = DescribedRegion(agent, region, *peer)
+        undo.callback(described.give_back)
+        return described
 
-    def _registered(self, agent: NixlAgent, undo: ExitStack, region: Region) -> Any:
+    def _registered(self, agent: NixlAgent, undo: ExitStack, region: Region) -> DescribedRegion:
         undo.callback(agent.deregister, agent.register(region))
         return self._described(agent, undo, region)

@@ -1,11 +1,11 @@
 """The ``nixl`` transport's receiver: one-sided reads out of a peer's pool, straight into this worker's own.
 
-The lease is asked for before a read and again after its last byte. A read that was posted cannot be taken back: ``fetch``
-returns when it is terminal, however long that takes; until then its blocks stay in quarantine, and nobody else waits.
+The lease is asked for when a read begins and again after its last byte. A read that was posted cannot be taken back:
+``fetch`` returns when it is terminal, however long that takes; until then its blocks stay in quarantine, and nobody else
+waits.
 """
 
 import logging
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -13,16 +13,18 @@ from contextlib import contextmanager
 from functools import partial
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import parse_address, read_frame, write_frame
+from kv_transfer.framing import read_frame, write_frame
 from kv_transfer.transport import (
+    BlockPart,
     BlockViews,
     LeaseName,
     Read,
     ReadRequest,
     Source,
     StaleLeaseError,
+    block_span,
 )
-from kv_transfer.transports.data_port import shut_down
+from kv_transfer.transports.data_port import dial, shut_down, unconnected
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_peer import RemotePool
@@ -32,9 +34,10 @@ from kv_transfer.transports.nixl_wire import (
     NixlAsk,
     NixlGrant,
     NixlWelcome,
+    decode_blocks,
 )
 from kv_transfer.transports.outcomes import as_outcome
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import DataStatus
 
 logger = logging.getLogger(__name__)
 _MAX_POST_BYTES = 64 * 2**20
@@ -55,9 +58,7 @@ class _Peer:
         self._pool: RemotePool | None = None
         self._lock = threading.Lock()
         self._is_interrupted = self._is_posted = False
-        family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
-        self._sock.settimeout(timeout_seconds)
+        self._sock = unconnected(source, timeout_seconds)
 
     def interrupt(self) -> None:
         """The link is gone: end what waits for the peer's words at once, a posted read when it is terminal.
@@ -87,12 +88,7 @@ class _Peer:
         if self._pool is not None:
             return self._pool
         with read.interruptible(self.stop_asking):
-            self._sock.connect(parse_address(self._source.address))
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            write_frame(self._sock, DataHello(self._source.token), MAX_DATA_FRAME_BYTES)
-            reply = read_frame(self._sock, DataReply, MAX_DATA_FRAME_BYTES)
-            if reply.status is not DataStatus.OK:
-                raise WorkerLostError(f"{self._who} refused a data connection: {reply.message}")
+            dial(self._sock, self._source)
             welcome = read_frame(self._sock, NixlWelcome, MAX_NIXL_FRAME_BYTES)
         if welcome.status is not DataStatus.OK:
             raise TransferError(f"{self._who} lends nothing over nixl: {welcome.message}")
@@ -107,35 +103,51 @@ class _Peer:
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Ask, read, and ask again behind the last byte. Raises as ``ReceiverTransport.fetch``."""
         pool = self.connect(read)
-        sizes = {views.block_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
-        if sizes != {pool.region.block_bytes}:
-            raise TransferError(
-                f"a block of {self._who} has {pool.region.block_bytes} bytes, not {min(sizes)}"
-            )
+        start, end = block_span(pool.region.block_bytes, request.part)
+        sizes = {views.view_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
+        if sizes != {end - start}:
+            raise TransferError(f"a block of {self._who} has {end - start} bytes, not {min(sizes)}")
+        granted = self._granted(request)
         with read.interruptible(self.stop_asking):
-            block_ids = self._ask(NixlAsk(request.name, request.indices)).block_ids
+            self._say(NixlAsk(request.name, request.indices))
+            block_ids = self._hear().block_ids if granted is None else granted
         if len(block_ids) != len(views) or not all(0 <= each < pool.region.num_blocks for each in block_ids):
             raise TransferError(f"{self._who} granted something that is not in its pool")
-        self._move(pool, block_ids, views, read)
+        self._move(pool, block_ids, views, request.part, read)
         with read.interruptible(self.stop_asking):
-            self._check_lease(request.name, len(views))
+            self._check_lease(request.name, granted, len(views))
+
+    def _granted(self, request: ReadRequest) -> list[int] | None:
+        """The sender's blocks behind the indices, if they came with the words that they are published."""
+        ranges = [given.by_transport.get(self._source.transport) for given in request.grants]
+        if not ranges or None in ranges:
+            return None
+        lent = [block_id for packed in ranges if packed is not None for block_id in decode_blocks(packed)]
+        if len(lent) != sum(given.num_blocks for given in request.grants):
+            raise TransferError(f"{self._who} granted other blocks than it published")
+        return list(request.pick(lent, request.grants[0].first_block))
 
     def _move(
-        self, pool: RemotePool, block_ids: Sequence[int], views: Sequence[memoryview], read: Read
+        self,
+        pool: RemotePool,
+        block_ids: Sequence[int],
+        views: Sequence[memoryview],
+        part: BlockPart | None,
+        read: Read,
     ) -> None:
-        own = self._owner.pool.find(views) if self._owner.pool is not None else None
-        step = pool.bounce.region.num_blocks
+        own = self._owner.pool.find(views, part) if self._owner.pool is not None else None
+        (at, to), step = block_span(pool.region.block_bytes, part), pool.bounce.region.num_blocks
         if own is not None:
             step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
         for start in range(0, len(block_ids), step):
-            part = block_ids[start : start + step]
+            remote_ids = block_ids[start : start + step]
             with self._posting(read):
                 if own is not None:
-                    self._wait(self._owner.read(pool, part, own[start : start + step]))
+                    self._wait(self._owner.read(pool, remote_ids, own[start : start + step], part))
                     continue
-                self._wait(self._owner.read_into_bounce(pool, part))
-            for number in range(len(part)):
-                views[start + number][:] = pool.bounce.block(number)
+                self._wait(self._owner.read_into_bounce(pool, remote_ids, part))
+            for number in range(len(remote_ids)):
+                views[start + number][:] = pool.bounce.block(number)[at:to]
 
     @contextmanager
     def _posting(self, read: Read) -> Iterator[None]:
@@ -156,18 +168,30 @@ class _Peer:
         if self._is_interrupted:
             raise TransferError(f"the link to {self._who} is gone")
 
-    def _check_lease(self, name: LeaseName, num_blocks: int) -> None:
-        try:
-            self._ask(NixlAsk(name, []))
-        except StaleLeaseError as error:
+    def _check_lease(self, name: LeaseName, granted: list[int] | None, num_blocks: int) -> None:
+        """Behind the last byte. granted: the blocks that were read before an answer to the first question was heard."""
+        self._say(NixlAsk(name, []))
+        answers = [self._take() for _ in range(1 if granted is None else 2)]
+        if any(answer.status is not DataStatus.OK for answer in answers):
             raise StaleLeaseError(
                 f"the lease of transfer {name.transfer_id} (attempt {name.attempt}) ended while {num_blocks} blocks"
                 f" were read from {self._who}; none of them can be used"
-            ) from error
+            )
+        if granted is not None and answers[0].block_ids != granted:
+            raise TransferError(f"{self._who} lends other blocks than it granted")
 
     def _ask(self, ask: NixlAsk) -> NixlGrant:
+        self._say(ask)
+        return self._hear()
+
+    def _say(self, ask: NixlAsk) -> None:
         write_frame(self._sock, ask, MAX_NIXL_FRAME_BYTES)
-        grant = read_frame(self._sock, NixlGrant, MAX_NIXL_FRAME_BYTES)
+
+    def _take(self) -> NixlGrant:
+        return read_frame(self._sock, NixlGrant, MAX_NIXL_FRAME_BYTES)
+
+    def _hear(self) -> NixlGrant:
+        grant = self._take()
         if grant.status is not DataStatus.OK:
             raise StaleLeaseError(f"{self._who} refused a read as {grant.status}: {grant.message}")
         return grant
@@ -210,7 +234,9 @@ class NixlReceiver:
         with self._using(source, read) as peer:
             for start in range(0, len(views), MAX_GRANT_BLOCKS):
                 end = start + MAX_GRANT_BLOCKS
-                peer.read(ReadRequest(request.name, request.indices[start:end]), views[start:end], read)
+                indices = request.indices[start:end]
+                part = ReadRequest(request.name, indices, request.grants, request.part)
+                peer.read(part, views[start:end], read)
 
     def forget(self, source: Source) -> None:
         """Close its connection and forget its pool."""

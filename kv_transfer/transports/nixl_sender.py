@@ -18,6 +18,7 @@ from kv_transfer.transports.nixl_wire import (
     NixlAsk,
     NixlGrant,
     NixlWelcome,
+    encode_blocks,
 )
 from kv_transfer.transports.settings import has_rdma_device
 from kv_transfer.transports.tcp_wire import DataStatus
@@ -61,9 +62,10 @@ class NixlSender:
         )
         self.why_not_offered = _why_slower(pool) if self._is_auto else None
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes:
         """Append blocks to the lease."""
         self._book.extend(name, block_ids)
+        return encode_blocks(block_ids)
 
     def release(self, name: LeaseName) -> None:
         """End the lease: what is read of it from now on, or is being read, fails at its reader."""

@@ -4,17 +4,35 @@ The receiver dials and sends DataHello (the session's token), the sender answers
 receiver reads the nonce and block 0 by the library, and says so by a NixlAsk without a lease. Then, per part of a read:
 a NixlAsk with indices, answered by a NixlGrant with the blocks; the reads; and a NixlAsk without indices, whose answer
 says whether the lease was valid behind the last byte. Between a welcome or a grant and the next word the sender drives
-the library on, which some of UCX's lanes need.
+the library on, which some of UCX's lanes need. Where the blocks came with the words that they are published, the reader
+asks and begins: it hears the first answer when it is done, and it counts as much as the other one.
 """
+
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
+from contract.errors import TransferError
 from kv_transfer.transport import LeaseName
 from kv_transfer.transports.tcp_wire import DataStatus
 
 MAX_NIXL_FRAME_BYTES = 262144
 MAX_GRANT_BLOCKS = 4096
 NONCE_BYTES = 64
+
+
+def encode_blocks(block_ids: Sequence[int]) -> bytes:
+    """What a reader gets with the words that these blocks are published."""
+    return msgspec.msgpack.encode(list(block_ids))
+
+
+def decode_blocks(data: bytes) -> list[int]:
+    """Raises TransferError for bytes that are no blocks."""
+    try:
+        return msgspec.msgpack.decode(data, type=list[Annotated[int, msgspec.Meta(ge=0)]])
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"the sender handed out a malformed grant: {error}") from error
 
 
 class NixlWelcome(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ def _open_nixl(context: TransportContext) -> Transport:
 
     if context.is_auto:
         context = replace(context, data_port=0)  # which is for tcp then
-    owner = NixlOwner(load(context.host), agent_name(context.boot_id))
+    owner = NixlOwner(load(context.host), agent_name(context.boot_id), context.on_thread_failed)
     try:
         sender = NixlSender(context, owner)
     except BaseException:

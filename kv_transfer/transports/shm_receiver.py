@@ -1,10 +1,7 @@
-"""The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, one memcpy per block.
+"""The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, piece by piece.
 
 It asks nobody: where the blocks are came with the words that they are published. A read costs its copies, and a look
-before and after at the counter that shows the end of the lease.
-
-Python's lock is held while a small block is copied (letting it go would cost as much as the copy), and let go after
-every mebibyte; large blocks are copied without it. So a step of the engine is held up for a fraction of a millisecond.
+before and after each piece at the counter that shows the end of the lease (``block_copy`` tells how a piece is copied).
 
 The mapping is not prefaulted: a populated mapping would allocate every page that the sender has not touched yet, and
 fault in gigabytes at the first contact. Only pages of lent blocks are read; each costs its minor fault once per peer
@@ -15,7 +12,7 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
@@ -24,13 +21,16 @@ import numpy as np
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.framing import HEADER, ShortReadError, check_body, length_in, receive_all, write_frame
 from kv_transfer.transport import (
+    BlockPart,
     BlockViews,
     Read,
     ReadRequest,
     Source,
     StaleLeaseError,
+    block_span,
     blocks_per_piece,
 )
+from kv_transfer.transports.block_copy import Ids, PoolItems, address_of, copying
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.outcomes import as_outcome
 from kv_transfer.transports.shm_leases import SLOT_BYTES
@@ -43,8 +43,6 @@ from kv_transfer.transports.shm_wire import (
 )
 from kv_transfer.transports.tcp_wire import DataHello, DataStatus
 
-_BLOCKS_PER_LOOK, _BYTES_PER_LOOK = 32, 2**20
-"""At most so much is copied between two looks whether the sender lives, which let Python's lock go."""
 _LARGE_BYTES = 2**18
 _Seen = set[tuple[int, int]]
 """(slot, generation) of the leases that are read."""
@@ -106,36 +104,44 @@ class _MappedPeer:
 
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Copy by pieces, the generation compared before the first and after each. Raises as ``ReceiverTransport.fetch``."""
-        wrong = next((size for size in _sizes(views) if size != self._block_bytes), None)
-        if wrong is not None:
-            raise TransferError(f"a block of {self._who} has {self._block_bytes} bytes, not {wrong}")
+        start, end = block_span(self._block_bytes, request.part)
+        self._check_sizes(views, end - start)
         block_ids, seen = self._granted(request)
         self._check_alive()
         self._check_valid(seen, request, "before its blocks")
-        step = blocks_per_piece(self._block_bytes)
+        copy = self._copying(block_ids, views, request.part, read)
+        step = blocks_per_piece(end - start)
         for start in range(0, len(views), step):
             end = min(start + step, len(views))
-            self._copy_piece(block_ids, views, range(start, end), read)
+            copy(start, end)
+            self._check_alive()
             self._check_valid(seen, request, f"while blocks {start}..{end - 1} of {len(views)}")
             read.landed(end)
 
-    def _granted(self, request: ReadRequest) -> tuple[list[int], _Seen]:
+    def _check_sizes(self, views: Sequence[memoryview], wanted: int) -> None:
+        sizes = {views.view_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
+        if sizes - {wanted}:
+            raise TransferError(f"a block of {self._who} has {wanted} bytes, not {min(sizes - {wanted})}")
+
+    def _granted(self, request: ReadRequest) -> tuple[Ids, _Seen]:
         """The sender's blocks behind the indices, and the leases that lend them."""
         if not request.grants:
             raise TransferError(f"{self._who} published blocks without a grant for shm")
-        lent: list[int] = []
-        seen: _Seen = set()
-        base = request.grants[0].first_block
-        for given in request.grants:
-            grant = decode_grant(given.by_transport.get(self._source.transport, b""))
-            lent += grant.block_ids
-            seen.add((grant.slot, grant.generation))
-            if base + len(lent) != given.end_block:
+        grants = [
+            decode_grant(given.by_transport.get(self._source.transport, b"")) for given in request.grants
+        ]
+        base = end = request.grants[0].first_block
+        for grant, given in zip(grants, request.grants, strict=True):
+            end += len(grant.block_ids)
+            if end != given.end_block:
                 raise TransferError(f"{self._who} granted other blocks than it published")
-        block_ids = request.pick(lent, base)
-        if max(block_ids) >= self._num_blocks:
-            raise TransferError(f"{self._who} granted block {max(block_ids)} of a pool of {self._num_blocks}")
-        return block_ids, seen
+        lent = np.concatenate([grant.block_ids for grant in grants])
+        places = request.pick(range(len(lent)), base)
+        inside = slice(places.start, places.stop) if isinstance(places, range) else list(places)
+        block_ids = lent[inside].astype(np.int64)
+        if (highest := int(block_ids.max())) >= self._num_blocks:
+            raise TransferError(f"{self._who} granted block {highest} of a pool of {self._num_blocks}")
+        return block_ids, {(grant.slot, grant.generation) for grant in grants}
 
     def _check_valid(self, seen: _Seen, request: ReadRequest, when: str) -> None:
         for slot, generation in seen:
@@ -145,32 +151,30 @@ class _MappedPeer:
                     f" {when} were read from {self._who}; none of them can be used"
                 )
 
-    def _copy_piece(
-        self, block_ids: list[int], views: Sequence[memoryview], piece: range, read: Read
-    ) -> None:
-        """Those of the blocks that are in the piece. Lists are cut here, not views: those are slow to make."""
-        per_look = max(1, min(_BLOCKS_PER_LOOK, _BYTES_PER_LOOK // self._block_bytes))
-        for start in range(piece.start, piece.stop, per_look):
-            end = min(start + per_look, piece.stop)
-            if isinstance(views, BlockViews) and self._block_bytes < _LARGE_BYTES:
+    def _copying(
+        self, block_ids: Ids, views: Sequence[memoryview], part: BlockPart | None, read: Read
+    ) -> Callable[[int, int], None]:
+        """What copies the blocks from a first one to before a last one; by many at once where both ends are pools."""
+        size, (at, to) = self._block_bytes, block_span(self._block_bytes, part)
+        if isinstance(views, BlockViews):
+            copy_items = copying(
+                PoolItems(self._pool, self._pool_address, size, block_ids, at, to - at),
+                PoolItems.of(views),
+            )
+
+            def copy_piece(start: int, end: int) -> None:
                 read.check()
-                self._copy_small(block_ids[start:end], views.pool, views.block_ids[start:end])
-            else:
-                self._copy_each(block_ids[start:end], views[start:end], read)
-            self._check_alive()
+                copy_items(start, end)
 
-    def _copy_small(self, block_ids: list[int], target: memoryview, target_ids: Sequence[int]) -> None:
-        size, pool = self._block_bytes, self._pool
-        for block_id, target_id in zip(block_ids, target_ids, strict=True):
-            start, to = block_id * size, target_id * size
-            target[to : to + size] = pool[start : start + size]
-
-    def _copy_each(self, block_ids: list[int], views: Sequence[memoryview], read: Read) -> None:
-        size, pool = self._block_bytes, self._pool
+            return copy_piece
         copy = _copy_unlocked if size >= _LARGE_BYTES else _copy_locked
-        for block_id, view in zip(block_ids, views, strict=True):
-            read.check()
-            copy(pool[block_id * size : (block_id + 1) * size], view)
+
+        def copy_each(start: int, end: int) -> None:
+            for block_id, view in zip(block_ids[start:end].tolist(), views[start:end], strict=True):
+                read.check()
+                copy(self._pool[block_id * size + at : block_id * size + to], view)
+
+        return copy_each
 
     def _check_alive(self) -> None:
         if self._is_interrupted:
@@ -199,6 +203,7 @@ class _MappedPeer:
     def _map(self, welcome: ShmWelcome, pool: int, table: int, pidfd: int) -> None:
         self._num_blocks, self._block_bytes = welcome.num_blocks, welcome.block_bytes
         self._pool = self._map_file(pool, welcome.num_blocks * welcome.block_bytes)
+        self._pool_address = address_of(self._pool)
         self._table = self._map_file(table, NUM_SLOTS * SLOT_BYTES).cast("Q")
         self._undo.callback(self._table.release)
         if self._table[0] != welcome.nonce:
@@ -256,12 +261,6 @@ class ShmReceiver:
                 yield peer
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, TransferError) as error:
             raise as_outcome(error, source, read, "shm socket") from error
-
-
-def _sizes(views: Sequence[memoryview]) -> Iterable[int]:
-    if isinstance(views, BlockViews):
-        return (views.block_bytes,)
-    return (view.nbytes for view in views)
 
 
 def _copy_locked(block: memoryview, view: memoryview) -> None:

@@ -41,7 +41,7 @@ class ShmSender:
             self._pidfd = os.pidfd_open(os.getpid())
             undo.callback(os.close, self._pidfd)
             self._leases = SharedLeases(self._table, context.on_idle)
-            self._server = ShmServer(path, context.sessions, self._welcome, context.read_timeout_seconds)
+            self._server = ShmServer(path, context, self._welcome)
             self._undo = undo.pop_all()
 
     def start(self, memory: KVMemory) -> None:

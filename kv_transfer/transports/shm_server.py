@@ -15,7 +15,7 @@ import msgspec
 
 from contract.errors import KvbatonError, TransferError, UnauthenticatedError
 from kv_transfer.framing import FrameBuffer, encode_frame
-from kv_transfer.leases import Sessions
+from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.shm_folder import listen_at
 from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, ShmWelcome
 from kv_transfer.transports.tcp_wire import DataHello, DataStatus
@@ -41,9 +41,10 @@ class _Reader:
 class ShmServer:
     """Owns the socket file, the thread and every reader's connection, which is closed when its session is over."""
 
-    def __init__(self, path: Path, sessions: Sessions, welcome: Welcome, patience_seconds: float) -> None:
-        self._path, self._sessions, self._welcome = path, sessions, welcome
-        self._patience_seconds = patience_seconds
+    def __init__(self, path: Path, context: TransportContext, welcome: Welcome) -> None:
+        """A stranger has ``read_timeout_seconds`` to say who it is."""
+        self._path, self._sessions, self._welcome = path, context.sessions, welcome
+        self._patience_seconds, self._on_failed = context.read_timeout_seconds, context.on_thread_failed
         self._readers: dict[_Reader, None] = {}
         self._is_closed = False
         self._resume_at: float | None = None
@@ -52,7 +53,7 @@ class ShmServer:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        sessions.listen(self._session_ended)
+        context.sessions.listen(self._session_ended)
         self._thread = threading.Thread(target=self._run, name="kv-shm", daemon=True)
         self._thread.start()
 
@@ -83,8 +84,9 @@ class ShmServer:
                 for key, _ in self._selector.select(self._seconds_to_wait()):
                     key.data()
                 self._drop_ended(time.monotonic())
-        except Exception:  # the boundary of the thread: readers see their connections close
+        except Exception as error:  # the boundary of the thread: readers see their connections close
             logger.exception("the shm server has failed")
+            self._on_failed(self._thread.name, error)
         finally:
             for reader in list(self._readers):
                 self._drop(reader)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from contract.errors import TransferError
 from kv_transfer.transports.tcp_wire import DataStatus
@@ -45,9 +47,9 @@ class ShmGrant(msgspec.Struct, frozen=True, array_like=True):
     packed_ids: bytes
 
     @property
-    def block_ids(self) -> list[int]:
+    def block_ids(self) -> npt.NDArray[np.uint32]:
         """Which blocks."""
-        return array(_ID, self.packed_ids).tolist()
+        return np.frombuffer(self.packed_ids, np.uint32)
 
 
 _grants = msgspec.msgpack.Decoder(ShmGrant)

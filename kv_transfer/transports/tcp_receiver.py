@@ -5,15 +5,16 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import ShortReadError, parse_address
+from contract.errors import TransferError
+from kv_transfer.framing import ShortReadError
 from kv_transfer.transport import BlockViews, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transports.data_port import dial, unconnected
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import DataReply, DataStatus
 
 _PIECES_AHEAD = 8
-"""How many pieces of a read are asked for before the first of them has arrived."""
+"""How many pieces of a read are asked for before the first of them has arrived; two at least."""
 
 
 class _Connection:
@@ -22,9 +23,7 @@ class _Connection:
     def __init__(self, source: Source, timeout_seconds: float) -> None:
         self.source, self.timeout_seconds = source, timeout_seconds
         self.is_connected = False
-        family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
-        self.sock = socket.socket(family, socket.SOCK_STREAM)
-        self.sock.settimeout(timeout_seconds)
+        self.sock = unconnected(source, timeout_seconds)
         self._stream = DataStream(self.sock)
 
     def interrupt(self) -> None:
@@ -40,33 +39,27 @@ class _Connection:
         """Connect and show the session's token, once. Raises WorkerLostError when it is refused."""
         if self.is_connected:
             return
-        self.sock.connect(parse_address(self.source.address))
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        dial(self.sock, self.source)
         self._stream.wait_at_most(self.timeout_seconds, self.timeout_seconds)
-        self._stream.say(DataHello(self.source.token))
-        reply = self._stream.hear(DataReply)
-        if reply.status is not DataStatus.OK:
-            raise WorkerLostError(
-                f"worker {self.source.worker_id} refused a data connection: {reply.message}"
-            )
         self.is_connected = True
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read piece by piece, some of them asked for ahead, so that the sender always has one to send."""
         pieces = list(request.pieces(views[0].nbytes))
-        for _, piece in pieces[:_PIECES_AHEAD]:
-            self._stream.say(piece)
+        self._stream.say_all(piece for _, piece in pieces[:_PIECES_AHEAD])
+        self._expect_ok([pieces[0][1]])
         for number, (start, piece) in enumerate(pieces):
             read.check()
             end = start + len(piece.indices)
             self._receive(piece, _made(views[start:end]))
+            # Whether the lease was valid behind the last byte, and whether the next piece comes.
+            self._expect_ok([piece, *(later for _, later in pieces[number + 1 : number + 2])])
             read.landed(end)
             for _, later in pieces[number + _PIECES_AHEAD : number + _PIECES_AHEAD + 1]:
                 self._stream.say(later)
 
     def _receive(self, piece: ReadRequest, views: Sequence[memoryview]) -> None:
-        """The oldest piece that was asked for; a stale one is an error that ends the connection too."""
-        self._expect_ok(piece)
+        """The bytes of the oldest piece that was asked for."""
         try:
             self._stream.fill(views)
         except ShortReadError as error:
@@ -77,16 +70,18 @@ class _Connection:
                 f"no byte for {self.timeout_seconds} s in blocks {piece.indices[0]}..{piece.indices[-1]}"
                 f" of {_name(piece)}"
             ) from error
-        self._expect_ok(piece)
 
-    def _expect_ok(self, piece: ReadRequest) -> None:
-        where = f"blocks {piece.indices[0]}..{piece.indices[-1]} of {_name(piece)}"
-        try:
-            reply = self._stream.hear(DataReply)
-        except ShortReadError as error:
-            raise TransferError(f"short read before {where}: {error.message}") from error
-        if reply.status is not DataStatus.OK:
-            raise StaleLeaseError(f"{where} were refused as {reply.status}: {reply.message}")
+    def _expect_ok(self, pieces: list[ReadRequest]) -> None:
+        """Hear an answer about each of them; a stale one is an error that ends the connection too."""
+        answers = self._stream.hear_answers(DataReply, len(pieces))
+        for piece in pieces:
+            where = f"blocks {piece.indices[0]}..{piece.indices[-1]} of {_name(piece)}"
+            try:
+                reply = next(answers)
+            except ShortReadError as error:
+                raise TransferError(f"short read before {where}: {error.message}") from error
+            if reply.status is not DataStatus.OK:
+                raise StaleLeaseError(f"{where} were refused as {reply.status}: {reply.message}")
 
 
 class TcpReceiver:

@@ -10,7 +10,7 @@ from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_port import DataPort, Visit, shut_down
 from kv_transfer.transports.tcp_wire import DataReply, DataStatus
 
-_GO_AHEAD = DataReply(DataStatus.OK).padded()
+_OK = DataReply(DataStatus.OK).padded()
 
 
 class TcpSender:
@@ -45,24 +45,32 @@ class TcpSender:
         self._port.close()
 
     def _talk(self, visit: Visit) -> None:
+        owed: list[DataReply] = []
         while True:
-            self._answer(visit, visit.stream.hear(ReadRequest))
+            owed = self._answer(visit, visit.stream.hear_question(ReadRequest), owed)
 
-    def _answer(self, visit: Visit, request: ReadRequest) -> None:
-        """Serve one piece: the bytes only under a valid lease, and the verdict after the last of them."""
-        status, message = DataStatus.OK, ""
+    def _answer(self, visit: Visit, request: ReadRequest, owed: list[DataReply]) -> list[DataReply]:
+        """Say what is ``owed``, and serve a piece: the bytes only under a valid lease, and the verdict after the last.
+
+        Returns the verdict where it can be said together with the next piece, as that was asked for already.
+        """
+        verdict = _OK
         try:
             with self._book.reading(request) as views:
                 with self._lock:
                     self._reading[visit] = request.name
                 self._book.check(request.name)
-                visit.stream.say(_GO_AHEAD, views)
+                visit.stream.say_all([*owed, _OK], views)
+                owed = []
             self._book.check(request.name)
         except StaleLeaseError as error:
-            status, message = DataStatus.STALE, error.message
+            verdict = DataReply(DataStatus.STALE, error.message).padded()
         finally:
             # Before the verdict: the peer may release the lease as soon as it has read it, and goes on to use the
             # connection.
             with self._lock:
                 self._reading.pop(visit, None)
-        visit.stream.say(DataReply(status, message).padded())
+        if visit.stream.has_question and verdict is _OK:
+            return [_OK]
+        visit.stream.say_all([*owed, verdict])
+        return []

@@ -7,12 +7,22 @@ runs between pieces only: it neither waits itself nor cuts its list of buffers a
 import math
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from kv_transfer.framing import encode_frame, read_frame, receive_all, send_all
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES
+from contract.errors import TransferError
+from kv_transfer.framing import (
+    FrameBuffer,
+    ShortReadError,
+    decode_body,
+    encode_frame,
+    read_frame,
+    receive_all,
+    send_all,
+)
+from kv_transfer.transports.tcp_wire import ALIGNMENT, MAX_DATA_FRAME_BYTES
 
 _TIMEVAL = struct.Struct("@ll")
 _MAX_SECONDS = 10_000_000
@@ -28,6 +38,8 @@ class DataStream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._questions = FrameBuffer(MAX_DATA_FRAME_BYTES)
+        self._unread: deque[bytes] = deque()
 
     def wait_at_most(self, receive_seconds: float, send_seconds: float) -> None:
         """Bound every wait for the peer from now on; 0 waits for ever."""
@@ -37,14 +49,49 @@ class DataStream:
 
     def say(self, message: Any, blocks: Sequence[memoryview] = ()) -> None:
         """Send a frame, and the bytes of ``blocks`` behind it."""
-        frame = memoryview(encode_frame(message, MAX_DATA_FRAME_BYTES))
+        self.say_all([message], blocks)
+
+    def say_all(self, messages: Iterable[Any], blocks: Sequence[memoryview] = ()) -> None:
+        """Send frames, and the bytes of ``blocks`` behind the last of them."""
+        frames = b"".join(encode_frame(message, MAX_DATA_FRAME_BYTES) for message in messages)
         with _timeouts():
-            send_all(self._sock, [frame, *blocks])
+            send_all(self._sock, [memoryview(frames), *blocks])
 
     def hear(self, message_type: type[_T]) -> _T:
         """Receive a frame. Raises TransferError for a closed, oversized or malformed one."""
         with _timeouts():
             return read_frame(self._sock, message_type, MAX_DATA_FRAME_BYTES)
+
+    def hear_question(self, message_type: type[_T]) -> _T:
+        """The same, taken from as many as there are, by one call: for who is sent nothing but frames."""
+        while not self._unread:
+            data = self._sock.recv(MAX_DATA_FRAME_BYTES)
+            if not data:
+                raise ShortReadError(0, 1)
+            self._unread.extend(self._questions.feed(data))
+        return decode_body(self._unread.popleft(), message_type)
+
+    @property
+    def has_question(self) -> bool:
+        """Another one has arrived already."""
+        return bool(self._unread)
+
+    def hear_answers(self, message_type: type[_T], count: int) -> Iterator[_T]:
+        """The next ``count`` frames, of which each has a length that is a multiple of ALIGNMENT; by one call, if short."""
+        answers, data = FrameBuffer(MAX_DATA_FRAME_BYTES), self._take(count * ALIGNMENT)
+        while count:
+            for body in answers.feed(data):
+                count -= 1
+                if not count and not answers.is_empty:
+                    raise TransferError("what the peer said has another length than it should have")
+                yield decode_body(body, message_type)
+            if count:
+                data = self._take(ALIGNMENT)
+
+    def _take(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self.fill([memoryview(data)])
+        return data
 
     def fill(self, blocks: Sequence[memoryview]) -> None:
         """Receive until every block is full. Raises ShortReadError."""

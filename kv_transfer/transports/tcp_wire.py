@@ -2,7 +2,8 @@
 
 The receiver dials and sends DataHello (the session's token), the sender answers DataReply. Then, per piece: ReadRequest,
 DataReply, the bytes of the blocks in order where the reply is OK, and a second DataReply: the lease was valid after
-the last byte, or the piece is STALE. Pieces may be asked for before earlier ones have arrived; they are served in order.
+the last byte, or the piece is STALE. Pieces may be asked for before earlier ones have arrived; they are served in order,
+and the verdict on one may come together with the next one's answer.
 Closing the connection makes a read terminal on the receiver's side.
 
 What the sender says has a length that is a multiple of ALIGNMENT. So blocks lie in the stream as they lie in memory, and

@@ -80,7 +80,11 @@ def test_a_restarted_router_takes_its_earlier_ports() -> None:
 def test_a_worker_understands_the_flags_that_up_gives(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     settings = UpSettings(
-        model=str(tmp_path), kv_cache_bytes=2**20, max_model_len=64, max_num_batched_tokens=32
+        model=str(tmp_path),
+        kv_cache_bytes=2**20,
+        max_model_len=64,
+        max_num_batched_tokens=32,
+        tensor_parallel_size=2,
     )
     prefill = local_processes(settings, tmp_path, tmp_path / "secret")[1]
     command = prefill.command({"router": ROUTER_FACTS})
@@ -88,6 +92,7 @@ def test_a_worker_understands_the_flags_that_up_gives(tmp_path: Path) -> None:
     assert worker.model == tmp_path
     assert worker.served_model_name == tmp_path.name
     assert (worker.kv_cache_bytes, worker.max_model_len, worker.max_num_batched_tokens) == (2**20, 64, 32)
+    assert worker.tensor_parallel_size == 2
 
 
 def test_flags_of_values() -> None:

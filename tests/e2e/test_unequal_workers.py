@@ -4,11 +4,12 @@ import asyncio
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
 from contract.errors import UnavailableError
 from contract.identity import Role
-from tests.chaos.books import count, read_metrics
+from tests.chaos.books import count, read_metrics, read_states, until_free
 from tests.chaos.fleet import ROUTER, Fleet, running_fleet
 from tests.e2e.prompts import golden_requests
 from tests.e2e.references import offline_answers
@@ -40,3 +41,61 @@ async def test_other_block_sizes_give_the_same_tokens(
         log = (tmp_path / "decode-1.log").read_text()
         assert re.search(r"block_size: ours is 24, the peer's is (16|32) \(neither is a multiple", log)
     assert [answer.token_ids for answer in answers] == await offline_answers(demo_model, requests)
+
+
+def ranks_of(fleet: Fleet, name: str) -> list[psutil.Process]:
+    """The rank processes of a worker, in rank order."""
+    below = psutil.Process(fleet.children[name].pid).children(recursive=True)
+    ranks = [
+        process for process in below if any("engine.ranks.program" in part for part in process.cmdline())
+    ]
+    return sorted(ranks, key=lambda process: process.pid)
+
+
+async def until_it_lends(fleet: Fleet, name: str) -> None:
+    """Until requests of this worker have published blocks, and are not over."""
+    async with asyncio.timeout(60):
+        while True:
+            state = (await read_states([(name, fleet.facts[name]["admin"])]))[name]
+            if any(lent["num_published"] for lent in state["connector"]["leases"]):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_workers_with_other_numbers_of_ranks_give_the_same_tokens(
+    tmp_path: Path, demo_model: Path
+) -> None:
+    """Two ranks hand over to one and to two, with other blocks; then a rank of each is killed, and nobody notices."""
+    requests = [request for requests in golden_requests() for request in requests[:24]]
+    before, after = requests[0::2], requests[1::2]
+    async with running_fleet(tmp_path) as fleet:
+        async with asyncio.TaskGroup() as tasks:
+            for name, role, ranks, size in (
+                ("prefill-0", Role.PREFILL, 2, 32),
+                ("decode-0", Role.DECODE, 1, 16),
+                ("decode-1", Role.DECODE, 2, 16),
+            ):
+                tasks.create_task(
+                    fleet.start_worker(
+                        name, role, block_size=size, tensor_parallel_size=ranks, max_num_seqs=8
+                    )
+                )
+        await fleet.until_serving()
+        address = fleet.facts[ROUTER]["grpc"]
+        answers = await generate_all(address, before, 8)
+        for name in ("decode-0", "decode-1"):
+            assert await sum_of(fleet, name, "kvbaton_transfer_converted_blocks_total") > 0
+        assert await sum_of(fleet, ROUTER, "kvbaton_request_replays_total") == 0
+        await until_free(fleet.states)
+
+        await fleet.start_worker("prefill-1", Role.PREFILL, transport="tcp")
+        asking = asyncio.create_task(generate_all(address, after, 24))
+        await until_it_lends(fleet, "prefill-0")
+        for name, rank in (("prefill-0", 1), ("decode-1", 0)):
+            ranks_of(fleet, name)[rank].kill()
+            assert await asyncio.wait_for(fleet.children[name].wait(), 60) != 0
+            del fleet.facts[name]
+        answers += await asking
+        await until_free(fleet.states)
+        assert await sum_of(fleet, ROUTER, "kvbaton_request_replays_total") > 0
+    assert [answer.token_ids for answer in answers] == await offline_answers(demo_model, before + after)

@@ -10,7 +10,7 @@ import torch
 import engine
 from contract.errors import InternalError, SettingError
 from contract.requests import SamplingParams
-from engine.connector import KVMemory
+from engine.connector import KVMemory, LayerWatch
 from engine.device import resolve_device
 from engine.executor import create_executor
 from engine.outputs import SchedulerOutput
@@ -33,6 +33,17 @@ class RecordingConnector:
     def start(self, memory: KVMemory) -> None:
         self.memory = memory
         self.calls.append("start")
+
+    def watch_layers(self, metadata: Any) -> LayerWatch | None:
+        return self.hear if metadata == "watch" else None
+
+    def hear(self, num_layers: int) -> None:
+        """Which layers of block 1 hold anything now."""
+        assert self.memory is not None
+        view, size = self.memory.read_view(1), self.memory.layout.num_layers
+        step = view.nbytes // size
+        computed = [layer for layer in range(size) if any(view[layer * step : (layer + 1) * step])]
+        self.calls.append((num_layers, computed))
 
     def execute(self, metadata: Any) -> None:
         assert self.memory is not None
@@ -91,6 +102,17 @@ def test_orders_reach_the_connector_after_the_forward(folder: Path) -> None:
     scheduled.kv_connector_metadata = "publish"
     driver.executor.execute_model(scheduled)
     assert connector.calls == ["start", ("publish", True)]
+
+
+def test_who_watches_hears_of_each_layer_when_its_kv_is_there(folder: Path) -> None:
+    driver, connector = Driver(folder), RecordingConnector()
+    driver.executor.set_connector(connector)
+    driver.add("a", PROMPT)
+    scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)
+    driver.schedule(scheduled, "a", driver.sequences["a"], 21)
+    scheduled.kv_connector_metadata = "watch"
+    driver.executor.execute_model(scheduled)
+    assert connector.calls == ["start", (1, [0]), (2, [0, 1]), ("watch", True)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -111,6 +111,7 @@ async def test_a_rank_killed_at_work_ends_the_engine_clearly(tmp_path: Path) -> 
         await assert_gone(ranks)
 
 
+@pytest.mark.slow
 async def test_a_rank_killed_in_an_idle_engine_ends_it_at_once(tmp_path: Path) -> None:
     """Not at the next request, which would be lost to it."""
     async with started(ProcessClient, make_checkpoint(tmp_path)) as client:
@@ -120,6 +121,7 @@ async def test_a_rank_killed_in_an_idle_engine_ends_it_at_once(tmp_path: Path) -
         await assert_gone(ranks)
 
 
+@pytest.mark.slow
 async def test_ranks_die_with_their_engine(tmp_path: Path) -> None:
     async with started(ProcessClient, make_checkpoint(tmp_path)) as client:
         engine = await client.call("pid")

@@ -24,6 +24,7 @@ from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import greedy
 from tests.engine_compute.test_runner import RecordingConnector
+from tests.engine_parallel.echoing_half import EchoingRanks
 
 pytestmark = pytest.mark.timeout(300)
 """Several processes each load torch, perhaps beside other tests."""
@@ -123,7 +124,7 @@ def test_a_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 
 
 def test_shutdown_leaves_nothing(model: Path) -> None:
-    """No process, no descriptor, no file: neither in the temporary folder nor in /dev/shm."""
+    """No process, no descriptor, no file: neither in the temporary folder nor in /dev/shm; nor of a connector."""
 
     def things() -> tuple[set[str], int]:
         found = {
@@ -138,12 +139,28 @@ def test_shutdown_leaves_nothing(model: Path) -> None:
     assert executor.execute_model(prompt_step()).sampled_token_ids[0]
     pids = executor.pids
     assert things()[0] == before[0]
-    executor.shutdown()
+    assert_halves_are_joined(executor)
     executor.shutdown()
     assert_ended(pids)
     assert things() == before
     with pytest.raises(WorkerLostError, match="shut down"):
         executor.collective_rpc("echo", b"")
+
+
+def assert_halves_are_joined(executor: RanksExecutor) -> None:
+    """Each rank opens its half, by its own settings, on its own pool; orders reach all behind the step; all are closed."""
+    connector = EchoingRanks()
+    executor.join_ranks(connector)
+    started = [["start", pid] for pid in executor.pids]
+    assert [[words[1], words[3]] for words in connector.said] == started
+    output = executor.execute_model(SchedulerOutput(kv_connector_metadata={"orders": [1, 2**64 - 1]}))
+    assert (output.finished_sending, output.finished_recving) == ({"sent"}, None)
+    connector.hear()
+    executor.shutdown()
+    assert [words for words in connector.said if words[1] != "start"] == [
+        *([f"half {rank}", "execute", {"orders": [1, 2**64 - 1]}] for rank in range(2)),
+        *([f"half {rank}", "close"] for rank in range(2)),
+    ]
 
 
 def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
@@ -162,6 +179,7 @@ def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
     assert not woken.acquire(blocking=False)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_noticed(model: Path) -> None:
     """Silence within a step is an error after rank_timeout_seconds, not a hang; the stopped process goes too."""
     with closing(_Ended(start(model, rank_timeout_seconds=STOPPED_SECONDS))) as ended:

@@ -1,4 +1,4 @@
-"""The worker's flag: it reaches the engine, and roles that hand KV over refuse it."""
+"""The worker's flag: it reaches the engine, for every role."""
 
 from pathlib import Path
 
@@ -6,6 +6,11 @@ import pytest
 
 from contract.errors import SettingError
 from contract.identity import Role
+from engine.client import InProcessClient
+from engine.connector import RanksConnector
+from engine.settings import EngineSettings
+from engine.testing import FakeExecutor
+from engine.testing_transfer import fake_connector_factory
 from worker.settings import WorkerSettings
 
 
@@ -21,9 +26,24 @@ def test_the_flag_reaches_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_roles_that_hand_over_have_one_rank(tmp_path: Path, role: Role) -> None:
+def test_roles_that_hand_over_may_have_several_ranks(tmp_path: Path, role: Role) -> None:
+    for size in (1, 2):
+        assert settings(tmp_path, size).transfer(role, "w", "b").worker_id == "w"
+
+
+async def test_a_connector_for_one_rank_is_refused_by_an_engine_of_several() -> None:
+    """Before anything is handed over, and by the setting's name."""
+
+    class RanksAlike(FakeExecutor):
+        def join_ranks(self, connector: RanksConnector) -> None:
+            raise NotImplementedError
+
+    def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+        executor = RanksAlike(settings)
+        return executor, executor.memory.num_blocks
+
+    several = EngineSettings(model=Path("fake"), tensor_parallel_size=2)
     with pytest.raises(
-        SettingError, match=f"tensor_parallel_size 2 with role {role.value} is not served yet"
+        SettingError, match="tensor_parallel_size is 2, and this connector serves engines of one"
     ):
-        settings(tmp_path, 2).transfer(role, "w", "b")
-    assert settings(tmp_path, 1).transfer(role, "w", "b").worker_id == "w"
+        await InProcessClient.start(several, fake_connector_factory, start=start)

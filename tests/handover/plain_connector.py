@@ -146,6 +146,9 @@ class PlainRank:
     def start(self, memory: KVMemory) -> None:
         self._connector.memory = memory
 
+    def watch_layers(self, metadata: Any) -> None:
+        """See RankConnector. Nobody listens."""
+
     def execute(self, metadata: Any) -> None:
         for request_id in metadata:
             self._connector.keep(request_id)

@@ -143,8 +143,8 @@ def pair_of(
         yield Pair(stack.enter_context(worker(prefill, memory=memory)), stack.enter_context(worker(decode)))
 
 
-def hand_over(pair: Pair, name: str, num_blocks: int = 3) -> None:
-    """One whole transfer from blocks 10.. into blocks 30.., released at the end."""
+def hand_over(pair: Pair, name: str, num_blocks: int = 3, reads: int = 1) -> None:
+    """One whole transfer from blocks 10.. into blocks 30.., released at the end; ``reads`` of them were ordered."""
     prompt, source, target = prompt_of(num_blocks), range(10, 10 + num_blocks), range(30, 30 + num_blocks)
     send, fetch = pair.send_request(name, prompt), pair.fetch_request(name, prompt)
     pair.prefill.lend(f"t-{name}", list(source))
@@ -155,5 +155,5 @@ def hand_over(pair: Pair, name: str, num_blocks: int = 3) -> None:
     decode.scheduler.receive_into(fetch.key, list(target), 0)
     decode.wait_for(lambda: fetch.key in decode.received, "received")
     num_bytes = decode.scheduler.take_received(fetch.key).report.num_bytes
-    assert num_bytes == num_blocks * decode.memory.layout.block_bytes
+    assert num_bytes == reads * num_blocks * decode.memory.layout.block_bytes
     pair.prefill.driver.wait_for(lambda: send.key in pair.prefill.driver.sent, "sent")

@@ -12,7 +12,7 @@ from typing import Any
 from contract.layout import KVLayout
 from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, write_views
+from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source, write_views
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.nixl_library import load
 from kv_transfer.transports.nixl_owner import NixlOwner
@@ -71,10 +71,11 @@ class Reader:
         into: list[int] | None = None,
         read: Read | None = None,
         name: LeaseName = NAME,
+        grants: tuple[RangeGrant, ...] = (),
     ) -> None:
         """Read into the blocks ``into``, else into the first ones."""
         views = write_views(self.memory, into or list(range(len(indices))))
-        self.receiver.fetch(source, ReadRequest(name, indices), views, read or Read())
+        self.receiver.fetch(source, ReadRequest(name, indices, grants), views, read or Read())
 
     def holds(self, block_id: int, byte: int) -> bool:
         """The whole block is full of it."""

@@ -3,7 +3,7 @@
 The desks, the lease book and the memories are the real ones; only threads and sockets are played.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Failed, FirstToken, Published
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
+from kv_transfer.alternatives import Alternatives
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
 from kv_transfer.handshake import PeerTarget, Session
@@ -24,6 +25,7 @@ from kv_transfer.leases import LeaseBook
 from kv_transfer.link import PeerRef
 from kv_transfer.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.sending import SendDesk, SendPorts, SendSettings
+from kv_transfer.states import Rung
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import LeaseName, ReadRequest, Source, StaleLeaseError
 from tests.kv_transfer.builders import MODEL, block_content, request_of
@@ -185,16 +187,26 @@ class Fetcher:
     def __init__(self, boot_id: str, clock: Clock) -> None:
         self.boot_id, self.pool = boot_id, Pool()
         self.commands: deque[tuple[PeerTarget | None, PeerRef, msg.Message]] = deque()
-        self.lanes: dict[str, deque[Reading]] = {}
+        self.lanes: dict[tuple[str, str], deque[Reading]] = {}
         self.commits: deque[CommitJob] = deque()
         self.requests: dict[str, FetchedRequest] = {}
         self.committed: set[tuple[str, int]] = set()
         self.num_received = 0
         self._numbers = count()
+        self.num_reads: Counter[tuple[str, int]] = Counter()
+        self.alternatives = Alternatives(Counters())
         self.completions = Completions()
         self.fetches = FetchDesk(
             FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
-            FetchPorts(self._dial, self._post, self._pull, self.commits.append, lambda: None, _choose),
+            FetchPorts(
+                self._dial,
+                self._post,
+                self._pull,
+                self.commits.append,
+                lambda: None,
+                self._choose,
+                self.alternatives,
+            ),
             Counters(),
             self.completions,
             clock,
@@ -209,7 +221,21 @@ class Fetcher:
         self.commands.append((None, ref, message))
 
     def _pull(self, job: PullJob) -> None:
-        self.lanes.setdefault(job.source.boot_id, deque()).append(Reading(job))
+        for lane in self.lanes.values():
+            for posted in lane:
+                assert not set(posted.job.block_ids) & set(job.block_ids), "read twice at once"
+        for block in range(job.first_block, job.first_block + len(job.block_ids)):
+            self.num_reads[job.key, block] += 1
+            assert self.num_reads[job.key, block] <= 1 + len(Rung), "read again and again"
+        self.lanes.setdefault((job.source.boot_id, job.source.transport), deque()).append(Reading(job))
+
+    def _choose(self, session: Session, _told: Callable[[Source, Source], bool]) -> Source:
+        """The first of two transports."""
+        sources = [
+            Source("p", session.boot_id, "127.0.0.1:2", session.token, name) for name in ("shm", "tcp")
+        ]
+        self.alternatives.begin(sources)
+        return sources[0]
 
     def outstanding(self, key: str) -> bool:
         readings = (reading for lane in self.lanes.values() for reading in lane)
@@ -283,14 +309,14 @@ class Fetcher:
         self.committed.add((transfer.transfer_id, fetched.request.attempt))
         self.fetches.fetch_event(job.key, ev.CommitDone())
 
-    def advance_lane(self, boot_id: str, lender: Lender | None, how: str) -> None:
+    def advance_lane(self, source: tuple[str, str], lender: Lender | None, how: str) -> None:
         """Bring the lane's first read on by a stage; ``lender`` is its living sender. how: go, break, corrupt."""
-        reading = self.lanes[boot_id][0]
+        reading = self.lanes[source][0]
         outcome = self._outcome(reading, lender, how)
         if outcome is None:
             return
         reading.stack.close()
-        self.lanes[boot_id].popleft()
+        self.lanes[source].popleft()
         self.fetches.fetch_event(reading.job.key, outcome)
 
     def _outcome(self, reading: Reading, lender: Lender | None, how: str) -> ev.FetchEvent | None:
@@ -298,7 +324,7 @@ class Fetcher:
         if job.read.is_stopped:
             return ev.JobStopped()
         if how == "break" or (lender is None and reading.stage != "landed"):
-            return ev.JobFailed("transfer_failed", "the connection broke")
+            return ev.JobFailed("transfer_failed", "the connection broke", may_heal=True)
         try:
             if reading.stage == "posted" and lender is not None:
                 self._begin(reading, lender)
@@ -339,12 +365,8 @@ class Fetcher:
     def _verify(self, job: PullJob) -> ev.FetchEvent:
         for block_id, digest, seed in zip(job.block_ids, job.digests, job.seeds, strict=True):
             if digest_of(self.pool.memory.read_view(block_id), seed) != digest:
-                return ev.JobFailed("transfer_failed", "digest")
+                return ev.JobFailed("transfer_failed", "digest", may_heal=True)
         return ev.PieceVerified(len(job.block_ids), 0.0)
-
-
-def _choose(session: Session, _told: Callable[[Source, Source], bool]) -> Source:
-    return Source("p", session.boot_id, "127.0.0.1:2", session.token, "tcp")
 
 
 def digest_of(view: memoryview, seed: int) -> int:

@@ -109,7 +109,7 @@ def test_blocks_that_the_sender_had_cached_are_published_with_the_next_step() ->
 
 @pytest.mark.parametrize("block_index", range(NUM_BLOCKS))
 def test_a_block_overwritten_before_verification_fails_the_transfer(block_index: int) -> None:
-    """Whichever block is damaged: it is named, nothing is committed, and the sender's lease ends."""
+    """Whichever block is damaged, again and again: it is named, nothing is committed, and the sender's lease ends."""
     decorate = partial(CorruptingReceiver, block_index=block_index)
     with pair_of(Sides(decode={"decorate": decorate})) as pair:
         prompt, source, target = prompt_of(NUM_BLOCKS, num_last=1), list(range(5)), list(range(10, 15))
@@ -125,7 +125,8 @@ def test_a_block_overwritten_before_verification_fails_the_transfer(block_index:
         assert decode.failed[fetch.key].kind == "transfer_failed"
         assert f"block {block_index} of transfer t-r" in decode.failed[fetch.key].message
         assert decode.memory.committed == []
-        assert pair.decode.count("transfer_digest_mismatches_total") == 1
+        assert pair.decode.count("transfer_digest_mismatches_total") == 2
+        assert pair.decode.count("transfer_pulled_again_total{rung=same_transport}") == 1
         assert pair.decode.count("transfer_failures_total{kind=transfer_failed}") == 1
         prefill.wait_for(lambda: prefill.sent == [send.key], "sent")
 

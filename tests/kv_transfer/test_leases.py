@@ -198,14 +198,15 @@ class SlowServer:
     def serve(self, content: bytes, verdict: DataStatus | None, then: threading.Event | None = None) -> None:
         with self.listener, self.listener.accept()[0] as sock:
             read_frame(sock, DataHello, MAX_DATA_FRAME_BYTES)
-            write_frame(sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
+            write_frame(sock, DataReply(DataStatus.OK).padded(), MAX_DATA_FRAME_BYTES)
             read_frame(sock, ReadRequest, MAX_DATA_FRAME_BYTES)
-            write_frame(sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
+            write_frame(sock, DataReply(DataStatus.OK).padded(), MAX_DATA_FRAME_BYTES)
             sock.sendall(content)
             if then is not None:
                 then.wait()
             if verdict is not None:
-                write_frame(sock, DataReply(verdict, "expired meanwhile"), MAX_DATA_FRAME_BYTES)
+                reply = DataReply(verdict, "expired meanwhile").padded()
+                write_frame(sock, reply, MAX_DATA_FRAME_BYTES)
 
 
 @pytest.mark.parametrize(

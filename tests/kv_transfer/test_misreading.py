@@ -9,6 +9,7 @@ from contract.requests import ReceiveTransfer, SendTransfer
 from engine.connector import Failed, Published
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
+from kv_transfer.alternatives import Alternatives
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
 from kv_transfer.handshake import Accepting, Dialing, PeerTarget, Session
@@ -35,7 +36,7 @@ def fetching() -> FetchDesk:
 
     return FetchDesk(
         FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
-        FetchPorts(ignore, ignore, ignore, ignore, ignore, choose),
+        FetchPorts(ignore, ignore, ignore, ignore, ignore, choose, Alternatives(Counters())),
         Counters(),
         Completions(),
         lambda: 0.0,

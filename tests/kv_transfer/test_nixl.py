@@ -15,6 +15,7 @@ from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import (
     BlockViews,
     LeaseName,
+    RangeGrant,
     Read,
     ReadRequest,
     ReadStoppedError,
@@ -27,7 +28,7 @@ from kv_transfer.transports.nixl_memory import HostMemory, Region, address_of
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_receiver import agent_name
 from kv_transfer.transports.nixl_sender import NixlSender
-from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, NixlWelcome
+from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, NixlWelcome, encode_blocks
 from kv_transfer.transports.registry import auto_names
 from kv_transfer.transports.settings import has_nvidia_gpu, has_rdma_device, interface_of
 from kv_transfer.transports.tcp_wire import DataStatus
@@ -108,6 +109,41 @@ def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless(
     port.sender.publish(NAME, [9])
     reader.fetch(port.source, [0])
     assert reader.holds(0, 10)
+
+
+def granted(*block_ids: int) -> tuple[RangeGrant, ...]:
+    """What the control link would have brought of a lease's first blocks."""
+    return (RangeGrant(0, len(block_ids), {"nixl": encode_blocks(block_ids)}),)
+
+
+def test_a_read_that_begins_before_the_sender_has_answered_counts_only_with_its_answers(
+    port: NixlPort, reader: Reader
+) -> None:
+    """Law 3: the lease may be over before, or end behind the last byte, or lend other blocks; the connection stays."""
+    name, over = LeaseName("u", 0, "l"), LeaseName("t", 1, "l")
+    port.sender.publish(name, [70, 3])
+    reader.fetch(port.source, [1, 0], name=name, grants=granted(70, 3))
+    assert (reader.holds(0, 4), reader.holds(1, 71)) == (True, True)
+    with pytest.raises(StaleLeaseError, match="ended while 1 blocks were read from worker p"):
+        reader.fetch(port.source, [0], name=over, grants=granted(70))
+    reader.fetch(port.source, [0], name=name, grants=granted(70, 3))
+    with pytest.raises(TransferError, match="lends other blocks than it granted"):
+        reader.fetch(port.source, [0, 1], name=name, grants=granted(70, 4))
+    with pytest.raises(StaleLeaseError, match="block 2 of transfer u is not readable"):
+        reader.fetch(port.source, [2], name=name, grants=granted(70, 3))
+    with pytest.raises(TransferError, match="is not in its pool"):
+        reader.fetch(port.source, [0], name=name, grants=granted(NUM_BLOCKS))
+    read = HookedRead(BEHIND_LAST_BYTE, lambda: port.sender.release(name))
+    with pytest.raises(StaleLeaseError, match="ended while 2 blocks were read"):
+        reader.fetch(port.source, [0, 1], read=read, name=name, grants=granted(70, 3))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x91\xff", b"\xc0"])
+def test_grants_that_are_none_are_refused(port: NixlPort, reader: Reader, data: bytes) -> None:
+    with pytest.raises(TransferError, match="malformed grant"):
+        reader.fetch(port.source, [0], grants=(RangeGrant(0, 1, {"nixl": data}),))
+    with pytest.raises(TransferError, match="granted other blocks than it published"):
+        reader.fetch(port.source, [0], grants=(RangeGrant(0, 2, {"nixl": encode_blocks([1])}),))
 
 
 def test_a_stopped_read_ends_between_its_parts(port: NixlPort, reader: Reader) -> None:

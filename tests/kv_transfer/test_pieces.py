@@ -11,7 +11,8 @@ from contract.identity import Role
 from contract.layout import KVLayout
 from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf, digest_of
+from kv_transfer.data import DataHalf
+from kv_transfer.digesting import digest_of
 from kv_transfer.orders import PublishOrder, PullJob, TransferMetadata
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import (

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.layout import MAX_BLOCK_SIZE_RATIO, KVLayout, received_fingerprint, weights_of
+from contract.layout import MAX_BLOCK_SIZE_RATIO, KVLayout, Side, received_fingerprint, weights_of
 from kv_transfer.handshake import Accepting, Dialing, PeerTarget
-from kv_transfer.plan import PeerTerms, Side, TransferPlan, terms_between
+from kv_transfer.plan import PeerTerms, TransferPlan, terms_between
 from tests.kv_transfer.builders import LAYOUT, MODEL
 from tests.kv_transfer.test_handshake import answer, identity
 
@@ -162,14 +162,15 @@ def test_terms_are_only_for_what_differs() -> None:
     """KV of another dtype is hashed apart, whichever side rounds; another block size alone is the same KV (law 7)."""
     wide = msgspec.structs.replace(LAYOUT, block_size=8)
     half = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
-    assert terms_between(LAYOUT, "w@float32", LAYOUT, "w@float32") is None
-    cut = terms_between(LAYOUT, "w@float32", wide, "w@float32")
+    ours, cut_otherwise, halved = Side(LAYOUT), Side(wide), Side(half)
+    assert terms_between(ours, "w@float32", ours, "w@float32") is None
+    cut = terms_between(ours, "w@float32", cut_otherwise, "w@float32")
     assert cut is not None
     assert (cut.kv_fingerprint, cut.plan.is_direct) == (None, False)
-    rounded = terms_between(LAYOUT, "w@float32", half, "w@bfloat16")
-    widened = terms_between(half, "w@bfloat16", LAYOUT, "w@float32")
-    stored = terms_between(LAYOUT, "w@float32", half, "w@float32")
-    computed = terms_between(LAYOUT, "w@float32", LAYOUT, "w@bfloat16")
+    rounded = terms_between(ours, "w@float32", halved, "w@bfloat16")
+    widened = terms_between(halved, "w@bfloat16", ours, "w@float32")
+    stored = terms_between(ours, "w@float32", halved, "w@float32")
+    computed = terms_between(ours, "w@float32", ours, "w@bfloat16")
     assert rounded and widened and stored and computed
     assert computed.plan.is_direct
     names = {terms.kv_fingerprint for terms in (cut, rounded, widened, stored, computed)}

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import TransferError
+from contract.layout import Side
 from engine.connector import FirstToken
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
 from kv_transfer.announced import AnnouncedBlocks, complete_event, published_event
-from kv_transfer.plan import Side, TransferPlan
+from kv_transfer.plan import TransferPlan
 from tests.kv_transfer.builders import LAYOUT
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
@@ -30,9 +31,11 @@ def test_each_block_is_told_once_when_all_it_comes_from_is_there(
 ) -> None:
     blocks, known, told = announced(plan, num_tokens), 0, 0
     total = plan.theirs.num_blocks(num_tokens)
+    ranks = [1000 * rank for rank in range(1, plan.theirs.num_ranks)]
     while known < total:
         count = data.draw(st.integers(1, total - known))
-        first, digests = blocks.add(known, range(known, known + count))
+        others = [range(known + of_rank, known + count + of_rank) for of_rank in ranks]
+        first, digests = blocks.add(known, range(known, known + count), others)
         known += count
         assert first == told
         told += len(digests)
@@ -44,6 +47,9 @@ def test_each_block_is_told_once_when_all_it_comes_from_is_there(
     source = blocks.sources_of(0, told)
     assert (source.first_block, source.digests) == (0, tuple(range(total)))
     assert source.seeds == tuple(range(1000, 1000 + total))
+    assert [share.digests for share in source.others] == [
+        tuple(range(of_rank, of_rank + total)) for of_rank in ranks
+    ]
 
 
 def test_half_a_block_waits_for_its_other_half() -> None:
@@ -72,6 +78,19 @@ def test_blocks_that_do_not_follow_or_do_not_exist_are_refused(first: int, diges
         announced(MERGING, 21).add(first, digests)
 
 
+@pytest.mark.parametrize("others", [[], [[7]], [[7, 8], [7, 8]], [[7, 8, 9]]])
+def test_digests_of_every_rank_or_none(others: list[list[int]]) -> None:
+    """Two ranks announce two blocks: what is missing of one would go unverified."""
+    half = Side(msgspec.structs.replace(LAYOUT, num_kv_heads=1), 2)
+    blocks = announced(TransferPlan(Side(LAYOUT), half), 21)
+    with pytest.raises(TransferError, match=r"not alike or not of all: it has 2"):
+        blocks.add(0, [1, 2], others)
+    assert blocks.add(0, [1, 2], [[3, 4]]) == (0, (1, 2))
+    assert isinstance(
+        published_event(None, msg.BlocksPublished("t", 0, "l", 0, [1], [], [[2]]), 0.0), ev.SenderFailed
+    )
+
+
 def test_an_end_before_all_is_announced_is_refused() -> None:
     blocks = announced(MERGING, 21)
     blocks.add(0, range(5))
@@ -91,10 +110,10 @@ def test_words_become_events_about_our_blocks() -> None:
     assert published_event(blocks, published(1, [2]), 3.0) == ev.Announced(0, (2,), 3.0)
     refused = published_event(blocks, published(1, [2]), 3.0)
     assert isinstance(refused, ev.SenderFailed) and refused.kind == "transfer_failed"
-    early = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2, 4.0)
+    early = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2)
     assert isinstance(early, ev.SenderFailed) and "2 announced" in early.message
     assert published_event(blocks, published(2, [3, 4]), 4.0) == ev.Announced(1, (4,), 4.0)
-    done = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2, 5.0)
-    assert done == ev.Completed(2, (FirstToken(4),), 5.0)
-    direct = complete_event(None, msg.TransferComplete("t", 0, 4, tokens), 2, 5.0)
-    assert direct == ev.Completed(4, (FirstToken(4),), 5.0)
+    done = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2)
+    assert done == ev.Completed(2, (FirstToken(4),))
+    direct = complete_event(None, msg.TransferComplete("t", 0, 4, tokens), 2)
+    assert direct == ev.Completed(4, (FirstToken(4),))

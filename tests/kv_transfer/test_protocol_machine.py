@@ -138,7 +138,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     )
     def move_bytes(self, pick: int, num_stages: int, how: str) -> None:
         for _ in range(num_stages):
-            lanes = [boot_id for boot_id, lane in self.fetcher.lanes.items() if lane]
+            lanes = [source for source, lane in self.fetcher.lanes.items() if lane]
             if lanes:
                 self.advance(lanes[pick % len(lanes)], how)
 
@@ -288,9 +288,9 @@ class ProtocolMachine(RuleBasedStateMachine):
         """Carry out everything that can be carried out now."""
         while self.lender.orders:
             self.digest(False)
-        for boot_id in self.fetcher.lanes:
-            while self.fetcher.lanes[boot_id]:
-                self.advance(boot_id, "go")
+        for source in list(self.fetcher.lanes):
+            while self.fetcher.lanes[source]:
+                self.advance(source, "go")
         while self.fetcher.commits:
             self.commit()
         while self.fetcher.commands or self.lender.commands:
@@ -312,8 +312,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         mine = (one.source_blocks for one in self.readings() if one.lender is self.lender)
         return set().union(*mine)
 
-    def advance(self, boot_id: str, how: str) -> None:
-        self.fetcher.advance_lane(boot_id, self.lender if boot_id == self.lender.boot_id else None, how)
+    def advance(self, source: tuple[str, str], how: str) -> None:
+        self.fetcher.advance_lane(source, self.lender if source[0] == self.lender.boot_id else None, how)
 
     def wire_to(self, ref: PeerRef) -> Wire | None:
         """The link that the decode worker believes in."""

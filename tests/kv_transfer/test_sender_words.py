@@ -12,7 +12,8 @@ from tests.soak_settings import machine_settings
 TOKEN_LISTS = st.lists(st.builds(FirstToken, st.integers(-3, 3)), max_size=2).map(tuple)
 WORDS = st.one_of(
     st.builds(ev.Announced, st.integers(-2, 4), st.lists(st.integers(), max_size=4).map(tuple), st.just(0.0)),
-    st.builds(ev.Completed, st.integers(-2, 4), TOKEN_LISTS, st.just(0.0)),
+    st.builds(ev.AnnouncedLayers, st.integers(-2, 4), st.integers(-1, 4), st.integers(-1, 9)),
+    st.builds(ev.Completed, st.integers(-2, 4), TOKEN_LISTS),
     st.builds(ev.SenderFailed, st.sampled_from(["internal", "not_needed"]), st.just("played")),
 )
 
@@ -28,7 +29,7 @@ def test_no_word_of_a_sender_is_impossible(
         if position == reserve_after and fetch.state is FetchState.WAITING and fetch.digests:
             fetch, _ = advance_fetch(fetch, ev.Reserved((4, 5, 6), num_cached))
         fetch, _ = advance_fetch(fetch, word)
-        assert fetch.num_posted <= 4
+        assert fetch.num_posted <= 4 + sum(isinstance(each, ev.AnnouncedLayers) for each in words)
         assert fetch.state not in (FetchState.COMMITTED, FetchState.LANDED)
         if fetch.state is FetchState.VERIFIED:
             assert num_cached == 3, "nothing was missing"

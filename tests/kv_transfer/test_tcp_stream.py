@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
-from kv_transfer.framing import ShortReadError, encode_frame, write_frame
+from kv_transfer.framing import HEADER, ShortReadError, encode_frame, write_frame
 from kv_transfer.transport import LeaseName, ReadRequest
 from kv_transfer.transports.tcp_stream import DataStream
 from kv_transfer.transports.tcp_wire import ALIGNMENT, MAX_DATA_FRAME_BYTES, DataReply, DataStatus
@@ -35,7 +35,7 @@ def test_what_the_sender_says_keeps_the_blocks_aligned() -> None:
         reply = DataReply(DataStatus.STALE, "x" * length)
         frame = encode_frame(reply.padded(), MAX_DATA_FRAME_BYTES)
         assert len(frame) % ALIGNMENT == 0
-        read = msgspec.msgpack.decode(frame[4:], type=DataReply)
+        read = msgspec.msgpack.decode(frame[HEADER.size :], type=DataReply)
         assert (read.status, read.message) == (reply.status, reply.message)
 
 
@@ -51,6 +51,41 @@ def test_words_and_blocks_arrive_in_order_however_they_are_cut(ends: Ends) -> No
     stream.fill(blocks)
     assert [bytes(block) for block in blocks] == [b"abcd", b"efgh", b"ijkl"]
     assert stream.hear(DataReply) == reply
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [0, 200], [200, 0], [70]])
+def test_answers_are_heard_whole_and_no_byte_behind_them(ends: Ends, lengths: list[int]) -> None:
+    stream, peer = ends
+    replies = [DataReply(DataStatus.STALE, "x" * length).padded() for length in lengths]
+    for reply in replies:
+        write_frame(peer, reply, MAX_DATA_FRAME_BYTES)
+    peer.sendall(b"blocks")
+    block = memoryview(bytearray(6))
+    assert list(stream.hear_answers(DataReply, len(replies))) == replies
+    stream.fill([block])
+    assert bytes(block) == b"blocks"
+
+
+def test_answers_that_would_shift_the_blocks_are_refused(ends: Ends) -> None:
+    stream, peer = ends
+    write_frame(peer, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
+    peer.sendall(bytes(ALIGNMENT))
+    with pytest.raises(TransferError, match="another length"):
+        list(stream.hear_answers(DataReply, 1))
+
+
+def test_questions_are_taken_as_they_come(ends: Ends) -> None:
+    stream, peer = ends
+    asked = [ReadRequest(LeaseName("t", 0, "l"), [number]) for number in range(3)]
+    frames = b"".join(encode_frame(each, MAX_DATA_FRAME_BYTES) for each in asked)
+    peer.sendall(frames[:-3])
+    assert [stream.hear_question(ReadRequest) for _ in range(2)] == asked[:2]
+    assert not stream.has_question
+    peer.sendall(frames[-3:])
+    assert stream.hear_question(ReadRequest) == asked[2]
+    peer.close()
+    with pytest.raises(ShortReadError):
+        stream.hear_question(ReadRequest)
 
 
 def test_blocks_go_out_behind_their_words(ends: Ends) -> None:
@@ -92,11 +127,11 @@ def test_a_stream_that_ends_early_says_how_far_it_came(ends: Ends) -> None:
     with pytest.raises(ShortReadError) as caught:
         stream.fill([memoryview(bytearray(4)), memoryview(bytearray(4))])
     assert caught.value.num_bytes == 5
-    with pytest.raises(TransferError, match="closed after 0 of 4 bytes"):
+    with pytest.raises(TransferError, match="closed after 0 of 8 bytes"):
         stream.hear(DataReply)
 
 
 def test_a_request_for_nothing_is_no_request() -> None:
     frame = encode_frame(ReadRequest(LeaseName("t", 0, "l"), []), MAX_DATA_FRAME_BYTES)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(frame[4:], type=ReadRequest)
+        msgspec.msgpack.decode(frame[HEADER.size :], type=ReadRequest)

@@ -1,18 +1,25 @@
 """A thread of the connector that ends by a bug ends the engine: a worker must not look healthy and hand nothing over."""
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, cast
 
 import pytest
 
-from contract.errors import InternalError
+from contract.errors import InternalError, KvbatonError, TransferError
 from contract.identity import Role
 from contract.requests import ReceiveTransfer
 from engine.client import InProcessClient, ProcessClient
 from engine.testing import start_fake_executor
 from kv_transfer.connector import TransferFactory
+from kv_transfer.leases import Sessions
 from kv_transfer.orders import CommitJob
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.transport import LeaseName, Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.nixl_library import load
+from kv_transfer.transports.nixl_owner import NixlOwner
+from kv_transfer.transports.registry import open_transport
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
 
@@ -68,6 +75,59 @@ def test_the_data_thread() -> None:
         rank: Any = pair.decode.driver.rank
         rank.post_commit(CommitJob("nobody", (), Read()))
         with pytest.raises(InternalError, match=r"thread kv-data of the connector has failed: .*nobody"):
+            dies(pair)
+
+
+class BuggySessions(Sessions):
+    """Has a bug where a stranger is looked up."""
+
+    def __contains__(self, token: str) -> bool:
+        raise RuntimeError("a bug while a token is looked up")
+
+
+def test_the_thread_of_shm(tmp_path: Path) -> None:
+    """The connector is told by the transport, and tells the engine as it does of its own threads."""
+    failed: SimpleQueue[tuple[str, BaseException]] = SimpleQueue()
+    context = TransportContext(
+        "127.0.0.1",
+        None,
+        0,
+        "b",
+        30.0,
+        BuggySessions(),
+        lambda _: None,
+        shm_dir=tmp_path,
+        on_thread_failed=lambda thread, error: failed.put((thread, error)),
+    )
+    opened = open_transport("shm", context)
+    try:
+        with pytest.raises(KvbatonError):
+            source = Source("p", "b", opened.sender.address, "token", "shm")
+            opened.receiver.fetch(source, ReadRequest(LeaseName("t", 0, "l"), [0]), [], Read())
+        assert failed.get(timeout=30)[0] == "kv-shm"
+    finally:
+        opened.receiver.close()
+        opened.sender.close()
+
+
+def test_the_thread_of_nixl() -> None:
+    failed: SimpleQueue[tuple[str, BaseException]] = SimpleQueue()
+    owner = NixlOwner(load("127.0.0.1"), "kvbaton-b", lambda thread, error: failed.put((thread, error)))
+    try:
+        owner.disconnect(cast(Any, "no pool"))
+        assert failed.get(timeout=30)[0] == "kv-nixl"
+        with pytest.raises(TransferError, match="is closed"):
+            owner.is_driving()
+    finally:
+        owner.close()
+
+
+def test_what_a_transport_says_of_its_thread_ends_the_engine() -> None:
+    with pair_of(transport="shm") as pair:
+        rank: Any = pair.decode.driver.rank
+        server = rank._lending._senders["shm"]._server
+        server._on_failed("kv-shm", RuntimeError("a bug"))
+        with pytest.raises(InternalError, match=r"thread kv-shm of the connector has failed: .*a bug"):
             dies(pair)
 
 

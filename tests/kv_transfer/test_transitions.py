@@ -17,6 +17,7 @@ from kv_transfer.states import (
     Fetch,
     FetchState,
     ImpossibleEventError,
+    Rung,
     Send,
     SendState,
 )
@@ -139,6 +140,9 @@ class SendMachine(RuleBasedStateMachine):
         assert self.send.is_done
 
 
+RUNGS = st.sampled_from([(), (Rung.SAME_TRANSPORT,), tuple(Rung)])
+
+
 class FetchMachine(RuleBasedStateMachine):
     """A decode side with a sender, a scheduler and a data thread that do what they may."""
 
@@ -150,6 +154,8 @@ class FetchMachine(RuleBasedStateMachine):
         self.told: list[str] = []
         self.is_stopped = False
         self.committed = False
+        self.rungs: list[Rung] = []
+        self.verified: set[int] = set()
 
     def apply(self, event: ev.FetchEvent) -> None:
         before = self.fetch.state
@@ -161,7 +167,14 @@ class FetchMachine(RuleBasedStateMachine):
                     assert action.block_ids == tuple(
                         100 + action.first_block + i for i in range(len(action.digests))
                     )
+                    reading = {block for job in self.jobs for block in job.block_ids}
+                    assert not reading.intersection(action.block_ids), "read twice at once"
+                    assert self.verified.isdisjoint(action.block_ids), "a verified block is written again"
                     self.jobs.append(action)
+                case ev.ReadAgain():
+                    assert self.jobs == []
+                    self.rungs.append(action.rung)
+                    self.is_stopped = False
                 case ev.CommitBlocks():
                     self.jobs.append(action)
                 case ev.StopReads():
@@ -185,7 +198,7 @@ class FetchMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
-        self.apply(ev.Completed(num_blocks, (FirstToken(1),), 2.0))
+        self.apply(ev.Completed(num_blocks, (FirstToken(1),)))
 
     @rule()
     def sender_fails(self) -> None:
@@ -205,8 +218,9 @@ class FetchMachine(RuleBasedStateMachine):
             self.apply(ev.PieceLanded(len(job.block_ids), 0.0, 1.0))
 
     @precondition(lambda self: self.jobs)
-    @rule(how=st.sampled_from(["done", "done", "failed", "stopped"]))
-    def end_job(self, how: str) -> None:
+    @rule(how=st.sampled_from(["done", "done", "failed", "broken", "broken", "stopped"]), rungs=RUNGS)
+    def end_job(self, how: str, rungs: tuple[Rung, ...] = ()) -> None:
+        """broken: in a way that another read may heal."""
         job = self.jobs[0]
         if how == "stopped" and not self.is_stopped:
             return
@@ -214,14 +228,18 @@ class FetchMachine(RuleBasedStateMachine):
             self.land()
         self.jobs.pop(0)
         outcomes: dict[str, ev.FetchEvent] = {
-            "failed": ev.JobFailed("transfer_failed", "digest"),
+            "failed": ev.JobFailed("transfer_failed", "stale"),
+            "broken": ev.JobFailed("transfer_failed", "digest", may_heal=True, rungs=rungs),
             "stopped": ev.JobStopped(),
             "done": ev.CommitDone()
             if isinstance(job, ev.CommitBlocks)
             else ev.PieceVerified(len(job.block_ids), 3.0),
         }
         self.committed = self.committed or (how == "done" and isinstance(job, ev.CommitBlocks))
+        before = self.fetch.num_verified
         self.apply(outcomes[how])
+        if isinstance(job, ev.Pull) and self.fetch.num_verified > before:
+            self.verified.update(job.block_ids)
 
     @rule()
     def cancel(self) -> None:
@@ -240,6 +258,12 @@ class FetchMachine(RuleBasedStateMachine):
         assert len(self.told) <= 1
         if self.told or self.fetch.state in (FetchState.QUARANTINED, FetchState.FREE):
             assert self.jobs == []
+
+    @invariant()
+    def every_rung_is_climbed_at_most_once(self) -> None:
+        assert len(set(self.rungs)) == len(self.rungs)
+        assert self.fetch.rungs[: len(self.rungs)] == tuple(self.rungs)
+        assert len(self.fetch.rungs) - len(self.rungs) in (0, 1)
 
     @invariant()
     def received_means_everything_was_verified(self) -> None:
@@ -305,7 +329,7 @@ def test_a_parked_fetch_expires_and_says_so() -> None:
 
 def test_an_end_without_a_first_token_is_a_failure() -> None:
     """The scheduler could not go on with it; a peer's word must not end the engine."""
-    fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, (), 2.0))
+    fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, ()))
     assert fetch.state is FetchState.FREE
     assert [action.kind for action in actions if isinstance(action, ev.TellFailed)] == ["transfer_failed"]
 
@@ -316,3 +340,17 @@ def test_times_are_split_at_the_last_announcement() -> None:
         num_blocks=2, announced_at=5.0, verified_at=7.5, copies=((1.0, 2.0), (4.0, 6.0), (6.0, 7.0))
     )
     assert (fetch.hidden_seconds, fetch.exposed_seconds) == (2.0, 2.5)
+
+
+def test_token_0_is_no_announcement() -> None:
+    """It may come long after the last range: what was exposed before it stays exposed."""
+    fetch = Fetch(num_blocks=1)
+    for event in (
+        ev.Announced(0, (7,), 5.0),
+        ev.Reserved((3,), 0),
+        ev.PieceLanded(1, 5.0, 6.0),
+        ev.PieceVerified(1, 6.5),
+        ev.Completed(1, (FirstToken(1),)),
+    ):
+        fetch, _ = advance_fetch(fetch, event)
+    assert (fetch.state, fetch.exposed_seconds) == (FetchState.VERIFIED, 1.5)

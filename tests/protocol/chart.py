@@ -43,9 +43,13 @@ def draw(findings: Findings, rules: WorldRules) -> str:
 def describe(rules: WorldRules, world: World, action: Action) -> str:
     """One step in words."""
     kind, *places = action
-    if kind in ("read", "corrupt"):
+    if kind == "sever":
+        return f"{world.workers[places[0]].boot} ← {places[1]}: FAULT: this way of reading works no more"
+    if kind in ("read", "corrupt", "break"):
         index, peer = places
         reading = rules.decodes.states[world.workers[index].state or 0].lanes[peer][0]
+        if kind == "break":
+            return f"{world.workers[index].boot} ← {peer}: FAULT: the read for {reading.key} breaks"
         fault = "FAULT: a byte is flipped: " if kind == "corrupt" else ""
         stopped = " (it was told to stop)" if reading.read.is_stopped else ""
         return f"{world.workers[index].boot} ← {peer}: {fault}the read for {reading.key} {_READ[reading.stage]}{stopped}"

@@ -4,19 +4,25 @@ from contract.errors import ErrorKind
 from engine.scheduling.ending import RequestStatus, ended_by_error
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
+from kv_transfer.alternatives import Alternatives
 from kv_transfer.counters import Counters
 from kv_transfer.fetching import FetchPorts, FetchSettings
 from kv_transfer.handshake import Session
 from kv_transfer.link import PeerRef
 from kv_transfer.orders import CommitJob, PullJob
+from kv_transfer.states import Rung
 from kv_transfer.transport import Read, Source
 from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
+from tests.protocol.prefill_side import BLOCK_BYTES
 from tests.protocol.scenario import BLOCK_SIZE, MODEL, Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
 CORRUPT: Content = (-1,)
+HALF = -2
+"""Behind the content of a block of which only the first layers are there."""
 DECODE_BUDGET = 8
+_TRANSPORTS = ("shm", "tcp")
 _WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
@@ -27,6 +33,8 @@ class Reading:
         self.key, self.name, self.first_block = job.key, job.name, job.first_block
         self.block_ids, self.digests, self.seeds = job.block_ids, job.digests, job.seeds
         self.read = read
+        self.part, self.ahead = job.part, job.ahead
+        self.lane = lane_of(job.source)
         self.stage = "posted"
         self.source_blocks: tuple[int, ...] = ()
         self.num_copied = 0
@@ -34,6 +42,16 @@ class Reading:
     @property
     def indices(self) -> tuple[int, ...]:
         return tuple(range(self.first_block, self.first_block + len(self.block_ids)))
+
+
+def lane_of(source: Source) -> str:
+    """The sender's boot id, and the transport where it is not the first one."""
+    return source.boot_id + ("" if source.transport == _TRANSPORTS[0] else f"/{source.transport}")
+
+
+def sender_of(lane: str) -> str:
+    """The boot id."""
+    return lane.partition("/")[0]
 
 
 class Committing:
@@ -44,21 +62,23 @@ class Committing:
 
 
 class DecodeSide(EngineSide):
-    """Owns one incarnation of a decode worker. lanes: posted reads by the boot id that they read from."""
+    """Owns one incarnation of a decode worker. lanes: posted reads by ``lane_of`` their source; severed: lanes that fail."""
 
     def __init__(self, scenario: Scenario, sink: Sink, boot: str) -> None:
         super().__init__(scenario, sink, boot, scenario.decode_blocks)
         self.lanes: dict[str, list[Reading]] = {}
+        self.severed: set[str] = set()
         self.commits: list[Committing] = []
         self.desk = scenario.rules.fetch_desk(
-            FetchSettings(MODEL, BLOCK_SIZE, 1),
+            FetchSettings(MODEL, BLOCK_SIZE, BLOCK_BYTES),
             FetchPorts(
                 dial=lambda target, message: sink.ask("dial", target.boot_id, frame_of(message)),
                 post=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
                 pull=lambda job: sink.ask("pull", job),
                 commit=lambda job: sink.ask("commit", job),
                 wake_core=lambda: None,
-                choose=lambda session, _told: Source("p", session.boot_id, "", session.token),
+                choose=lambda session, _told: _sources_of(session.boot_id, 1)[0],
+                alternatives=Alternatives(Counters()),
             ),
             Counters(),
             self.completions,
@@ -75,7 +95,7 @@ class DecodeSide(EngineSide):
         for effect in self.sink.take():
             match effect:
                 case ("pull", PullJob() as job):
-                    self.lanes.setdefault(job.source.boot_id, []).append(Reading(job, job.read))
+                    self._post(Reading(job, job.read))
                 case ("commit", CommitJob() as job):
                     self.commits.append(Committing(job))
                 case _:
@@ -84,16 +104,22 @@ class DecodeSide(EngineSide):
     def hear(self, peer: str, frame: bytes) -> None:
         """A frame of a prefill worker; see ``ControlHalf.link_message``."""
         message = message_of(frame)
-        assert isinstance(message, (msg.BlocksPublished, msg.TransferComplete, msg.TransferFailed))
+        assert isinstance(
+            message, (msg.LayersReadable, msg.BlocksPublished, msg.TransferComplete, msg.TransferFailed)
+        )
         self.desk.message(PeerRef(peer, is_dialed=True), message)
 
     def link_up(self, peer: str) -> None:
         """The dialed link is welcomed."""
-        self.desk.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), "token"))
+        if self.scenario.num_transports > 1:
+            self.desk._alternatives.begin(_sources_of(peer, self.scenario.num_transports))
+        self.desk.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), peer))
 
     def link_down(self, peer: str) -> None:
         """It ended, or could not be dialed."""
-        self.desk.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
+        source = self.desk.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
+        if source is not None:
+            self.desk._alternatives.end(source)
 
     def run_out_of_time(self) -> None:
         """``remote_kv_timeout_seconds`` are over for whoever waits for KV."""
@@ -111,7 +137,7 @@ class DecodeSide(EngineSide):
         reading = self.lanes[peer][0]
         block = reading.block_ids[reading.num_copied]
         self._check_may_write(reading.key, block)
-        self.contents[block] = content if content is not None else CORRUPT
+        self.contents[block] = self._joined(reading, block, CORRUPT if content is None else content)
         reading.num_copied += 1
         if reading.num_copied == len(reading.block_ids):
             reading.stage = "copied"
@@ -119,14 +145,26 @@ class DecodeSide(EngineSide):
     def land(self, peer: str) -> None:
         """The last byte is there, and the lease was valid after it."""
         reading = self.lanes[peer][0]
+        if reading.part is not None and reading.ahead is not None:
+            self.lanes[peer].pop(0)
+            reading.ahead.num_read += reading.part.num_bytes
+            self.desk.fetch_event(reading.key, ev.ReadAheadOver((0.0, 0.0)))
+            return
         reading.stage = "landed"
         self.desk.fetch_event(reading.key, ev.PieceLanded(len(reading.block_ids), 0.0, 0.0))
 
     def end(self, peer: str, why: str) -> None:
         """The read is terminal without success."""
         reading = self.lanes[peer].pop(0)
-        outcome = ev.JobStopped() if why == "stopped" else ev.JobFailed(ErrorKind.TRANSFER_FAILED, why)
-        self.desk.fetch_event(reading.key, outcome)
+        may_heal = why != "the lease is over"
+        failed: ev.FetchEvent = ev.JobFailed(ErrorKind.TRANSFER_FAILED, why, may_heal)
+        if reading.part is not None:
+            failed = ev.ReadAheadOver(None)
+        self.desk.fetch_event(reading.key, ev.JobStopped() if why == "stopped" else failed)
+
+    def sever(self, lane: str) -> None:
+        """No read over this transport works any more, though the control link does."""
+        self.severed.add(lane)
 
     def verify(self, peer: str) -> None:
         """Compare the digests of what has landed."""
@@ -156,6 +194,26 @@ class DecodeSide(EngineSide):
         )
         self.desk.fetch_event(job.key, ev.CommitDone())
 
+    def _joined(self, reading: Reading, block: int, content: Content) -> Content:
+        """A block's content when these bytes of it have landed: halves of two contents make none."""
+        if reading.part is not None:
+            return (*content, HALF)
+        if reading.ahead is None or not reading.ahead.num_read:
+            return content
+        return content if self.contents.get(block) == (*content, HALF) else CORRUPT
+
+    def _post(self, reading: Reading) -> None:
+        before = self.lanes.get(reading.lane, [])
+        one_after_the_other = {id(each) for each in before if each.part is not None}
+        for posted in (each for lane in self.lanes.values() for each in lane):
+            if id(posted) in one_after_the_other:
+                continue
+            for block in set(posted.block_ids).intersection(reading.block_ids):
+                raise LawBrokenError(
+                    f"{self.boot}: block {block} is read into twice at once, for {reading.key}"
+                )
+        self.lanes.setdefault(reading.lane, []).append(reading)
+
     def _check_may_write(self, key: str, block: int) -> None:
         is_quarantined = block in self.pool._quarantined.get(key, ())
         owner = self.owner_of(block)
@@ -171,6 +229,10 @@ class DecodeSide(EngineSide):
         """An idle lane is no lane."""
         super().tidy()
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
+        for wanted in self.desk._wanted.values():
+            self.sink.climbed.add(wanted.fetch.rungs)
+            if wanted.num_bytes > (1 + len(Rung)) * wanted.fetch.num_blocks * BLOCK_BYTES:
+                raise LawBrokenError(f"{self.boot}: what {wanted.key} lacks is read again and again")
 
     def what_is_held(self) -> list[str]:
         """Fetches and jobs too."""
@@ -178,3 +240,8 @@ class DecodeSide(EngineSide):
         jobs = [reading.key for lane in self.lanes.values() for reading in lane]
         jobs += [job.key for job in self.commits]
         return super().what_is_held() + held + [f"a job of {key} is not terminal" for key in jobs]
+
+
+def _sources_of(peer: str, num_transports: int) -> list[Source]:
+    """Where blocks of this incarnation can be read, best first."""
+    return [Source("p", peer, "", peer, name) for name in _TRANSPORTS[:num_transports]]

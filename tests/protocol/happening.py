@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from tests.protocol.decode_side import DecodeSide
+from tests.protocol.decode_side import DecodeSide, sender_of
 from tests.protocol.link import Link
 from tests.protocol.prefill_side import PrefillSide
 from tests.protocol.reads import look_at_reads
@@ -54,12 +54,29 @@ def _corruptible(rules: "WorldRules", world: World) -> Iterator[tuple[int, str]]
         yield from ((index, peer) for peer, reading in look_at_reads(side) if reading.stage == "copying")
 
 
+def _breakable(rules: "WorldRules", world: World) -> Iterator[tuple[int, str]]:
+    for (index,) in _living(rules, world, False):
+        side = rules.decodes.states[world.workers[index].state or 0]
+        running = ((lane, reading) for lane, reading in look_at_reads(side) if reading.stage != "landed")
+        yield from ((index, lane) for lane, reading in running if not reading.read.is_stopped)
+
+
+def _severable(rules: "WorldRules", world: World) -> Iterator[tuple[int, str]]:
+    """Before the first byte of a read; "break" is what may happen behind it."""
+    for (index,) in _living(rules, world, False):
+        side = rules.decodes.states[world.workers[index].state or 0]
+        posted = (lane for lane, reading in look_at_reads(side) if reading.stage == "posted")
+        yield from ((index, lane) for lane in posted if lane not in side.severed)
+
+
 def _being_read(rules: "WorldRules", world: World) -> Iterator[tuple[int]]:
     """Prefill workers whose blocks cross at this moment."""
     for (index,) in _living(rules, world, False):
         side = rules.decodes.states[world.workers[index].state or 0]
         readings = [(peer, reading) for peer, reading in look_at_reads(side) if reading.source_blocks]
-        places = (rules.find(world, peer) for peer, reading in readings if reading.stage != "landed")
+        places = (
+            rules.find(world, sender_of(peer)) for peer, reading in readings if reading.stage != "landed"
+        )
         yield from ((place,) for place in places if place is not None)
 
 
@@ -92,6 +109,8 @@ PLACES: dict[str, Callable[["WorldRules", World], Iterator[tuple[Any, ...]]]] = 
     "repeat": _busy,
     "delay": _busy,
     "corrupt": _corruptible,
+    "break": _breakable,
+    "sever": _severable,
     "spoil": _digesting,
     "starve": lambda rules, world: _living(rules, world, True),
     "starve_read": _being_read,

@@ -1,5 +1,6 @@
 """Production's rules with one of them taken out, each by a class that differs in that rule alone."""
 
+from dataclasses import replace
 from typing import Any
 
 from contract.errors import InternalError
@@ -7,6 +8,7 @@ from engine.connector import Failed
 from engine.scheduler import Scheduler
 from engine.scheduling.remote_kv import KVReceiver
 from engine.scheduling.request import Request
+from kv_transfer import events as ev
 from kv_transfer.fetching import FetchDesk
 from tests.protocol.scenario import Rules
 
@@ -43,7 +45,29 @@ class EagerScheduler(Scheduler):
         self.receiver = EagerReceiver(self._connector, self.pool)
 
 
+class EagerReader(FetchDesk):
+    """Reads again as soon as one read has failed, though others into the same blocks are posted."""
+
+    def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
+        wanted = self._wanted.get(key)
+        if wanted is not None and isinstance(event, ev.JobFailed) and not wanted.fetch.has_ended:
+            wanted.fetch = replace(wanted.fetch, num_posted=1)
+        super().fetch_event(key, event)
+
+
+class TirelessReader(FetchDesk):
+    """Forgets which rungs were climbed."""
+
+    def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
+        wanted = self._wanted.get(key)
+        if wanted is not None and isinstance(event, ev.JobFailed):
+            wanted.fetch = replace(wanted.fetch, rungs=())
+        super().fetch_event(key, event)
+
+
 NO_QUARANTINE = Rules(fetch_desk=NoQuarantine)
 NO_SECOND_CHECK = Rules(checks_lease_twice=False)
 NO_ATTEMPT = Rules(tells_attempts_apart=False)
+EAGER_READING = Rules(fetch_desk=EagerReader)
+TIRELESS = Rules(fetch_desk=TirelessReader)
 EAGER_RESERVATION = Rules(decode_scheduler=EagerScheduler)

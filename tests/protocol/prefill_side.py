@@ -2,6 +2,8 @@
 
 from typing import cast
 
+import msgspec
+
 from contract.errors import ErrorKind
 from engine.connector import KVMemory
 from kv_transfer import events as ev
@@ -18,6 +20,9 @@ from tests.protocol.sink import Sink
 
 LEASE_SECONDS = 10.0
 NUM_PARKED = 4
+BLOCK_BYTES = 2
+LENT_BEFORE = 0
+"""In place of an order's number of parts, once its blocks can be read."""
 NO_MEMORY = cast(KVMemory, None)
 """The bytes of a lease are ``contents`` here; the lease book only passes its memory on."""
 
@@ -34,7 +39,15 @@ class PrefillSide(EngineSide):
         self.orders: list[PublishOrder] = []
         self.book = LeaseBook(lambda name: sink.ask("idle", name))
         self.desk = scenario.rules.send_desk(
-            SendSettings(MODEL, BLOCK_SIZE, LEASE_SECONDS, LEASE_SECONDS, NUM_PARKED),
+            SendSettings(
+                MODEL,
+                BLOCK_SIZE,
+                LEASE_SECONDS,
+                LEASE_SECONDS,
+                NUM_PARKED,
+                num_layer_groups=scenario.num_layer_groups,
+                min_split_blocks=1,
+            ),
             SendPorts(
                 post=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
                 release=lambda name: sink.ask("release", name),
@@ -60,17 +73,22 @@ class PrefillSide(EngineSide):
         self.orders += metadata.orders if metadata else []
 
     def digest(self, is_failing: bool) -> None:
-        """The data thread digests and publishes its next order."""
+        """The data thread digests and publishes its next order, or the first layers of it."""
         order = self.orders.pop(0)
         outcome: ev.SendEvent
-        if is_failing:
+        if order.num_parts > 1 and not is_failing:  # the first half of its layers
+            self.orders.insert(0, msgspec.structs.replace(order, num_parts=LENT_BEFORE))
+            self.book.extend(order.name, NO_MEMORY, order.block_ids)
+            outcome = ev.LayersReady(order.first_block, len(order.block_ids), BLOCK_BYTES // 2)
+        elif is_failing:
             outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
         else:
             digests = tuple(
                 self.sink.digest(self.contents.get(block), seed)
                 for block, seed in zip(order.block_ids, order.seeds, strict=True)
             )
-            self.book.extend(order.name, NO_MEMORY, order.block_ids)
+            if order.num_parts != LENT_BEFORE:
+                self.book.extend(order.name, NO_MEMORY, order.block_ids)
             outcome = ev.RangeReady(order.first_block, digests)
         self.desk.send_event(order.key, outcome)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tests.protocol.decode_side import DecodeSide, Reading
+from tests.protocol.decode_side import DecodeSide, Reading, sender_of
 
 if TYPE_CHECKING:
     from tests.protocol.world import World
@@ -12,45 +12,56 @@ if TYPE_CHECKING:
 
 def look_at_reads(side: DecodeSide) -> Iterator[tuple[str, Reading]]:
     """The read that is each lane's turn."""
-    return ((peer, lane[0]) for peer, lane in side.lanes.items() if lane)
+    return ((name, lane[0]) for name, lane in side.lanes.items() if lane)
 
 
-def advance_read(rules: "WorldRules", world: "World", index: int, peer: str, *, is_corrupt: bool) -> "World":
-    """Bring the first read from ``peer`` on by one stage."""
+def advance_read(rules: "WorldRules", world: "World", index: int, lane: str, *, is_corrupt: bool) -> "World":
+    """Bring the first read of ``lane`` on by one stage."""
     state = world.workers[index].state
     assert state is not None
-    reading = rules.decodes.states[state].lanes[peer][0]
-    source = rules.find(world, peer)
+    reading = rules.decodes.states[state].lanes[lane][0]
+    source = rules.find(world, sender_of(lane))
     is_counted = not rules.scenario.is_one_sided
     if reading.stage == "landed":
-        return rules.call(world, index, "verify", peer)
+        return rules.call(world, index, "verify", lane)
     ends_now = reading.stage != "copying" or is_counted
     if reading.read.is_stopped and ends_now:
         if is_counted and reading.stage != "posted" and source is not None:
             world = rules.call(world, source, "end_read", reading.name)
-        return rules.call(world, index, "end", peer, "stopped")
+        return rules.call(world, index, "end", lane, "stopped")
     if source is None:
-        return rules.call(world, index, "end", peer, "the sender is gone")
+        return rules.call(world, index, "end", lane, "the sender is gone")
+    if lane in rules.decodes.states[state].severed:
+        return break_read(rules, world, index, lane)
     if reading.stage == "posted":
         world, blocks = rules.ask(world, source, "begin_read", reading.name, reading.indices)
         if blocks is None:
-            return rules.call(world, index, "end", peer, "the lease is over")
-        return rules.call(world, index, "begin", peer, blocks)
+            return rules.call(world, index, "end", lane, "the lease is over")
+        return rules.call(world, index, "begin", lane, blocks)
     if reading.stage == "copying":
         state = world.workers[source].state
         assert state is not None
         content = rules.prefills.states[state].contents.get(reading.source_blocks[reading.num_copied])
-        return rules.call(world, index, "take_block", peer, None if is_corrupt else content)
-    return _end_of_bytes(rules, world, index, source, peer, reading)
+        return rules.call(world, index, "take_block", lane, None if is_corrupt else content)
+    return _end_of_bytes(rules, world, index, source, lane, reading)
+
+
+def break_read(rules: "WorldRules", world: "World", index: int, lane: str) -> "World":
+    """The connection of the lane's first read breaks; the next one may do."""
+    reading = rules.decodes.states[world.workers[index].state or 0].lanes[lane][0]
+    source = rules.find(world, sender_of(lane))
+    if not rules.scenario.is_one_sided and reading.stage != "posted" and source is not None:
+        world = rules.call(world, source, "end_read", reading.name)
+    return rules.call(world, index, "end", lane, "the connection broke")
 
 
 def _end_of_bytes(
-    rules: "WorldRules", world: "World", index: int, source: int, peer: str, reading: Reading
+    rules: "WorldRules", world: "World", index: int, source: int, lane: str, reading: Reading
 ) -> "World":
     if not rules.scenario.is_one_sided:
         world = rules.call(world, source, "end_read", reading.name)
     if rules.scenario.rules.checks_lease_twice:
         world, is_valid = rules.ask(world, source, "is_valid", reading.name)
         if not is_valid:
-            return rules.call(world, index, "end", peer, "the lease is over")
-    return rules.call(world, index, "land", peer)
+            return rules.call(world, index, "end", lane, "the lease is over")
+    return rules.call(world, index, "land", lane)

@@ -133,7 +133,8 @@ class RouterSide:
             lost = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
             if lost is not None and not lost.is_over:
                 lost.may_hold = False
-                self._fail(request, ErrorKind.WORKER_LOST, {worker})
+                is_known = worker in request.suspects
+                self._fail(request, ErrorKind.WORKER_LOST, {worker}, is_known=is_known)
 
     def attach(self, worker: str, boot: str) -> None:
         """A worker has registered."""
@@ -206,11 +207,14 @@ class RouterSide:
                 self.calls.append(("cancel", leg.boot, request.number, request.attempt, 0, None))
         request.prefill = request.decode = None
 
-    def _fail(self, request: RouterRequest, kind: ErrorKind, suspects: set[str]) -> None:
+    def _fail(
+        self, request: RouterRequest, kind: ErrorKind, suspects: set[str], *, is_known: bool = False
+    ) -> None:
+        """is_known: see ``router.relay.Relay._is_known_death``."""
         prefer = request.prefill.worker if request.prefill else None
         self._close(request)
-        request.num_failures += 1
-        request.num_transfer_failures += kind in _TRANSFER_KINDS
+        request.num_failures += not is_known
+        request.num_transfer_failures += kind in _TRANSFER_KINDS and not is_known
         if kind not in _CURABLE or request.num_failures > self.scenario.max_replays:
             self._end(request, f"error {error_from_kind(kind, '').kind}")
             return

@@ -40,8 +40,9 @@ class Scenario:
     prompts: length of each request's prompt in tokens; answers: of its answer. prefill_blocks, decode_blocks: usable
     blocks of each pool. is_one_sided: reads go by block id, nobody counts them, and none can be stopped (RDMA); else the
     sender counts its readers and a read ends when it is told to. checks_digests: every landed block's (off: pools where
-    digests are only sampled, so the lease alone must keep them right). faults: names of what may strike, at most
-    ``num_faults`` times together.
+    digests are only sampled, so the lease alone must keep them right). num_transports: over which blocks can be read, on
+    every link. num_layer_groups: in how many parts a prompt's last blocks are made readable (1 or 2). faults: names of
+    what may strike, at most ``num_faults`` times together.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Scenario:
     caches_prefixes: bool = False
     shares_prompt: bool = False
     is_one_sided: bool = False
+    num_transports: int = 1
+    num_layer_groups: int = 1
     checks_digests: bool = True
     faults: tuple[str, ...] = ()
     num_faults: int = 0

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from kv_transfer.states import Rung
+
 
 class LawBrokenError(AssertionError):
     """A state of the explored world breaks a law; the message says which."""
@@ -11,12 +13,14 @@ class LawBrokenError(AssertionError):
 class Sink:
     """What was asked for since the last ``take``, in order; and what a digest is taken of. Shared by all copies.
 
-    new_lease: names the lease that is opened now; set by the side that is called.
+    climbed: the rungs that fetches have climbed. new_lease: names the lease that is opened now; set by the side that is
+    called.
     """
 
     def __init__(self) -> None:
         self._asked: list[tuple[Any, ...]] = []
         self._digests: dict[Any, int] = {}
+        self.climbed: set[tuple[Rung, ...]] = set()
         self.new_lease: Callable[[], str] = str
 
     def ask(self, *effect: Any) -> None:

@@ -8,7 +8,7 @@ from tests.protocol import mutants
 from tests.protocol.chart import draw
 from tests.protocol.explorer import Explorer
 from tests.protocol.scenario import Rules, Scenario
-from tests.protocol.worlds import LEASE_ALONE, MAX_WORLDS, ONE, TWO, TWO_LEASE_ALONE, struck
+from tests.protocol.worlds import CHUNKED, LEASE_ALONE, MAX_WORLDS, ONE, TWO, TWO_LEASE_ALONE, struck
 
 MISSING = [
     pytest.param(
@@ -28,6 +28,10 @@ MISSING = [
     pytest.param(
         struck(replace(ONE, checks_digests=False), "doubt"), mutants.NO_ATTEMPT, "misread: ", 18, id="attempt"
     ),
+    pytest.param(
+        struck(CHUNKED, "break"), mutants.EAGER_READING, "is read into twice at once", 12, id="terminal first"
+    ),
+    pytest.param(struck(ONE, "sever"), mutants.TIRELESS, "is read again and again", 12, id="each rung once"),
     pytest.param(
         replace(TWO, name="two requests, eager"),
         mutants.EAGER_RESERVATION,

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from kv_transfer.states import Rung
 from tests.protocol.chart import draw
 from tests.protocol.explorer import Explorer, Findings
 from tests.protocol.scenario import Scenario
-from tests.protocol.worlds import HUGE, LADDER, LARGE, MAX_WORLDS, SMALL
+from tests.protocol.worlds import HEALED, HUGE, LADDER, LARGE, MAX_WORLDS, RUNGS, SMALL
 
 
 def explored(scenario: Scenario) -> Findings:
@@ -38,15 +39,39 @@ def test_no_law_breaks_in_any_order_of_events(scenario: Scenario) -> None:
         assert endings == {"answered"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_ladder_is_climbed_rung_by_rung() -> None:
-    """Two hand-overs fail: another prefill worker is tried first, then the decode worker computes the prompt itself."""
+    """Blocks are read again, in vain: another prefill worker is tried, then the decode worker computes the prompt itself."""
     findings = explored(LADDER)
     assert findings.endings == {
         ("answered", ("P0>D0",)),
         ("answered", ("P0>D0", "P1>D0")),
         ("answered", ("P0>D0", "P1>D0", "local>D0")),
     }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", HEALED, ids=lambda scenario: scenario.name)
+def test_a_read_that_fails_is_healed_by_another(scenario: Scenario) -> None:
+    """Over another transport and then once more over that one, before another attempt is made."""
+    explorer = Explorer(scenario)
+    findings = explorer.explore()
+    assert findings.broken is None, draw(findings, explorer.rules)
+    rungs = tuple(Rung)[2 - scenario.num_transports :]
+    assert explorer.rules.sink.climbed == {rungs[:height] for height in range(len(rungs) + 1)}
+    is_always_healed = scenario.num_faults <= len(rungs)
+    assert ({how for how, _ in findings.endings}, len(findings.endings) == 1) == (
+        {"answered"},
+        is_always_healed,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_law_breaks_where_transports_fail_for_good() -> None:
+    endings = {how for how, _ in explored(RUNGS).endings}
+    assert endings == {"answered", "error transfer_failed"}
 
 
 @pytest.mark.timeout(600)

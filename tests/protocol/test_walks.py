@@ -20,3 +20,4 @@ def test_random_schedules_keep_the_laws() -> None:
     for each in report["scenarios"].values():
         assert each["endings"]["answered"] > each["num_schedules"]
         assert len(each["faults"]) >= 8, "the faults do not strike"
+        assert each["climbed"]["other_transport"] > 0

@@ -24,6 +24,8 @@ ALL_FAULTS = (
     "repeat",
     "delay",
     "corrupt",
+    "break",
+    "sever",
     "spoil",
     "starve",
     "starve_read",
@@ -35,7 +37,10 @@ ALL_FAULTS = (
 
 @dataclass
 class WalkReport:
-    """What some schedules saw. broken: a counter-example as a chart for each law that broke (one walk, one law)."""
+    """What some schedules saw. broken: a counter-example as a chart for each law that broke (one walk, one law).
+
+    rungs: a request's attempts. climbed: a fetch's, that had to read again; a schedule counts each way once.
+    """
 
     seed: int
     num_schedules: int = 0
@@ -43,6 +48,7 @@ class WalkReport:
     faults: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)
     rungs: Counter[str] = field(default_factory=Counter)
+    climbed: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
     cpu_seconds: float = 0.0
 
@@ -87,6 +93,7 @@ class Walker:
             self.report.broken.append(replayed(self._scenario, actions, str(error)))
         self.report.num_steps += len(actions)
         self.report.faults.update(action[0] for action in actions if action[0] in self._scenario.faults)
+        self.report.climbed.update(" ".join(rungs) for rungs in rules.sink.climbed if rungs)
         for request in rules.routers.states[world.router].requests:
             self.report.endings[str(request.ended)] += 1
             self.report.rungs[" ".join(request.rungs)] += 1

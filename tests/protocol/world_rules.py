@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from contract.requests import ReceiveTransfer, SendTransfer
-from tests.protocol.decode_side import DecodeSide
+from tests.protocol.decode_side import DecodeSide, sender_of
 from tests.protocol.happening import PLACES, link_actions, look
 from tests.protocol.machine import Machine
 from tests.protocol.prefill_side import PrefillSide
-from tests.protocol.reads import advance_read, look_at_reads
+from tests.protocol.reads import advance_read, break_read, look_at_reads
 from tests.protocol.router_side import RouterSide
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import Sink
@@ -171,8 +171,8 @@ class WorldRules:
     def _end_readers(self, world: World, reader: WorkerState) -> World:
         if self.scenario.is_one_sided or reader.is_prefill or reader.state is None:
             return world
-        for peer, reading in look_at_reads(self.decodes.states[reader.state]):
-            place = self.find(world, peer)
+        for lane, reading in look_at_reads(self.decodes.states[reader.state]):
+            place = self.find(world, sender_of(lane))
             if place is not None and reading.stage in ("copying", "copied"):
                 world = self.call(world, place, "end_read", reading.name)
         return world
@@ -200,6 +200,12 @@ class WorldRules:
 
     def _corrupt(self, world: World, index: int, peer: str) -> World:
         return advance_read(self, world, index, peer, is_corrupt=True)
+
+    def _break(self, world: World, index: int, lane: str) -> World:
+        return break_read(self, world, index, lane)
+
+    def _sever(self, world: World, index: int, lane: str) -> World:
+        return self.call(world, index, "sever", lane)
 
     def _expire(self, world: World, index: int) -> World:
         boot = world.workers[index].boot

@@ -22,22 +22,28 @@ def struck(scenario: Scenario, fault: str, num_faults: int = 1) -> Scenario:
     return replace(scenario, name=f"{scenario.name}; {fault}", faults=(fault,), num_faults=num_faults)
 
 
+LAYERS = replace(CHUNKED, name="one request, its last block published layer by layer", num_layer_groups=2)
+
+
 SMALL = [
     CHUNKED,
     TWO,
     replace(TWO, name=f"{TWO.name}, block by block", prefill_chunk=2),
     *(
         struck(ONE, fault)
-        for fault in ("crash", "cut", "repeat", "delay", "corrupt", "spoil", "starve", "leave")
+        for fault in ("crash", "cut", "repeat", "delay", "corrupt", "break", "spoil", "starve", "leave")
     ),
     *(struck(LEASE_ALONE, fault) for fault in ("leave", "starve_read", "cut")),
     struck(CHUNKED, "spoil"),
+    *(struck(LAYERS, fault) for fault in ("corrupt", "break")),
 ]
 """What every test run exhausts."""
 LARGE = [
     *(struck(ONE, fault) for fault in ("deaf", "late", "doubt")),
-    *(struck(CHUNKED, fault) for fault in ("crash", "repeat", "corrupt", "leave")),
+    *(struck(CHUNKED, fault) for fault in ("crash", "repeat", "leave")),
+    struck(CHUNKED, "break", 2),
     struck(LEASE_ALONE, "late"),
+    *(struck(LAYERS, fault) for fault in ("crash", "repeat", "leave", "cut", "starve")),
 ]
 """What is exhausted in minutes."""
 HUGE = [
@@ -48,9 +54,15 @@ HUGE = [
 """What is explored as far as ``MAX_WORLDS``, nearest first."""
 MAX_WORLDS = 300_000
 LADDER = replace(
-    struck(ONE, "corrupt", 2), name="two prefill workers, two corrupt bytes", num_prefill=2, max_replays=2
+    struck(ONE, "sever", 2),
+    name="two prefill workers, two severed ways to read",
+    num_prefill=2,
+    max_replays=2,
 )
-"""Corruption may end two hand-overs of the same request."""
+"""Two hand-overs of the same request may fail, each behind its last rung."""
+RUNGS = replace(struck(CHUNKED, "sever", 2), name="two transports that may be severed", num_transports=2)
+HEALED = [struck(each, "break", 2) for each in (ONE, replace(CHUNKED, num_transports=2))]
+"""A read breaks, and the one that was to heal it may too."""
 WALKED = [
     Scenario(
         f"two workers of each role, three requests that share a prefix{how}",
@@ -63,6 +75,8 @@ WALKED = [
         caches_prefixes=True,
         shares_prompt=True,
         is_one_sided=is_one_sided,
+        num_transports=2,
+        num_layer_groups=2,
         faults=ALL_FAULTS,
         num_faults=4,
     )

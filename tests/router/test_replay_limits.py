@@ -52,6 +52,25 @@ async def test_tokens_of_prefill_legs_do_not_prolong_a_request_that_no_decode_wo
         await nothing_is_left(cluster)
 
 
+async def test_a_death_of_which_a_peer_told_before_the_router_saw_it_costs_one_attempt() -> None:
+    """The replay is bound to the dead worker again where there is no other; its end is not counted a second time."""
+
+    def script(task: pb.Task) -> Script:
+        legs: dict[tuple[int, bool], dict[str, Any]] = {
+            (0, False): {"stall_at": 0},
+            (0, True): {"fail_at": 1, "error": WorkerLostError("the link to prefill-0 broke")},
+            (1, False): {"die_at": 0},
+            (1, True): {"stall_at": 1},
+        }
+        return Script(tokens=TOKENS, **legs.get((task.attempt, is_fetching(task)), {}))
+
+    async with running_cluster(script, max_replays=1) as cluster:
+        assert "".join(await texts(cluster)) == ANSWER
+        assert len(cluster.workers["prefill-0"].prefills) == 2
+        assert len(cluster.workers["decode-0"].decodes) == 3
+        await nothing_is_left(cluster)
+
+
 async def test_a_call_that_is_never_answered_does_not_end_a_leg_that_has_spoken() -> None:
     script = Script(tokens=TOKENS, is_mute=True, token_delay_seconds=0.2)
     async with running_cluster(script, (Role.BOTH,), accept_timeout_seconds=0.5) as cluster:

@@ -44,6 +44,7 @@ class Report:
     cancelled_in: Counter[str] = field(default_factory=Counter)
     num_starts: int = 0
     num_flips: int = 0
+    num_pulls_again: int = 0
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -93,6 +94,7 @@ async def run_in_world(
     report.tricks += world.control.played
     report.cancelled_in += world.cancelled_in
     report.num_flips += world.data.num_flips
+    report.num_pulls_again += sum(world.pulls_again.values())
     report.num_starts += sum(worker.num_starts for worker in world.workers)
 
 
@@ -111,6 +113,7 @@ async def _run_schedule(
     world.control.tricks.clear()
     world.data.flip_after_bytes = None
     await world.until_calm()
+    await world.count_pulls_again()
     report.faults.update(world.drawn)
     report.num_schedules += 1
 

@@ -16,6 +16,7 @@ from engine.client import ProcessClient
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings
+from kv_transfer.states import Rung
 from tests.transfer_faults.pool import LAYOUT, start_coded_executor
 
 PEER_TIMEOUT = 0.4
@@ -136,6 +137,11 @@ class Worker:
         await self.client.call("check_integrity")
         state: dict[str, Any] = await self.client.call("debug_state")
         return state
+
+    async def num_pulls_again(self) -> int:
+        """Reads that followed one that failed, since it was started."""
+        counters: dict[str, float] = await self.client.call("counters")
+        return int(sum(counters[f"transfer_pulled_again_total{{rung={rung}}}"] for rung in Rung))
 
     async def shut_down(self) -> None:
         """End it as asked."""

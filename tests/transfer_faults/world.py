@@ -33,7 +33,10 @@ class Terrain:
 
 @dataclass
 class World:
-    """Two workers, the relays between them, and whoever asks at present; ``others`` are legs that belong to no asker."""
+    """Two workers, the relays between them, and whoever asks at present; ``others`` are legs that belong to no asker.
+
+    pulls_again: reads that followed one that failed, by the decode worker's incarnation.
+    """
 
     terrain: Terrain
     prefill: Worker
@@ -45,6 +48,7 @@ class World:
     others: list[asyncio.Task[None]] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
     cancelled_in: Counter[str] = field(default_factory=Counter)
+    pulls_again: dict[str, int] = field(default_factory=dict)
 
     peer_timeout_seconds: float = PEER_TIMEOUT
     lease_seconds: float = LEASE
@@ -80,6 +84,10 @@ class World:
                 self.tally.broken.append(f"still held after {_CALM_SECONDS} s: {held}")
                 return
             await asyncio.sleep(0.01)
+
+    async def count_pulls_again(self) -> None:
+        """Look at the counters of the decode worker that runs now."""
+        self.pulls_again[self.decode.boot_id] = await self.decode.num_pulls_again()
 
     async def _states(self) -> list[dict[str, Any]]:
         return [await worker.books() for worker in self.workers]

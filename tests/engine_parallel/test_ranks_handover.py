@@ -1,0 +1,122 @@
+"""Hand-overs between engines with other numbers of ranks: in float32 the tokens are those of one engine of one rank.
+
+Ranks are threads here; ``tests/e2e/test_unequal_workers.py`` has them as a worker does.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract.identity import Role
+from contract.requests import EngineRequest, SamplingParams
+from engine.client import InProcessClient
+from engine.executor import Executor, create_executor
+from engine.kv_cache.startup import initialize_kv_cache
+from engine.ranks.local import LocalRanksExecutor
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine_pair import EnginePair, outputs_of, tokens_of, transfer_factory
+
+_RNG = random.Random(9)
+SHARED = [_RNG.randrange(5, 250) for _ in range(64)]
+PROMPTS = [
+    *([_RNG.randrange(5, 250) for _ in range(count)] for count in (1, 15, 16, 17, 33, 150)),
+    *([*SHARED, *(_RNG.randrange(5, 250) for _ in range(count))] for count in (1, 40)),
+]
+"""Lengths at and around the ends of blocks, one of several chunks, and two that share what is full blocks."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+ASKED = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
+CHUNK = 48
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", seed=3)
+
+
+def settings(model: Path, num_ranks: int, **changes: Any) -> EngineSettings:
+    defaults = {"dtype": "float32", "kv_cache_bytes": 2**23, "max_num_batched_tokens": CHUNK}
+    return EngineSettings(model=model, tensor_parallel_size=num_ranks, **{**defaults, **changes})
+
+
+def start_with_threads(settings: EngineSettings) -> tuple[Executor, int]:
+    """Ranks of several as threads of this process."""
+    several = settings.tensor_parallel_size > 1
+    executor: Executor = LocalRanksExecutor(settings) if several else create_executor(settings)
+    return executor, initialize_kv_cache(executor)[0]
+
+
+@asynccontextmanager
+async def pair_of(
+    prefill: EngineSettings, decode: EngineSettings, transport: str
+) -> AsyncIterator[EnginePair]:
+    """Two engines, joined by real connectors."""
+    factories = [transfer_factory(role, None, transport) for role in (Role.PREFILL, Role.DECODE)]
+    sender = await InProcessClient.start(prefill, factories[0], start=start_with_threads)
+    try:
+        receiver = await InProcessClient.start(decode, factories[1], start=start_with_threads)
+        try:
+            yield EnginePair(sender, receiver)
+        finally:
+            await receiver.shutdown()
+    finally:
+        await sender.shutdown()
+
+
+async def alone(model: Path) -> list[list[int]]:
+    """What one engine of one rank answers."""
+    client = await InProcessClient.start(settings(model, 1))
+    try:
+        requests = [
+            EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
+            for index, (prompt, sampling) in enumerate(ASKED)
+        ]
+        return [
+            tokens_of(outputs) for outputs in await asyncio.gather(*(outputs_of(client, r) for r in requests))
+        ]
+    finally:
+        await client.shutdown()
+
+
+async def assert_as_one(pair: EnginePair, expected: list[list[int]]) -> dict[str, float]:
+    """Everything asked at once gives the same tokens, and nothing is held afterwards; decode's counters."""
+    answers = await asyncio.gather(*(pair.ask(f"r{index}", *each) for index, each in enumerate(ASKED)))
+    assert [tokens_of(*legs) for legs in answers] == expected
+    await pair.until_free()
+    counters: dict[str, float] = await pair.decode.call("counters")
+    assert counters["transfer_needed_blocks_total"] > 0
+    assert counters["transfers_quarantined"] == 0
+    return counters
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport", "block_size"),
+    [
+        (2, 1, "auto", 32),
+        (1, 2, "tcp", 16),
+        (2, 2, "auto", 16),
+        pytest.param(2, 2, "shm", 8, marks=pytest.mark.slow),
+        pytest.param(2, 1, "tcp", 16, marks=pytest.mark.slow),
+        pytest.param(1, 2, "shm", 32, marks=pytest.mark.slow),
+    ],
+)
+async def test_the_tokens_are_those_of_one_rank(
+    model: Path, prefill: int, decode: int, transport: str, block_size: int
+) -> None:
+    """Heads are put together, picked, or read as they are. block_size: the prefill engine's, beside 16."""
+    expected = await alone(model)
+    sender = settings(model, prefill, block_size=block_size)
+    async with pair_of(sender, settings(model, decode), transport) as pair:
+        counters = await assert_as_one(pair, expected)
+        is_direct = (prefill, block_size) == (decode, 16)
+        assert (counters.get("transfer_converted_blocks_total", 0) == 0) == is_direct
+        used = "tcp" if transport == "tcp" else "shm"
+        assert counters[f"transfer_blocks_total{{transport={used}}}"] > 0

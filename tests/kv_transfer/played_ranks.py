@@ -1,0 +1,101 @@
+"""A worker of several ranks without processes: each rank's half of the connector in this one, over a torch-free pool."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+
+from contract.layout import KVLayout, Side
+from engine.connector import ConnectorPair, KVMemory, RanksConnector
+from kv_transfer.connector import TransferFactory
+from kv_transfer.framing import FrameBuffer, encode_frame
+from kv_transfer.ranks import words
+from kv_transfer.ranks.rank_half import RankHalf, open_rank_half
+from kv_transfer.settings import TransferSettings
+from kv_transfer.testing import ByteMemory, TransferDriver
+from tests.kv_transfer.builders import LAYOUT, MODEL, Worker
+
+SHARE = msgspec.structs.replace(LAYOUT, num_kv_heads=1)
+"""What each of two ranks has of ``LAYOUT``."""
+
+
+_MAX_BYTES = 2**20
+
+
+class PlayedRanks:
+    """What an executor of several ranks does with a connector, as a ``RankConnector`` for a ``TransferDriver``."""
+
+    def __init__(self, connector: RanksConnector, memories: list[ByteMemory]) -> None:
+        self._connector, self._memories = connector, memories
+        self.halves: list[RankHalf] = []
+
+    def start(self, memory: KVMemory) -> None:
+        """Open every rank's half on its own pool; ``memory`` is nobody's."""
+        pairs = [socket.socketpair() for _ in self._memories]
+        self._connector.connect([ours for ours, _ in pairs])
+        with ExitStack() as unused:
+            for _, theirs in pairs:
+                unused.callback(theirs.close)
+            for rank, (memory_of_rank, (_, theirs)) in enumerate(zip(self._memories, pairs, strict=True)):
+                line = socket.socket(fileno=theirs.detach())
+                self.halves.append(open_rank_half(self._connector.settings_of(rank), line))
+                self.halves[-1].start(memory_of_rank)
+        self._connector.begin()
+
+    def watch_layers(self, metadata: Any) -> None:
+        """See RankConnector. Nobody listens."""
+
+    def execute(self, metadata: Any) -> None:
+        """As it arrives in another process."""
+        for half in self.halves:
+            half.execute(msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)))
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """What is finished on all ranks."""
+        return self._connector.take_finished()
+
+    def close(self) -> None:
+        """End the ranks, then the connector."""
+        for half in self.halves:
+            half.close()
+        self._connector.close()
+
+
+class PlayedRank:
+    """A rank's end of its line: what it hears, and what a test has it say."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._frames = end, FrameBuffer(_MAX_BYTES)
+        self._heard: list[bytes] = []
+        end.settimeout(30)
+
+    def hear(self) -> Any:
+        """The next word."""
+        while not self._heard:
+            self._heard += self._frames.feed(self._end.recv(_MAX_BYTES))
+        return words.to_rank.decode(self._heard.pop(0))
+
+    def say(self, word: words.FromRank) -> None:
+        """Tell the control half."""
+        self._end.sendall(encode_frame(word, _MAX_BYTES))
+
+    def close(self) -> None:
+        """Die."""
+        self._end.close()
+
+
+@contextmanager
+def worker_of_ranks(
+    settings: TransferSettings, memories: list[ByteMemory], layout: KVLayout = SHARE
+) -> Iterator[Worker]:
+    """A running connector of ``len(memories)`` ranks, closed at the end; its driver's own memory is not used."""
+    driver = TransferDriver(ByteMemory(layout, 1))
+    pair = TransferFactory(settings).for_ranks(Side(layout, len(memories)), MODEL, driver.wake)
+    ranks = PlayedRanks(pair.ranks, memories)
+    with ExitStack() as stack:
+        stack.callback(ranks.close)
+        stack.callback(pair.scheduler.close)
+        driver.attach(ConnectorPair(pair.scheduler, ranks, pair.address))
+        yield Worker(settings, driver)

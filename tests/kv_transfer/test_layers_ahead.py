@@ -1,0 +1,196 @@
+"""The last blocks of a long prompt cross layer by layer, while the rest of their forward pass still runs."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from contract.errors import TransferError
+from kv_transfer import events as ev
+from kv_transfer.digesting import split_points
+from kv_transfer.states import Fetch, FetchState, Send, SendState
+from kv_transfer.testing import ByteMemory
+from kv_transfer.transitions import advance_fetch, advance_send
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from tests.kv_transfer.builders import (
+    LAYOUT,
+    TOKENS,
+    Pair,
+    Sides,
+    block_content,
+    pair_of,
+    prompt_of,
+)
+
+NUM_BLOCKS = 13
+SOURCE_IDS, TARGET_IDS = list(range(1, 1 + NUM_BLOCKS)), list(range(40, 40 + NUM_BLOCKS))
+LAYER_BYTES = LAYOUT.block_bytes // LAYOUT.num_layers
+
+
+class UnreadyReceiver:
+    """Fails every read of a block's beginning alone."""
+
+    def __init__(self, inner: ReceiverTransport) -> None:
+        self._inner = inner
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        if request.part is not None and request.part.start_byte == 0:
+            raise TransferError("not yet")
+        self._inner.fetch(source, request, views, read)
+
+    def forget(self, source: Source) -> None:
+        self._inner.forget(source)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def begin(pair: Pair) -> tuple[str, str]:
+    """Block 0 has crossed, the others are about to be computed; returns the keys of both sides."""
+    prompt, driver = prompt_of(NUM_BLOCKS), pair.prefill.driver
+    send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
+    pair.prefill.lend("t-r", SOURCE_IDS[:1])
+    driver.scheduler.open_send(send, SOURCE_IDS, 0)
+    pair.decode.driver.scheduler.start_fetch(fetch)
+    driver.scheduler.publish(send.key, LAYOUT.block_size)
+    driver.step()
+    pair.decode.driver.wait_for(lambda: pair.decode.driver.published, "published")
+    pair.decode.driver.scheduler.receive_into(fetch.key, TARGET_IDS, 0)
+    return send.key, fetch.key
+
+
+def compute(pair: Pair, number: int) -> None:
+    """Write this layer of the blocks behind block 0, once what was computed before has crossed."""
+    crossed = LAYOUT.block_bytes + (NUM_BLOCKS - 1) * LAYER_BYTES * (number - 1)
+    pair.decode.driver.wait_for(lambda: num_bytes(pair) == crossed, f"the reading of {number - 1} layers")
+    whole, memory = ByteMemory(LAYOUT, 1), pair.prefill.driver.memory
+    start, end = (number - 1) * LAYER_BYTES, number * LAYER_BYTES
+    for index, block_id in enumerate(SOURCE_IDS[1:], start=1):
+        whole.fill(0, block_content("t-r", index))
+        memory.write_view(block_id)[start:end] = whole.read_view(0)[start:end]
+
+
+def num_bytes(pair: Pair) -> float:
+    return pair.decode.count(f"transfer_bytes_total{{transport={pair.decode.settings.transport}}}")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "local"])
+def test_layers_cross_while_later_ones_are_computed(transport: str) -> None:
+    """Layer 1 has arrived before layer 2 is computed; each byte crosses once, and digests are of whole blocks."""
+    with pair_of(transport=transport) as pair:
+        send, fetch = begin(pair)
+        driver, decode = pair.prefill.driver, pair.decode.driver
+        driver.compute_layer = partial(compute, pair)
+        driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
+        driver.step()
+        driver.scheduler.finish_send(send, TOKENS)
+        decode.wait_for(lambda: fetch in decode.received, "received")
+        received = decode.scheduler.take_received(fetch)
+        assert received.report.num_bytes == NUM_BLOCKS * LAYOUT.block_bytes == num_bytes(pair)
+        assert pair.decode.holds("t-r", TARGET_IDS)
+        driver.wait_for(lambda: driver.sent == [send], "sent")
+
+
+def test_a_read_ahead_that_fails_costs_nothing_but_time() -> None:
+    sides = Sides(decode={"decorate": UnreadyReceiver})
+    with pair_of(sides) as pair:
+        send, fetch = begin(pair)
+        driver, decode = pair.prefill.driver, pair.decode.driver
+        pair.prefill.lend("t-r", SOURCE_IDS)
+        driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
+        driver.step()
+        driver.scheduler.finish_send(send, TOKENS)
+        decode.wait_for(lambda: fetch in decode.received, "received")
+        assert decode.scheduler.take_received(fetch).report.num_bytes == num_bytes(pair)
+        assert pair.decode.holds("t-r", TARGET_IDS)
+        assert decode.failed == {}
+
+
+def test_bytes_that_change_after_they_were_read_ahead_fail_the_digest() -> None:
+    """A sender that says too early that a layer is computed hands over nothing wrong."""
+    with pair_of() as pair:
+        send, fetch = begin(pair)
+        driver, decode = pair.prefill.driver, pair.decode.driver
+
+        def spoil(number: int) -> None:
+            compute(pair, number)
+            if number == LAYOUT.num_layers:
+                view = pair.decode.driver.memory.write_view(TARGET_IDS[5])
+                view[0] ^= 1
+
+        driver.compute_layer = spoil
+        driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
+        driver.step()
+        driver.scheduler.finish_send(send, TOKENS)
+        decode.wait_for(lambda: fetch in decode.received, "the second, whole read")
+        assert pair.decode.count("transfer_digest_mismatches_total") == 1
+        assert pair.decode.holds("t-r", TARGET_IDS)
+
+
+def moving(**changes: object) -> Fetch:
+    """Eight blocks reserved, two of which are cached and one more announced; its read is under way."""
+    fetch = Fetch(num_blocks=8)
+    for event in (ev.Announced(0, (1, 2, 3), 0.0), ev.Reserved(tuple(range(8)), 2)):
+        fetch, _ = advance_fetch(fetch, event)
+    assert fetch.state is FetchState.MOVING
+    return fetch
+
+
+def test_only_what_is_new_is_read_ahead() -> None:
+    fetch, actions = advance_fetch(moving(), ev.AnnouncedLayers(3, 5, 100))
+    assert actions == [ev.ReadAhead(3, (3, 4, 5, 6, 7), 0, 100)]
+    fetch, actions = advance_fetch(fetch, ev.AnnouncedLayers(3, 5, 100))
+    assert actions == []
+    fetch, actions = advance_fetch(fetch, ev.AnnouncedLayers(3, 5, 300))
+    assert actions == [ev.ReadAhead(3, (3, 4, 5, 6, 7), 100, 300)]
+    assert fetch.num_posted == 3
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [ev.AnnouncedLayers(2, 3, 9), ev.AnnouncedLayers(0, 8, 9), ev.AnnouncedLayers(3, 6, 9)],
+    ids=["announced already", "cached", "beyond the prompt"],
+)
+def test_a_hint_that_is_of_no_use_is_left_alone(hint: ev.AnnouncedLayers) -> None:
+    fetch = moving()
+    assert advance_fetch(fetch, hint) == (fetch, [])
+
+
+def test_a_hint_reserves_nothing() -> None:
+    """Law 4: memory is taken at the first announcement of whole blocks."""
+    fetch = Fetch(num_blocks=8)
+    assert advance_fetch(fetch, ev.AnnouncedLayers(0, 8, 9)) == (fetch, [])
+
+
+def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
+    """Law 2: the first read has ended, the one ahead has not."""
+    fetch, _ = advance_fetch(moving(), ev.AnnouncedLayers(3, 5, 100))
+    fetch, _ = advance_fetch(fetch, ev.Cancelled())
+    assert fetch.state is FetchState.DRAINING
+    fetch, actions = advance_fetch(fetch, ev.JobStopped())
+    assert (fetch.state, actions) == (FetchState.DRAINING, [])
+    fetch, actions = advance_fetch(fetch, ev.ReadAheadOver(None))
+    assert (fetch.state, actions) == (FetchState.QUARANTINED, [ev.TellDrained()])
+
+
+def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
+    send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8)
+    ready = ev.LayersReady(2, 6, 64)
+    assert advance_send(send, ready) == (send, []), "nobody is there"
+    send, _ = advance_send(send, ev.FetchArrived("peer", 0, 0.0))
+    assert advance_send(send, ready) == (send, [ev.AnnounceLayers(2, 6, 64)])
+
+
+def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
+    """Law 3: the lease that they opened once more has other blocks behind its indices."""
+    send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer="peer")
+    send, _ = advance_send(send, ev.PeerGone("peer", "gone"))
+    after, actions = advance_send(send, ev.LayersReady(2, 6, 64))
+    assert (actions, after.num_revokes) == ([ev.Revoke()], send.num_revokes + 1)
+
+
+def test_at_most_so_many_groups_of_layers() -> None:
+    assert split_points(24, 4) == {6, 12, 18}
+    assert split_points(2, 4) == {1}
+    assert split_points(1, 4) == set()
+    assert split_points(24, 1) == set()
