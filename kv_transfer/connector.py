@@ -159,7 +159,12 @@ def _fetch_desk(
     completions: Completions,
 ) -> FetchDesk:
     return FetchDesk(
-        FetchSettings(me.model_fingerprint, me.side.layout.block_size, me.side.layout.block_bytes),
+        FetchSettings(
+            me.model_fingerprint,
+            me.side.layout.block_size,
+            me.side.layout.block_bytes,
+            reads_ahead=me.side.num_ranks == 1,
+        ),
         FetchPorts(
             links.dial_and_send,
             links.send,

@@ -30,11 +30,12 @@ _QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
 @dataclass(frozen=True)
 class FetchSettings:
-    """What fetching depends on."""
+    """What fetching depends on. reads_ahead: layers of blocks before these are announced, if the sender offers them."""
 
     model_fingerprint: str
     block_size: int
     block_bytes: int
+    reads_ahead: bool = True
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ class FetchDesk(Desk):
 
     def _announced_layers(self, wanted: Wanted, message: msg.LayersReadable) -> None:
         """Of use where the sender's blocks are ours, byte by byte."""
-        if self._announced(wanted) is None:
+        if self._settings.reads_ahead and self._announced(wanted) is None:
             wanted.add_grants(message.grants)
             first, num_blocks = message.first_block, message.num_blocks
             self._apply(wanted, ev.AnnouncedLayers(first, num_blocks, message.num_bytes))

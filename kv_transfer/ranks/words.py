@@ -53,7 +53,9 @@ class Pull(Word, frozen=True):
 
     @classmethod
     def of(cls, number: int, job: PullJob) -> "Pull":
-        """The words for a job."""
+        """The words for a job. Raises InternalError for a read of a part, which no sender of several ranks offers."""
+        if job.part is not None:
+            raise InternalError(f"a part of the blocks of {job.key} would be read whole")
         return cls(
             number=number,
             source=job.source,
