@@ -28,6 +28,12 @@ def chaos_seed() -> int:
     return seed
 
 
+def drawn_transports() -> list[str]:
+    """Over what a long scenario is played: both transports where a seed was asked for, else the one that the seed draws."""
+    both = ["tcp", "shm"]
+    return both if os.environ.get(_NAME) else [random.Random(chaos_seed()).choice(both)]
+
+
 def chaos_rng(name: str) -> random.Random:
     """A source of chance for one test; the same name and seed give the same numbers."""
     logger.warning("%s: %s=%d", name, _NAME, chaos_seed())

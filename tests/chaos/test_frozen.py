@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.fleet import ROUTER
-from tests.chaos.settings import chaos_rng
+from tests.chaos.settings import chaos_rng, drawn_transports
 from tests.chaos.under_fault import LEASE, PEER_TIMEOUT, Scene, fixed_ports, running_scene, until_streaming
 
 SHORT = PEER_TIMEOUT / 2
@@ -16,7 +16,7 @@ NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", drawn_transports())
 async def test_workers_that_freeze_or_die_and_come_back(tmp_path: Path, transport: str) -> None:
     """Frozen for less than the peers' patience, and for longer than a lease: what wakes up was replayed elsewhere.
 

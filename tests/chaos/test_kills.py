@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.kills import run_kills
-from tests.chaos.settings import chaos_rng
+from tests.chaos.settings import chaos_rng, drawn_transports
 
 SECONDS = 18.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", drawn_transports())
 async def test_no_stream_notices_that_workers_die(tmp_path: Path, transport: str) -> None:
     rng = chaos_rng(f"kills over {transport}")
     report = await run_kills(

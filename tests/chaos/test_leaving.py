@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.leaving import run_leaving
-from tests.chaos.settings import chaos_rng
+from tests.chaos.settings import chaos_rng, drawn_transports
 
 NUM_STREAMS = 20
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", drawn_transports())
 async def test_everything_is_free_when_clients_have_left(tmp_path: Path, transport: str) -> None:
     rng = chaos_rng(f"leaving over {transport}")
     report = await run_leaving(tmp_path, rng, transport=transport, num_streams=NUM_STREAMS, num_questions=12)
