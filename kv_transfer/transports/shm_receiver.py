@@ -216,8 +216,7 @@ class _MappedPeer:
 
     def _map_file(self, descriptor: int, num_bytes: int) -> memoryview:
         try:
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            mapping = mmap.mmap(descriptor, num_bytes, flags=flags, prot=mmap.PROT_READ)
+            mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except ValueError as error:  # the file is smaller than was said
             raise TransferError(f"the pool of {self._who} cannot be mapped: {error}") from error
         self._undo.callback(mapping.close)
