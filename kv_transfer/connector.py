@@ -54,7 +54,7 @@ def create_connector(
     """
     counters, completions, sessions = Counters(), Completions(), Sessions()
     me = _Me(settings, Side(layout), model_fingerprint, wake)
-    desks, controls = list[SendDesk](), list[ControlHalf]()
+    controls = list[ControlHalf]()
 
     def failed(thread: str, error: BaseException) -> None:
         for control in controls:
@@ -65,7 +65,7 @@ def create_connector(
         undo.callback(links.close)
         senders, receivers = open_transports(
             settings.transport,
-            _context(settings, sessions, lambda lease: desks[0].lease_idle(lease), failed),
+            _context(settings, sessions, lambda lease: controls[0].lease_idle(lease), failed),
         )
         lending, chooser = Lending(senders), Chooser(of_ranks(receivers), counters)
         undo.callback(lending.close)
@@ -73,7 +73,6 @@ def create_connector(
         data = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
         chooser.attach(data.post_pull)
         sends = _send_desk(me, lending, links, counters, completions)
-        desks.append(sends)
         fetches = _fetch_desk(me, data, chooser, links, counters, completions)
         control = ControlHalf(ControlParts(sends, fetches, links, data, sessions, counters, completions))
         controls.append(control)

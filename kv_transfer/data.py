@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -100,18 +101,20 @@ class DataHalf:
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
         """Who makes the first layers of this step's blocks readable while the others are computed, if any are to be."""
-        split = [order for order in _orders_of(metadata) if order.num_parts > 1]
-        layout = self._memory.layout
+        layout, due = self._memory.layout, defaultdict[int, list[PublishOrder]](list)
+        for order in _orders_of(metadata):
+            for num_layers in split_points(layout.num_layers, order.num_parts):
+                due[num_layers].append(order)
 
         def computed(num_layers: int) -> None:
-            due = [order for order in split if num_layers in split_points(layout.num_layers, order.num_parts)]
-            if due:
-                self._memory.mark_computed()
-            for order in due:
+            if num_layers not in due:
+                return
+            self._memory.mark_computed()
+            for order in due[num_layers]:
                 num_bytes = layout.block_bytes // layout.num_layers * num_layers
                 self._jobs.put(partial(self._publish_layers, order, num_bytes))
 
-        return computed if split else None
+        return computed if due else None
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Keys (sent, received) since the last call."""

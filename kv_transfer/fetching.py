@@ -321,12 +321,9 @@ class FetchDesk(Desk):
         action: ev.Pull | ev.ReadAhead | ev.ReadAgain | ev.CommitBlocks | ev.StopReads,
     ) -> None:
         match action:
-            case ev.Pull():
+            case ev.Pull() | ev.ReadAhead():
                 wanted.source = wanted.source or self._sources[wanted.ref]
-                self._ports.pull(wanted.pull_job(action, self._settings.block_bytes))
-            case ev.ReadAhead():
-                wanted.source = wanted.source or self._sources[wanted.ref]
-                self._ports.pull(wanted.ahead_job(action))
+                self._ports.pull(wanted.job(action, self._settings.block_bytes))
             case ev.ReadAgain():
                 self._read_again(wanted, action.rung)
             case ev.CommitBlocks():

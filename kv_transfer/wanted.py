@@ -59,8 +59,18 @@ class Wanted:
         """Those that came ahead come once more with the announcement."""
         self.grants += [grant for grant in grants if grant not in self.grants]
 
-    def pull_job(self, pull: ev.Pull, block_bytes: int) -> PullJob:
-        """What a pull asks for. block_bytes: of this worker's blocks."""
+    def job(self, action: ev.Pull | ev.ReadAhead, block_bytes: int) -> PullJob:
+        """What is to be read now that ``source`` is known. block_bytes: of this worker's blocks."""
+        return self._pull_job(action, block_bytes) if isinstance(action, ev.Pull) else self._ahead_job(action)
+
+    def read_again(self, rung: Rung) -> Source | None:
+        """Its next pulls go by a ``Read`` of their own, and by this rung. Returns the source that has failed."""
+        failed, self.read, self.ahead = self.source, Read(), []
+        if rung is Rung.OTHER_TRANSPORT:
+            self.source = self.other
+        return failed
+
+    def _pull_job(self, pull: ev.Pull, block_bytes: int) -> PullJob:
         end = pull.first_block + len(pull.block_ids)
         blocks, conversion = (
             SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end]),
@@ -86,8 +96,7 @@ class Wanted:
             ahead=None if announced is not None else self._ahead_of(pull.first_block, end),
         )
 
-    def ahead_job(self, action: ev.ReadAhead) -> PullJob:
-        """A read of what is not announced yet."""
+    def _ahead_job(self, action: ev.ReadAhead) -> PullJob:
         first, end = action.first_block, action.first_block + len(action.block_ids)
         known = self._ahead_of(first, end)
         if known is None:
@@ -106,13 +115,6 @@ class Wanted:
             ahead=known,
             part=BlockPart(action.start_byte, action.end_byte - action.start_byte),
         )
-
-    def read_again(self, rung: Rung) -> Source | None:
-        """Its next pulls go by a ``Read`` of their own, and by this rung. Returns the source that has failed."""
-        failed, self.read, self.ahead = self.source, Read(), []
-        if rung is Rung.OTHER_TRANSPORT:
-            self.source = self.other
-        return failed
 
     @property
     def _known_source(self) -> Source:
