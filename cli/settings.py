@@ -87,7 +87,7 @@ class LocalSettings(CommandSettings):
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one step of one worker; longer prompts are computed in chunks of this size."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of each worker's KV pool; unset: measured."""
+    """Bytes of each worker's KV pool, which it has from its start; unset: measured."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of each worker; unset: the machine's cores shared evenly."""
     tensor_parallel_size: int = Field(default=1, ge=1)
