@@ -56,7 +56,7 @@ class WorkerSettings(Settings):
     max_model_len: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; the model's own where unset."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of the KV pool, had at the start; unset: min(1 GiB, a quarter of free memory / workers) on CPU, measured on CUDA."""
+    """Bytes of the KV pool, had at once; unset: CPU min(1 GiB, a quarter of free memory / workers), CUDA measured."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that a worker may use."""
     workers_on_host: int = Field(default=1, ge=1)
