@@ -34,10 +34,10 @@ from kv_transfer.transport import (
     Read,
     ReadRequest,
     Source,
+    address_of,
     blocks_per_piece,
     write_views,
 )
-from kv_transfer.transports.block_copy import address_of
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transport
@@ -88,7 +88,10 @@ def memcpy_in_c(job: Job, folder: Path) -> Way | None:
 
 @contextmanager
 def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
-    """(without, with digests): block lists to bytes in place, and a pull order to the report that all is verified."""
+    """(without, with digests): a request to bytes in place, and a pull order to the report that all is verified.
+
+    The lists of blocks are made beforehand, as they are for what is bare.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         lender(_lend, name, job.shape, Path(folder), job.source_ids) as pipe,
@@ -105,9 +108,13 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
         data.attach(Lending({name: opened.sender}), reports)
         data.start(job.target)
 
+        request, views = (
+            ReadRequest(LEASE, 0, job.shape.num_blocks, job.grants),
+            write_views(job.target, job.target_ids),
+        )
+
         def fetch() -> None:
-            request = ReadRequest(LEASE, list(range(job.shape.num_blocks)), job.grants)
-            opened.receiver.fetch(where, request, write_views(job.target, job.target_ids), Read())
+            opened.receiver.fetch(where, request, views, Read())
 
         def pull() -> None:
             data.post_pull(job.pull(where))

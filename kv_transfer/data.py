@@ -17,7 +17,7 @@ from contract.errors import ErrorKind, InternalError, KvbatonError, TransferErro
 from engine.connector import KVMemory, LayerWatch
 from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.digesting import UnfinishedBlocks, digest_of, digests_of, split_points
+from kv_transfer.digesting import UnfinishedBlocks, digests_of, split_points
 from kv_transfer.orders import CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata
 from kv_transfer.pulling import PullThreads
 from kv_transfer.staging import DEFAULT_STAGING_BYTES, Staging
@@ -30,7 +30,9 @@ from kv_transfer.transport import (
     Source,
     blocks_per_piece,
     grants_within,
+    is_flat,
     may_heal,
+    read_views,
     write_views,
 )
 from kv_transfer.transports.lending import Lending
@@ -128,8 +130,11 @@ class DataHalf:
             self._jobs.put(partial(self._reports.fetch_event, job.key, outcome))
 
     def post_commit(self, job: CommitJob) -> None:
-        """Queue a commit; it ends with CommitDone, JobFailed or JobStopped."""
-        self._jobs.put(partial(self._commit, job))
+        """Queue a commit; it ends with CommitDone, JobFailed or JobStopped. At once where there is nothing to do for it."""
+        if is_flat(self._memory):
+            self._commit(job)
+        else:
+            self._jobs.put(partial(self._commit_queued, job))
 
     def leave(self, source: Source) -> None:
         """The link of this source is gone: its thread ends when its reads are terminal."""
@@ -209,15 +214,21 @@ class DataHalf:
         if unfinished is not None:  # it is lent already
             return ev.RangeReady(first, unfinished.finish(self._memory, start, end))
         block_ids = order.block_ids[start:end]
-        digests = digests_of(self._memory, block_ids, order.seeds[start:end])
+        digests = digests_of(read_views(self._memory, block_ids), order.seeds[start:end])
         return ev.RangeReady(first, digests, self._lending.publish(order.name, block_ids))
 
     def _pull(self, job: PullJob) -> None:
         work = self._move_and_verify if job.part is None else self._read_ahead
         self._finish(job, partial(work, job))
 
-    def _commit(self, job: CommitJob) -> None:
+    def _commit_queued(self, job: CommitJob) -> None:
         self._current = job
+        try:
+            self._commit(job)
+        finally:
+            self._current = None
+
+    def _commit(self, job: CommitJob) -> None:
         self._finish(job, partial(self._make_visible, job))
 
     def _finish(self, job: PullJob | CommitJob, work: Callable[[], ev.FetchEvent]) -> None:
@@ -235,9 +246,6 @@ class DataHalf:
         except Exception as error:  # the boundary of a job: its transfer fails, the others go on
             logger.exception("moving blocks of %s failed", job.key)
             outcome = ev.JobFailed(ErrorKind.INTERNAL, f"moving blocks failed: {error}")
-        finally:
-            if isinstance(job, CommitJob):
-                self._current = None
         self._reports.fetch_event(job.key, outcome)
 
     def _move_and_verify(self, job: PullJob) -> ev.FetchEvent:
@@ -245,18 +253,19 @@ class DataHalf:
         begin = time.monotonic()
         if job.conversion is not None:
             self._convert(job, job.conversion, views)
-            self._tell_landed(job, len(views), begin, time.monotonic())
+            verified_at = end = time.monotonic()
         else:
-            self._read(job, job.shares[0], job.first_block, views, partial(self._tell_landed, job))
-        return ev.PieceVerified(len(views), time.monotonic())
+            begin, end = self._read(job, job.shares[0], job.first_block, views)
+            verified_at = time.monotonic()
+        self._reports.fetch_event(job.key, ev.PieceLanded(len(views), begin, end))
+        return ev.PieceVerified(len(views), verified_at)
 
     def _read_ahead(self, job: PullJob) -> ev.FetchEvent:
         """What fails here is read with the rest of its block."""
         begin, part, ahead = time.monotonic(), job.part, job.ahead
         if part is None or ahead is None:
             raise InternalError("a read ahead says what it reads")
-        indices = list(range(job.first_block, job.first_block + len(job.block_ids)))
-        request = ReadRequest(job.name, indices, job.grants, part)
+        request = ReadRequest(job.name, job.first_block, len(job.block_ids), job.grants, part)
         try:
             self._receiver.fetch(
                 job.source, request, write_views(self._memory, job.block_ids, part), job.read
@@ -268,12 +277,9 @@ class DataHalf:
             return ev.ReadAheadOver(None)
         if ahead.num_read == part.start_byte:
             ahead.num_read += part.num_bytes
-        num_bytes = len(indices) * part.num_bytes
+        num_bytes = request.num_blocks * part.num_bytes
         self._counters.add("transfer_bytes_total", num_bytes, transport=job.source.transport)
         return ev.ReadAheadOver((begin, time.monotonic()))
-
-    def _tell_landed(self, job: PullJob, num_blocks: int, begin: float, end: float) -> None:
-        self._reports.fetch_event(job.key, ev.PieceLanded(num_blocks, begin, end))
 
     def _convert(self, job: PullJob, conversion: Conversion, views: Sequence[memoryview]) -> None:
         """Piece by piece: read the sender's blocks into staging, verify them there, and only then write ours."""
@@ -305,11 +311,10 @@ class DataHalf:
         share: Share,
         first_block: int,
         views: Sequence[memoryview],
-        told: Callable[[int, float, float], None] = lambda _num_blocks, _begin, _end: None,
-    ) -> None:
+    ) -> tuple[float, float]:
         """Read, and verify each piece as it lands: while the next one is on its way, and this one is still in cache.
 
-        told: hears (blocks, begin, end) of each copy, before it is verified.
+        Returns when the copy began and ended; what verifying took is left out of the time between.
         """
         count, transport = len(views), job.source.transport
         num_verified, begin = 0, time.monotonic()
@@ -317,19 +322,21 @@ class DataHalf:
         def verify(num_landed: int) -> None:
             nonlocal num_verified, begin
             if num_landed > num_verified:
-                told(num_landed - num_verified, begin, time.monotonic())
+                landed_at = time.monotonic()
                 self._verify(job, share, first_block + num_verified, views[num_verified:num_landed])
-                num_verified, begin = num_landed, time.monotonic()
+                num_verified, begin = num_landed, begin + (time.monotonic() - landed_at)
 
         grants = grants_within(job.grants, first_block, first_block + count)
         of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
         part, missing = self._part_to_read(job, views)
-        request = ReadRequest(job.name, list(range(first_block, first_block + count)), of_rank, part)
+        request = ReadRequest(job.name, first_block, count, of_rank, part)
         with job.read.telling(verify):
             self._receiver.fetch(job.source.of_rank(share.rank), request, missing, job.read)
         verify(count)
+        end = time.monotonic()
         self._counters.add("transfer_blocks_total", count, transport=transport)
         self._counters.add("transfer_bytes_total", count * missing[0].nbytes, transport=transport)
+        return begin, end
 
     def _part_to_read(
         self, job: PullJob, views: Sequence[memoryview]
@@ -345,7 +352,7 @@ class DataHalf:
         job.read.check()
         offset, end = first_block - job.first_block, first_block - job.first_block + len(views)
         announced = share.digests[offset:end]
-        found = tuple(map(digest_of, views, job.seeds[offset:end]))
+        found = digests_of(views, job.seeds[offset:end])
         if found != announced:
             bad = next(at for at in range(len(views)) if found[at] != announced[at])
             self._counters.add("transfer_digest_mismatches_total")

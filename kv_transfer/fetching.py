@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from contract.errors import ErrorKind, InternalError
@@ -327,7 +328,8 @@ class FetchDesk(Desk):
             case ev.ReadAgain():
                 self._read_again(wanted, action.rung)
             case ev.CommitBlocks():
-                self._ports.commit(CommitJob(wanted.key, action.block_ids, wanted.read))
+                job = CommitJob(wanted.key, action.block_ids, wanted.read)
+                self._later.append(partial(self._ports.commit, job))  # it may be done, and reported, at once
             case ev.StopReads():
                 self._later.append(wanted.read.stop)
 

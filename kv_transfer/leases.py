@@ -3,36 +3,25 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.connector import KVMemory
-from kv_transfer.transport import (
-    BlockPart,
-    LeaseName,
-    ReadRequest,
-    StaleLeaseError,
-    block_span,
-    is_flat,
-    read_views,
-)
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, read_views
 
 
 @dataclass
 class _Lease:
-    """views: of the blocks of a flat pool, made when they are lent and not when somebody waits for them."""
-
     memory: KVMemory
-    block_ids: list[int] = field(default_factory=list)
-    views: list[memoryview] = field(default_factory=list)
+    block_ids: npt.NDArray[np.int64]
     num_readers: int = 0
     num_revokes: int = 0
 
-    def read(self, request: ReadRequest) -> list[memoryview]:
-        if self.views:
-            return _cut(request.pick(self.views), request.part)
-        return _cut(
-            [self.memory.read_view(block_id) for block_id in request.pick(self.block_ids)], request.part
-        )
+    def read(self, request: ReadRequest) -> Sequence[memoryview]:
+        wanted = self.block_ids[request.within(len(self.block_ids))]
+        return read_views(self.memory, wanted, request.part)
 
 
 class LeaseBook:
@@ -44,12 +33,10 @@ class LeaseBook:
         self._leases: dict[LeaseName, _Lease] = {}
 
     def extend(self, name: LeaseName, memory: KVMemory, block_ids: Sequence[int]) -> None:
-        """Make ``block_ids`` readable as the next indices of this lease."""
-        views = read_views(memory, block_ids) if is_flat(memory) else ()
+        """Make ``block_ids`` readable as the next blocks of this lease."""
         with self._lock:
-            lease = self._leases.setdefault(name, _Lease(memory))
-            lease.views.extend(views)
-            lease.block_ids.extend(block_ids)
+            lease = self._leases.setdefault(name, _Lease(memory, np.zeros(0, np.int64)))
+            lease.block_ids = np.concatenate([lease.block_ids, block_ids], dtype=np.int64)
 
     def revoke(self, name: LeaseName) -> None:
         """End the lease; ``on_idle`` is called once for each call, as soon as nobody reads."""
@@ -62,7 +49,7 @@ class LeaseBook:
         self._on_idle(name)
 
     @contextmanager
-    def reading(self, request: ReadRequest) -> Iterator[list[memoryview]]:
+    def reading(self, request: ReadRequest) -> Iterator[Sequence[memoryview]]:
         """The requested blocks' bytes; the lease cannot become idle within.
 
         Raises StaleLeaseError, and TransferError for a part that no block has.
@@ -100,13 +87,6 @@ class LeaseBook:
             self._leases.pop(name, None)
         for _ in range(lease.num_revokes):
             self._on_idle(name)
-
-
-def _cut(views: Sequence[memoryview], part: BlockPart | None) -> list[memoryview]:
-    if part is None:
-        return list(views)
-    start, end = block_span(views[0].nbytes, part)
-    return [view[start:end] for view in views]
 
 
 class Sessions:

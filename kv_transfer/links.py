@@ -298,7 +298,8 @@ class LinkLoop:
     def _watch(self, link: Link) -> None:
         if link in self._links:
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
-            self._selector.modify(link.sock, mask, partial(self._serve, link))
+            if self._selector.get_key(link.sock).events != mask:
+                self._selector.modify(link.sock, mask, partial(self._serve, link))
 
     def _end(self, link: Link, error: KvbatonError) -> None:
         if link not in self._links:

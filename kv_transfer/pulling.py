@@ -1,5 +1,6 @@
 """The threads that read from peers: one per source, so that a peer that is stuck holds up nobody but itself."""
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,13 +12,17 @@ from kv_transfer.transport import Source
 
 @dataclass(eq=False)
 class _Lane:
-    """The reads from one source, in the order in which they were posted; ``current`` is the one that runs."""
+    """The reads from one source, in the order in which they were posted; ``current`` is the one that runs.
+
+    wake: a token for everything that the thread may wait for; one lane's work wakes no other one.
+    """
 
     source: Source
     thread: threading.Thread
     jobs: deque[PullJob] = field(default_factory=deque)
     current: PullJob | None = None
     is_ending: bool = False
+    wake: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
 
 
 class PullThreads:
@@ -36,7 +41,7 @@ class PullThreads:
     ) -> None:
         self._work, self._forget, self._on_bug = work, forget, on_bug
         self._idle_seconds = idle_seconds
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._open_lanes: dict[Source, _Lane] = {}
         self._lanes: set[_Lane] = set()
         self._is_closed = False
@@ -46,38 +51,38 @@ class PullThreads:
 
         That is so after ``stop``, and where the system gives no further thread.
         """
-        with self._changed:
+        with self._lock:
             lane = None if self._is_closed else self._open_lanes.get(job.source) or self._open(job.source)
             if lane is None:
                 return False
             lane.jobs.append(job)
-            self._changed.notify_all()
+        lane.wake.put(None)
         return True
 
     def leave(self, source: Source) -> None:
         """The link is gone: end the source's thread once what it was given is terminal."""
-        with self._changed:
+        with self._lock:
             lane = self._open_lanes.pop(source, None)
             if lane is not None:
                 lane.is_ending = True
-                self._changed.notify_all()
+                lane.wake.put(None)
                 return
         self._forget(source)
 
     def stop(self) -> None:
         """Take no further read and stop the others. Does not block; idempotent."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             for lane in self._lanes:
                 lane.is_ending = True
+                lane.wake.put(None)
             jobs = [job for lane in self._lanes for job in (lane.current, *lane.jobs) if job is not None]
-            self._changed.notify_all()
         for job in jobs:
             job.read.stop()
 
     def join(self) -> None:
         """After ``stop``: wait until every read is terminal and its thread has ended."""
-        with self._changed:
+        with self._lock:
             lanes = list(self._lanes)
         for lane in lanes:
             lane.thread.join()
@@ -85,19 +90,19 @@ class PullThreads:
     @property
     def num_threads(self) -> int:
         """How many sources have a thread now."""
-        with self._changed:
+        with self._lock:
             return len(self._lanes)
 
     @property
     def num_queued(self) -> int:
         """Reads that have not begun."""
-        with self._changed:
+        with self._lock:
             return sum(len(lane.jobs) for lane in self._lanes)
 
     @property
     def current_keys(self) -> list[str]:
         """The requests that are being read for."""
-        with self._changed:
+        with self._lock:
             return [lane.current.key for lane in self._lanes if lane.current is not None]
 
     def _open(self, source: Source) -> _Lane | None:
@@ -120,19 +125,24 @@ class PullThreads:
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must hear of its end
             self._on_bug(error)
         finally:
-            with self._changed:
+            with self._lock:
                 self._remove(lane)
 
     def _next(self, lane: _Lane) -> PullJob | None:
         """Block for the next read; None: the lane is closed to new ones and its thread ends."""
-        with self._changed:
-            lane.current = None
-            self._changed.wait_for(lambda: lane.jobs or lane.is_ending, self._idle_seconds)
-            if lane.jobs:
-                lane.current = lane.jobs.popleft()
-            else:
-                self._remove(lane)
-            return lane.current
+        is_idle = False
+        while True:
+            with self._lock:
+                lane.current = lane.jobs.popleft() if lane.jobs else None
+                if lane.current is not None:
+                    return lane.current
+                if lane.is_ending or is_idle:
+                    self._remove(lane)
+                    return None
+            try:
+                lane.wake.get(timeout=self._idle_seconds)
+            except queue.Empty:
+                is_idle = True
 
     def _remove(self, lane: _Lane) -> None:
         if self._open_lanes.get(lane.source) is lane:

@@ -128,8 +128,8 @@ class CorruptingReceiver:
             self._inner.fetch(source, request, views, read)
         if self.num_times == 0 or self._transport not in (None, source.transport):
             return
-        for index, view in zip(request.indices, views, strict=True):
-            if index == self._block_index:
+        for number, view in enumerate(views, request.first_block):
+            if number == self._block_index:
                 view[len(view) // 2] ^= 0x10
                 self.num_times = None if self.num_times is None else self.num_times - 1
 

@@ -7,10 +7,13 @@ in that list, so nobody can ask for a block outside it. A read counts only when 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol, TypeGuard, TypeVar, overload, runtime_checkable
+from typing import Annotated, Protocol, TypeGuard, overload, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from contract.errors import KvbatonError, TransferError, WorkerLostError
 from engine.connector import KVMemory
@@ -18,9 +21,7 @@ from engine.connector import KVMemory
 MAX_PIECE_BYTES = 4 * 2**20
 MAX_PIECE_BLOCKS = 256
 MAX_GRANT_BYTES = 65536
-_LAST_PIECE = 4
-"""The last piece of a read is at most so small a part of the others."""
-_T = TypeVar("_T")
+BlockIds = Sequence[int] | npt.NDArray[np.int64]
 
 
 def blocks_per_piece(block_bytes: int) -> int:
@@ -57,30 +58,44 @@ def block_span(block_bytes: int, part: BlockPart | None) -> tuple[int, int]:
     return part.start_byte, end
 
 
+def block_outside(ids: npt.NDArray[np.int64], num_blocks: int) -> int | None:
+    """One of the blocks, at least one, that a pool of so many does not have."""
+    at = ids.view(np.uint64).argmax()  # a negative one is larger than all
+    return None if 0 <= (block_id := ids.item(at)) < num_blocks else block_id
+
+
+def address_of(memory: memoryview) -> int:
+    """Where it begins, also if it cannot be written to."""
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
+
+
 class BlockViews(Sequence[memoryview]):
     """The blocks ``block_ids`` of a flat pool, as views that are made when they are looked at: keeping thousands is slow.
 
-    part: of each block, if not all of it. Raises IndexError for a block that the pool does not have, TransferError for a
-    part that no block has.
+    part: of each block, if not all of it. ids: the blocks as 64-bit numbers. address: where the pool begins. Raises
+    IndexError for a block that the pool does not have, TransferError for a part that no block has.
     """
 
     def __init__(
-        self, pool: memoryview, block_bytes: int, block_ids: Sequence[int], part: BlockPart | None = None
+        self, pool: memoryview, block_bytes: int, block_ids: BlockIds, part: BlockPart | None = None
     ) -> None:
-        low, high, num_blocks = (
-            min(block_ids, default=0),
-            max(block_ids, default=-1),
-            pool.nbytes // block_bytes,
-        )
-        if low < 0 or high >= num_blocks:
-            raise IndexError(f"blocks {low}..{high} of a pool of {num_blocks}")
+        ids, num_blocks = np.asarray(block_ids, np.int64), pool.nbytes // block_bytes
+        if len(ids) and (outside := block_outside(ids, num_blocks)) is not None:
+            raise IndexError(f"block {outside} of a pool of {num_blocks}")
         self.pool, self.block_bytes, self.block_ids, self.part = pool, block_bytes, block_ids, part
+        self.ids, self.address = ids, address_of(pool)
         self._span = block_span(block_bytes, part)
 
     @property
     def view_bytes(self) -> int:
         """Of each view."""
         return self._span[1] - self._span[0]
+
+    def put_addresses(self, out: npt.NDArray[np.generic]) -> None:
+        """Where each view begins, as 64-bit numbers."""
+        np.multiply(self.ids, self.block_bytes, out=out, casting="unsafe")
+        np.add(out, self.address + self._span[0], out=out, casting="unsafe")
 
     def __len__(self) -> int:
         """How many blocks."""
@@ -95,7 +110,9 @@ class BlockViews(Sequence[memoryview]):
     def __getitem__(self, index: int | slice) -> "memoryview | BlockViews":
         """One view, or fewer blocks."""
         if isinstance(index, slice):
-            return BlockViews(self.pool, self.block_bytes, self.block_ids[index], self.part)
+            some = copy(self)
+            some.block_ids, some.ids = self.block_ids[index], self.ids[index]
+            return some
         at, (start, end) = self.block_ids[index] * self.block_bytes, self._span
         return self.pool[at + start : at + end]
 
@@ -110,14 +127,12 @@ class BlockViews(Sequence[memoryview]):
         return [pool[block_id * size + start : block_id * size + end] for block_id in self.block_ids]
 
 
-def read_views(
-    memory: KVMemory, block_ids: Sequence[int], part: BlockPart | None = None
-) -> Sequence[memoryview]:
+def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = None) -> Sequence[memoryview]:
     """``read_view`` of each block, or a part; of a flat pool without a call for each. Raises as ``BlockViews`` does."""
     if is_flat(memory):
         return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
-    return [memory.read_view(block_id)[start:end] for block_id in block_ids]
+    return [memory.read_view(int(block_id))[start:end] for block_id in block_ids]
 
 
 def write_views(
@@ -128,6 +143,13 @@ def write_views(
         return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.write_view(block_id)[start:end] for block_id in block_ids]
+
+
+def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:
+    """Raise TransferError unless so many bytes, which ``who`` has in what is read of a block, fit each view."""
+    sizes = {views.view_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
+    if sizes - {num_bytes}:
+        raise TransferError(f"a block of {who} has {num_bytes} bytes, not {min(sizes - {num_bytes})}")
 
 
 class StaleLeaseError(TransferError):
@@ -176,48 +198,45 @@ def grants_within(grants: Iterable[RangeGrant], first_block: int, end_block: int
 
 
 class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The blocks ``indices`` of a lease, relative to the transfer; one at least.
+    """The blocks ``first_block``..``end_block`` - 1 of a lease, by their index in it.
 
     grants: of the ranges that these blocks are in, in order and without a gap; they are not said to the sender.
     part: of each of the blocks; None is all of it.
     """
 
     name: LeaseName
-    indices: Annotated[list[int], msgspec.Meta(min_length=1)]
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
     grants: tuple[RangeGrant, ...] = ()
     part: BlockPart | None = None
 
-    def pieces(self, num_bytes: int) -> Iterator[tuple[int, "ReadRequest"]]:
-        """(offset into ``indices``, request) of at most MAX_PIECE_BYTES (at least one block) each, the last one smaller.
+    @property
+    def end_block(self) -> int:
+        """The first block behind these."""
+        return self.first_block + self.num_blocks
 
-        What is verified behind the last byte delays the read; all else is verified while later pieces are on their way.
+    def pieces(self, num_bytes: int) -> Iterator[tuple[int, "ReadRequest"]]:
+        """(how many blocks before it, request) of at most MAX_PIECE_BYTES (at least one block) each.
+
         num_bytes: what is read of each block.
         """
-        step, start, count = blocks_per_piece(num_bytes), 0, len(self.indices)
-        last = max(1, step // _LAST_PIECE)
-        while start < count:
-            left = count - start
-            size = min(step, left - last if left > 2 * last else left)
-            yield start, ReadRequest(self.name, self.indices[start : start + size], part=self.part)
-            start += size
+        step = blocks_per_piece(num_bytes)
+        for start in range(0, self.num_blocks, step):
+            size = min(step, self.num_blocks - start)
+            yield start, ReadRequest(self.name, self.first_block + start, size, part=self.part)
 
-    def pick(self, lent: Sequence[_T], base: int = 0) -> Sequence[_T]:
-        """What stands behind the indices among the items that are lent, of which the first is ``base``'s.
+    def within(self, num_lent: int, base: int = 0) -> slice:
+        """Where these blocks stand among ``num_lent`` that are lent, of which the first is block ``base``.
 
         Raises StaleLeaseError.
         """
-        first, count = self.indices[0] - base, len(self.indices)
-        if self.indices == list(
-            range(base + first, base + first + count)
-        ):  # the usual one, faster for thousands
-            if first >= 0 and first + count <= len(lent):
-                return lent[first : first + count]
-        elif min(self.indices) >= base and max(self.indices) < base + len(lent):
-            return [lent[index - base] for index in self.indices]
-        outside = next(index for index in self.indices if not base <= index < base + len(lent))
-        raise StaleLeaseError(
-            f"block {outside} of transfer {self.name.transfer_id} is not readable; {len(lent)} blocks are"
-        )
+        start, end = self.first_block - base, self.end_block - base
+        if start < 0 or end > num_lent:
+            outside = self.first_block if start < 0 else max(self.first_block, base + num_lent)
+            raise StaleLeaseError(
+                f"block {outside} of transfer {self.name.transfer_id} is not readable; {num_lent} blocks are"
+            )
+        return slice(start, end)
 
 
 @dataclass(frozen=True)
@@ -302,8 +321,8 @@ class Read:
     def landed(self, num_blocks: int) -> None:
         """Called by a transport, in the thread that fetches: the request's first ``num_blocks`` have their bytes.
 
-        The lease was valid after the last of them, and they are not written to any more. Raises TransferError when they
-        are not what they should be: the transport must end the read. To say nothing is allowed.
+        They are not written to any more; whether the lease was valid is told by the end of the read. Raises TransferError
+        when they are not what they should be: the transport must end the read. To say nothing is allowed.
         """
         if self._on_landed is not None:
             self._on_landed(num_blocks)
@@ -343,7 +362,7 @@ class ReceiverTransport(Protocol):
     """Reads blocks of other processes' pools. Thread-safe: one thread at a time fetches from one source."""
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Fill ``views[i]`` with the block ``request.indices[i]``; terminal when it returns or raises.
+        """Fill ``views[i]`` with the block ``request.first_block + i``; terminal when it returns or raises.
 
         Raises ReadStoppedError after ``read.stop()``, StaleLeaseError when the lease is over, TransferError else.
         """

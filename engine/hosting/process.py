@@ -31,7 +31,7 @@ from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
 _PR_SET_PDEATHSIG = 1
 _FLUSH_MILLISECONDS = 2000
 _LAST_WORDS_SECONDS = 0.5
-_SWITCH_SECONDS = 0.0002
+_SWITCH_SECONDS = 0.00005
 """How long a thread may keep Python's lock while another waits: one that moves KV takes it again and again."""
 
 

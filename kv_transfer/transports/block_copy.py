@@ -6,9 +6,9 @@ in C that holds the lock: for a piece, which takes a fraction of a millisecond.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,12 @@ from kv_transfer.transport import BlockViews
 
 _MIN_RUN_BYTES = 2**18
 """Of the runs of a piece, on average: below that, letting the lock go for each costs more than it gives."""
-_NUM_LOOKS = 8
+_MIN_ADDRESSES = 1024
 Ids = npt.NDArray[np.int64]
 _Items = npt.NDArray[np.void]
 
 
-@dataclass(slots=True)
+@dataclass
 class PoolItems:
     """The bytes ``start``..``start + num_bytes`` - 1 of the blocks ``ids`` of a flat pool that begins at ``address``.
 
@@ -44,64 +44,76 @@ class PoolItems:
     @classmethod
     def of(cls, views: BlockViews) -> "PoolItems":
         """What these views show."""
-        ids, start = as_ids(views.block_ids), 0 if views.part is None else views.part.start_byte
-        return cls(views.pool, address_of(views.pool), views.block_bytes, ids, start, views.view_bytes)
+        start = 0 if views.part is None else views.part.start_byte
+        return cls(views.pool, views.address, views.block_bytes, views.ids, start, views.view_bytes)
 
-    def may_run(self, start: int, end: int) -> bool:
-        """Each is large, or a few looks say that successive blocks may be usual among ``start``..``end`` - 1."""
-        if self.num_bytes >= _MIN_RUN_BYTES:
-            return True
-        ids: list[int] = self.ids[start : min(start + _NUM_LOOKS + 1, end)].tolist()
-        return 2 * sum(later - one == 1 for one, later in pairwise(ids)) >= len(ids) - 1
-
-    def run_ends(self, start: int, end: int) -> list[int]:
-        """Where the runs of successive blocks among the items ``start``..``end`` - 1 end."""
-        breaks = self.ids[start + 1 : end] - self.ids[start : end - 1] != 1
-        ends: list[int] = (breaks.nonzero()[0] + (start + 1)).tolist()
-        return [*ends, end]
+    def runs(self) -> "Runs | None":
+        """The runs of successive blocks; None where two looks show none, or they are too short to be worth a call each."""
+        ids, middle = self.ids, len(self.ids) // 2
+        if len(ids) > 1 and ids.item(0) + 1 != ids.item(1) and ids.item(middle - 1) + 1 != ids.item(middle):
+            return None
+        starts = (ids[1:] - ids[:-1] != 1).nonzero()[0]
+        if len(starts) * _MIN_RUN_BYTES > 2 * len(ids) * self.num_bytes:
+            return None
+        return Runs((starts + 1).tolist(), self.num_bytes)
 
     def of_pool(self) -> _Items:
         """The item of every block of the pool, by block. As long as it is kept, the pool's buffer is exported."""
         shape, kind = (self.pool.nbytes // self.block_bytes,), np.dtype(f"V{self.num_bytes}")
         return np.ndarray(shape, kind, self.pool, self.start, (self.block_bytes,))
 
-    @property
-    def addresses(self) -> Ids:
+    def put_addresses(self, out: Ids) -> None:
         """Where each item begins."""
-        return self.ids * self.block_bytes + (self.address + self.start)
+        np.multiply(self.ids, self.block_bytes, out=out)
+        np.add(out, self.address + self.start, out=out)
 
 
-def copying(source: PoolItems, target: PoolItems) -> Callable[[int, int], None]:
-    """What copies the items from a first one to before a last one, one at least. Those of both have one size."""
-    by_address: Callable[[int, int], None] | None = None
+@dataclass
+class Runs:
+    """starts: at which items a run of successive blocks begins, but for the first one; ``num_bytes`` each item."""
 
-    def copy(start: int, end: int) -> None:
-        nonlocal by_address
-        max_runs = max(1, (end - start) * source.num_bytes // _MIN_RUN_BYTES)
-        if source.may_run(start, end) and len(ends := source.run_ends(start, end)) <= max_runs:
-            _copy_from_runs(source, target, start, ends)
-        elif (
-            source.is_whole
-            and target.may_run(start, end)
-            and len(ends := target.run_ends(start, end)) <= max_runs
-        ):
-            _copy_to_runs(source, target, start, ends)
-        else:
-            by_address = by_address or _by_address(source, target)
-            by_address(start, end)
+    starts: list[int]
+    num_bytes: int
 
-    return copy
+    def ends(self, start: int, end: int) -> list[int] | None:
+        """Where those among the items ``start``..``end`` - 1 end; None where they are too many for a call each."""
+        first, last = bisect_right(self.starts, start), bisect_left(self.starts, end)
+        if last - first >= max(1, (end - start) * self.num_bytes // _MIN_RUN_BYTES):
+            return None
+        return [*self.starts[first:last], end]
 
 
-def as_ids(block_ids: Sequence[int]) -> Ids:
-    """As ``PoolItems`` wants them."""
-    return np.fromiter(block_ids, np.int64, len(block_ids))
+class BlockCopier:
+    """Owns two lists of addresses, which serve one read after the other. Used by one thread at a time."""
 
+    def __init__(self) -> None:
+        self._from, self._to = _Addresses(), _Addresses()
 
-def address_of(pool: memoryview) -> int:
-    """Where a view of memory begins, also one that cannot be written to."""
-    address: int = np.frombuffer(pool, np.uint8).__array_interface__["data"][0]
-    return address
+    def copying(self, source: PoolItems, target: PoolItems) -> Callable[[int, int], None]:
+        """What copies the items from a first one to before a last one, one at least. Those of both have one size.
+
+        It is good until the next one is asked for.
+        """
+        from_runs, to_runs = source.runs(), target.runs() if source.is_whole else None
+        by_address: Callable[[int, int], None] | None = None
+        if from_runs is to_runs is None:
+            return self._by_address(source, target)
+
+        def copy(start: int, end: int) -> None:
+            nonlocal by_address
+            if from_runs is not None and (ends := from_runs.ends(start, end)) is not None:
+                _copy_from_runs(source, target, start, ends)
+            elif to_runs is not None and (ends := to_runs.ends(start, end)) is not None:
+                _copy_to_runs(source, target, start, ends)
+            else:
+                by_address = by_address or self._by_address(source, target)
+                by_address(start, end)
+
+        return copy
+
+    def _by_address(self, source: PoolItems, target: PoolItems) -> Callable[[int, int], None]:
+        out_of, into = self._from.items(source), self._to.items(target)
+        return lambda start, end: _copy_data(into[start:end], out_of[start:end])
 
 
 def _copy_from_runs(source: PoolItems, target: PoolItems, start: int, ends: list[int]) -> None:
@@ -118,11 +130,6 @@ def _copy_to_runs(source: PoolItems, target: PoolItems, start: int, ends: list[i
         run = into[target.ids[start] : target.ids[stop - 1] + 1]
         np.take(out_of, source.ids[start:stop], out=run, mode="clip")
         start = stop
-
-
-def _by_address(source: PoolItems, target: PoolItems) -> Callable[[int, int], None]:
-    out_of, into = _Scattered(source), _Scattered(target)
-    return lambda start, end: _copy_data(into.view[start:end], out_of.view[start:end])
 
 
 class _Buffer(ctypes.Structure):
@@ -149,22 +156,37 @@ _copy_data = ctypes.pythonapi.PyObject_CopyData  # one memcpy for each item; rai
 _copy_data.restype, _copy_data.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.py_object)
 
 
-class _Scattered:
-    """Items as one buffer, which is an array of pointers to them (PEP 3118, suboffsets). Keep this as long as ``view``."""
+class _Addresses:
+    """Owns a list of addresses, and the buffer whose items lie there (PEP 3118, suboffsets)."""
 
-    def __init__(self, items: PoolItems) -> None:
-        self._addresses = items.addresses
-        count, size = len(self._addresses), items.num_bytes
-        numbers = (ctypes.c_ssize_t * 3)(count, ctypes.sizeof(ctypes.c_void_p), 0)
-        shape, step = ctypes.addressof(numbers), ctypes.sizeof(ctypes.c_ssize_t)
-        buffer = _Buffer(
-            buf=self._addresses.__array_interface__["data"][0],
-            len=count * size,
-            itemsize=size,
-            ndim=1,
-            format=b"B",
-            shape=shape,
-            strides=shape + step,
-            suboffsets=shape + 2 * step,
-        )
-        self.view: memoryview = _view_of(buffer)  # it has taken over the numbers, not the addresses
+    def __init__(self) -> None:
+        self._addresses: Ids = np.zeros(0, np.int64)
+        self._view, self._item_bytes = memoryview(b""), 0
+
+    def items(self, items: PoolItems) -> memoryview:
+        """The items themselves; good until the next call."""
+        count = len(items.ids)
+        if count > len(self._addresses) or items.num_bytes != self._item_bytes:
+            self._addresses = np.zeros(max(count, len(self._addresses), _MIN_ADDRESSES), np.int64)
+            self._view, self._item_bytes = _buffer_of(self._addresses, items.num_bytes), items.num_bytes
+        items.put_addresses(self._addresses[:count])
+        return self._view
+
+
+def _buffer_of(addresses: Ids, item_bytes: int) -> memoryview:
+    """``addresses`` must be kept as long as this, which follows what they become."""
+    count = len(addresses)
+    numbers = (ctypes.c_ssize_t * 3)(count, ctypes.sizeof(ctypes.c_void_p), 0)
+    shape, step = ctypes.addressof(numbers), ctypes.sizeof(ctypes.c_ssize_t)
+    buffer = _Buffer(
+        buf=addresses.__array_interface__["data"][0],
+        len=count * item_bytes,
+        itemsize=item_bytes,
+        ndim=1,
+        format=b"B",
+        shape=shape,
+        strides=shape + step,
+        suboffsets=shape + 2 * step,
+    )
+    view: memoryview = _view_of(buffer)  # it has taken over the numbers, not the addresses
+    return view

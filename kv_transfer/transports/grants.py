@@ -15,14 +15,15 @@ class GrantBook:
         self._leases: dict[LeaseName, list[int]] = {}
 
     def extend(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Make ``block_ids`` readable as the next indices of this lease."""
+        """Make ``block_ids`` readable as the next blocks of this lease."""
         with self._lock:
             self._leases.setdefault(name, []).extend(block_ids)
 
     def grant(self, request: ReadRequest) -> list[int]:
-        """The blocks behind the indices, under a lease that is valid now. Raises StaleLeaseError."""
+        """The pool's blocks that are asked for, under a lease that is valid now. Raises StaleLeaseError."""
         with self._lock:
-            return list(request.pick(self._valid(request.name)))
+            lent = self._valid(request.name)
+            return lent[request.within(len(lent))]
 
     def check(self, name: LeaseName) -> None:
         """Raise StaleLeaseError unless the lease is valid now."""

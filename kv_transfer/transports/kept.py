@@ -60,13 +60,13 @@ class Kept(Generic[_K]):
                 return
         kept.close()
 
-    def forget_where(self, is_ended: Callable[[list[_K]], list[_K]]) -> None:
-        """Forget those that are not in use and that ``is_ended`` picks out of them."""
+    def forget_where(self, has_ended: Callable[[_K], bool]) -> None:
+        """Forget those that are not in use and have ended."""
         with self._lock:
-            idle = {source: kept for source, kept in self._kept.items() if kept not in self._in_use}
-            ended = is_ended(list(idle.values()))
-            for source in [source for source, kept in idle.items() if kept in ended]:
-                self._kept.pop(source).close()
+            kept = [each for each in self._kept.items() if each[1] not in self._in_use and has_ended(each[1])]
+            for source, ended in kept:
+                del self._kept[source]
+                ended.close()
 
     def close(self) -> None:
         """Forget all, for good. Idempotent."""

@@ -75,9 +75,9 @@ class LocalReceiver:
         sender = self._hub.find(source)
         if source.token not in sender.sessions:
             raise StaleLeaseError(f"worker {source.worker_id} knows no such session")
-        for index, view in zip(request.indices, views, strict=True):
+        for number, view in enumerate(views, request.first_block):
             read.check()
-            with sender.book.reading(ReadRequest(request.name, [index], part=request.part)) as (block,):
+            with sender.book.reading(ReadRequest(request.name, number, 1, part=request.part)) as (block,):
                 view[:] = block
         sender.book.check(request.name)
 

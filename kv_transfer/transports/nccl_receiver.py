@@ -61,7 +61,7 @@ class _Peer:
             raise TransferError(f"a block of {self._who} has {end - start} bytes, not {size}")
         write_frame(self._sock, piece, MAX_NCCL_FRAME_BYTES)
         self._expect_ok(piece)
-        content = pool.empty(len(piece.indices) * size)
+        content = pool.empty(piece.num_blocks * size)
         group.receive(content)
         self._expect_ok(piece)
         pool.scatter(content, views)
@@ -90,7 +90,7 @@ class NcclReceiver:
         with self._using(source, read) as peer, read.interruptible(peer.interrupt):
             group = peer.connect(pool)
             for start, piece in request.pieces(views[0].nbytes):
-                peer.fetch_piece(pool, group, piece, views[start : start + len(piece.indices)])
+                peer.fetch_piece(pool, group, piece, views[start : start + piece.num_blocks])
 
     def forget(self, source: Source) -> None:
         """End its connection and group."""

@@ -48,7 +48,7 @@ class Region:
         if isinstance(views, BlockViews):
             is_here = address_of(views.pool) == self.address and views.pool.nbytes <= self.num_bytes
             is_same = views.block_bytes == self.block_bytes and views.part == part
-            return views.block_ids if is_here and is_same else None
+            return views.ids.tolist() if is_here and is_same else None
         (start, end), found = block_span(self.block_bytes, part), list[int]()
         for view in views:
             number, offset = divmod(address_of(view) - self.address, self.block_bytes)

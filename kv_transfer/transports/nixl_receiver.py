@@ -16,13 +16,13 @@ from contract.errors import TransferError, WorkerLostError
 from kv_transfer.framing import read_frame, write_frame
 from kv_transfer.transport import (
     BlockPart,
-    BlockViews,
     LeaseName,
     Read,
     ReadRequest,
     Source,
     StaleLeaseError,
     block_span,
+    check_sizes,
 )
 from kv_transfer.transports.data_port import dial, shut_down, unconnected
 from kv_transfer.transports.kept import Kept
@@ -97,19 +97,17 @@ class _Peer:
         if pool.found_nonce.block(0) != welcome.nonce:
             raise TransferError(f"nixl reads other memory than that of {self._who}")
         self._wait_at_most(self._owner.read_into_bounce(pool, [0]), read)
-        self._ask(NixlAsk(None, []))
+        self._ask(NixlAsk(None))
         return pool
 
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Ask, read, and ask again behind the last byte. Raises as ``ReceiverTransport.fetch``."""
         pool = self.connect(read)
         start, end = block_span(pool.region.block_bytes, request.part)
-        sizes = {views.view_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
-        if sizes != {end - start}:
-            raise TransferError(f"a block of {self._who} has {end - start} bytes, not {min(sizes)}")
+        check_sizes(views, end - start, self._who)
         granted = self._granted(request)
         with read.interruptible(self.stop_asking):
-            self._say(NixlAsk(request.name, request.indices))
+            self._say(NixlAsk(request.name, request.first_block, request.num_blocks))
             block_ids = self._hear().block_ids if granted is None else granted
         if len(block_ids) != len(views) or not all(0 <= each < pool.region.num_blocks for each in block_ids):
             raise TransferError(f"{self._who} granted something that is not in its pool")
@@ -118,14 +116,14 @@ class _Peer:
             self._check_lease(request.name, granted, len(views))
 
     def _granted(self, request: ReadRequest) -> list[int] | None:
-        """The sender's blocks behind the indices, if they came with the words that they are published."""
+        """The sender's blocks that are wanted, if they came with the words that they are published."""
         ranges = [given.by_transport.get(self._source.transport) for given in request.grants]
         if not ranges or None in ranges:
             return None
         lent = [block_id for packed in ranges if packed is not None for block_id in decode_blocks(packed)]
         if len(lent) != sum(given.num_blocks for given in request.grants):
             raise TransferError(f"{self._who} granted other blocks than it published")
-        return list(request.pick(lent, request.grants[0].first_block))
+        return lent[request.within(len(lent), request.grants[0].first_block)]
 
     def _move(
         self,
@@ -170,7 +168,7 @@ class _Peer:
 
     def _check_lease(self, name: LeaseName, granted: list[int] | None, num_blocks: int) -> None:
         """Behind the last byte. granted: the blocks that were read before an answer to the first question was heard."""
-        self._say(NixlAsk(name, []))
+        self._say(NixlAsk(name))
         answers = [self._take() for _ in range(1 if granted is None else 2)]
         if any(answer.status is not DataStatus.OK for answer in answers):
             raise StaleLeaseError(
@@ -233,10 +231,11 @@ class NixlReceiver:
         """Read part by part. Stopping ends the read behind the part that is posted, once that is terminal."""
         with self._using(source, read) as peer:
             for start in range(0, len(views), MAX_GRANT_BLOCKS):
-                end = start + MAX_GRANT_BLOCKS
-                indices = request.indices[start:end]
-                part = ReadRequest(request.name, indices, request.grants, request.part)
-                peer.read(part, views[start:end], read)
+                some = views[start : start + MAX_GRANT_BLOCKS]
+                first = request.first_block + start
+                peer.read(
+                    ReadRequest(request.name, first, len(some), request.grants, request.part), some, read
+                )
 
     def forget(self, source: Source) -> None:
         """Close its connection and forget its pool."""

@@ -103,8 +103,8 @@ class NixlSender:
         if ask.name is None:
             return NixlGrant(DataStatus.OK)
         try:
-            if ask.indices:
-                block_ids = self._book.grant(ReadRequest(ask.name, ask.indices))
+            if ask.num_blocks:
+                block_ids = self._book.grant(ReadRequest(ask.name, ask.first_block, ask.num_blocks))
                 return NixlGrant(DataStatus.OK, block_ids=block_ids)
             self._book.check(ask.name)
         except StaleLeaseError as error:

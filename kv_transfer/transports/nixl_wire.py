@@ -2,7 +2,7 @@
 
 The receiver dials and sends DataHello (the session's token), the sender answers DataReply, then NixlWelcome. The
 receiver reads the nonce and block 0 by the library, and says so by a NixlAsk without a lease. Then, per part of a read:
-a NixlAsk with indices, answered by a NixlGrant with the blocks; the reads; and a NixlAsk without indices, whose answer
+a NixlAsk for blocks, answered by a NixlGrant with the blocks; the reads; and a NixlAsk for none, whose answer
 says whether the lease was valid behind the last byte. Between a welcome or a grant and the next word the sender drives
 the library on, which some of UCX's lanes need. Where the blocks came with the words that they are published, the reader
 asks and begins: it hears the first answer when it is done, and it counts as much as the other one.
@@ -55,17 +55,18 @@ class NixlWelcome(msgspec.Struct, frozen=True):
 
 
 class NixlAsk(msgspec.Struct, frozen=True):
-    """May I read the blocks ``indices`` of this lease? Without indices: I have read; is the lease still valid?
+    """May I read so many blocks of this lease, from ``first_block`` on? None: I have read; is the lease still valid?
 
     name: None for what is read under no lease.
     """
 
     name: LeaseName | None
-    indices: list[int]
+    first_block: Annotated[int, msgspec.Meta(ge=0)] = 0
+    num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class NixlGrant(msgspec.Struct, frozen=True):
-    """The blocks behind the indices."""
+    """The pool's blocks that were asked for."""
 
     status: DataStatus
     message: str = ""

@@ -12,8 +12,8 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 import msgspec
 import numpy as np
@@ -21,16 +21,18 @@ import numpy as np
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.framing import HEADER, ShortReadError, check_body, length_in, receive_all, write_frame
 from kv_transfer.transport import (
-    BlockPart,
     BlockViews,
     Read,
     ReadRequest,
     Source,
     StaleLeaseError,
+    address_of,
+    block_outside,
     block_span,
     blocks_per_piece,
+    check_sizes,
 )
-from kv_transfer.transports.block_copy import Ids, PoolItems, address_of, copying
+from kv_transfer.transports.block_copy import BlockCopier, Ids, PoolItems
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.outcomes import as_outcome
 from kv_transfer.transports.shm_leases import SLOT_BYTES
@@ -38,8 +40,10 @@ from kv_transfer.transports.shm_wire import (
     MAX_SHM_FRAME_BYTES,
     NUM_DESCRIPTORS,
     NUM_SLOTS,
+    ShmGrant,
     ShmWelcome,
     decode_grant,
+    unpack_ids,
 )
 from kv_transfer.transports.tcp_wire import DataHello, DataStatus
 
@@ -54,8 +58,9 @@ class _MappedPeer:
     def __init__(self, source: Source, timeout_seconds: float) -> None:
         self._source, self._timeout_seconds = source, timeout_seconds
         self._who = f"worker {source.worker_id}"
-        self._is_connected = False
+        self.is_connected = False
         self._is_interrupted = False
+        self._copier = BlockCopier()
         self._undo = ExitStack()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._undo.callback(self._sock.close)
@@ -76,12 +81,10 @@ class _MappedPeer:
         self._undo.close()
 
     def connect(self) -> None:
-        """Show the token, map what comes back, and check that it is what was meant; once.
+        """Show the token, map what comes back, and check that it is what was meant; called once.
 
         Raises WorkerLostError where nobody (who knows us) answers, TransferError for a pool that cannot be mapped.
         """
-        if self._is_connected:
-            return
         try:
             self._sock.connect(self._source.address)
         except (FileNotFoundError, ConnectionRefusedError) as error:
@@ -100,67 +103,63 @@ class _MappedPeer:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        self._is_connected = True
+        self.is_connected = True
 
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Copy by pieces, the generation compared before the first and after each. Raises as ``ReceiverTransport.fetch``."""
-        start, end = block_span(self._block_bytes, request.part)
-        self._check_sizes(views, end - start)
+        at, to = block_span(self._block_bytes, request.part)
+        check_sizes(views, to - at, self._who)
         block_ids, seen = self._granted(request)
         self._check_alive()
-        self._check_valid(seen, request, "before its blocks")
-        copy = self._copying(block_ids, views, request.part, read)
-        step = blocks_per_piece(end - start)
-        for start in range(0, len(views), step):
-            end = min(start + step, len(views))
+        self._check_valid(seen, request, -1, 0)
+        copy = self._copying(block_ids, views, at, to, read)
+        count, step = len(views), blocks_per_piece(to - at)
+        for start in range(0, count, step):
+            end = min(start + step, count)
             copy(start, end)
-            self._check_alive()
-            self._check_valid(seen, request, f"while blocks {start}..{end - 1} of {len(views)}")
+            self._check_linked()
+            self._check_valid(seen, request, start, end)
             read.landed(end)
 
-    def _check_sizes(self, views: Sequence[memoryview], wanted: int) -> None:
-        sizes = {views.view_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
-        if sizes - {wanted}:
-            raise TransferError(f"a block of {self._who} has {wanted} bytes, not {min(sizes - {wanted})}")
-
     def _granted(self, request: ReadRequest) -> tuple[Ids, _Seen]:
-        """The sender's blocks behind the indices, and the leases that lend them."""
+        """The sender's blocks that are wanted, and the leases that lend them."""
         if not request.grants:
             raise TransferError(f"{self._who} published blocks without a grant for shm")
-        grants = [
-            decode_grant(given.by_transport.get(self._source.transport, b"")) for given in request.grants
-        ]
         base = end = request.grants[0].first_block
-        for grant, given in zip(grants, request.grants, strict=True):
-            end += len(grant.block_ids)
+        grants: list[ShmGrant] = []
+        for given in request.grants:
+            grant = decode_grant(given.by_transport.get(self._source.transport, b""))
+            grants.append(grant)
+            end += grant.num_blocks
             if end != given.end_block:
                 raise TransferError(f"{self._who} granted other blocks than it published")
-        lent = np.concatenate([grant.block_ids for grant in grants])
-        places = request.pick(range(len(lent)), base)
-        inside = slice(places.start, places.stop) if isinstance(places, range) else list(places)
-        block_ids = lent[inside].astype(np.int64)
-        if (highest := int(block_ids.max())) >= self._num_blocks:
-            raise TransferError(f"{self._who} granted block {highest} of a pool of {self._num_blocks}")
+        block_ids = unpack_ids(grants)[request.within(end - base, base)]
+        if (outside := block_outside(block_ids, self._num_blocks)) is not None:
+            raise TransferError(f"{self._who} granted block {outside} of a pool of {self._num_blocks}")
         return block_ids, {(grant.slot, grant.generation) for grant in grants}
 
-    def _check_valid(self, seen: _Seen, request: ReadRequest, when: str) -> None:
+    def _check_valid(self, seen: _Seen, request: ReadRequest, start: int, end: int) -> None:
+        """``start``..``end`` - 1 were copied just now; none yet where start is -1."""
         for slot, generation in seen:
             if self._table[slot] != generation:
+                when = (
+                    "before its blocks"
+                    if start < 0
+                    else f"while blocks {start}..{end - 1} of {request.num_blocks}"
+                )
                 raise StaleLeaseError(
                     f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
                     f" {when} were read from {self._who}; none of them can be used"
                 )
 
     def _copying(
-        self, block_ids: Ids, views: Sequence[memoryview], part: BlockPart | None, read: Read
+        self, block_ids: Ids, views: Sequence[memoryview], at: int, to: int, read: Read
     ) -> Callable[[int, int], None]:
         """What copies the blocks from a first one to before a last one; by many at once where both ends are pools."""
-        size, (at, to) = self._block_bytes, block_span(self._block_bytes, part)
+        size = self._block_bytes
         if isinstance(views, BlockViews):
-            copy_items = copying(
-                PoolItems(self._pool, self._pool_address, size, block_ids, at, to - at),
-                PoolItems.of(views),
-            )
+            source = PoolItems(self._pool, self._pool_address, size, block_ids, at, to - at)
+            copy_items = self._copier.copying(source, PoolItems.of(views))
 
             def copy_piece(start: int, end: int) -> None:
                 read.check()
@@ -176,9 +175,13 @@ class _MappedPeer:
 
         return copy_each
 
-    def _check_alive(self) -> None:
+    def _check_linked(self) -> None:
         if self._is_interrupted:
             raise TransferError(f"the link to {self._who} is gone")
+
+    def _check_alive(self) -> None:
+        """Once for a read: what has died since cannot have changed what it lent, and its link will say so."""
+        self._check_linked()
         if ended := self._end.poll(0):
             has_died = any(descriptor != self._sock.fileno() for descriptor, _ in ended)
             raise WorkerLostError(f"{self._who} died" if has_died else f"{self._who} closed its shm socket")
@@ -234,13 +237,11 @@ class ShmReceiver:
 
     def probe(self, source: Source, read: Read) -> None:
         """Connect, authenticate, map, and read through the mapping. Raises what ``fetch`` would."""
-        with self._using(source, read):
-            return
+        self._use(source, read, lambda _peer: None)
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Copy piece by piece. Stopping ends the read after the blocks between two looks."""
-        with self._using(source, read) as peer:
-            peer.read(request, views, read)
+        self._use(source, read, lambda peer: peer.read(request, views, read))
 
     def forget(self, source: Source) -> None:
         """Unmap its pool."""
@@ -250,15 +251,15 @@ class ShmReceiver:
         """Unmap every pool."""
         self._peers.close()
 
-    @contextmanager
-    def _using(self, source: Source, read: Read) -> Iterator[_MappedPeer]:
-        """The mapped peer; whatever goes wrong within is raised as ``fetch`` says."""
+    def _use(self, source: Source, read: Read, work: Callable[[_MappedPeer], None]) -> None:
+        """Work with the mapped peer; whatever goes wrong is raised as ``fetch`` says."""
         read.check()
         try:
             with self._peers.using(source, lambda: _MappedPeer(source, self._timeout_seconds)) as peer:
-                with read.interruptible(peer.stop_connecting):
-                    peer.connect()
-                yield peer
+                if not peer.is_connected:
+                    with read.interruptible(peer.stop_connecting):
+                        peer.connect()
+                work(peer)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, TransferError) as error:
             raise as_outcome(error, source, read, "shm socket") from error
 

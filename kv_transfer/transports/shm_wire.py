@@ -21,7 +21,7 @@ from kv_transfer.transports.tcp_wire import DataStatus
 
 MAX_SHM_FRAME_BYTES = 65536
 NUM_DESCRIPTORS = 3
-_ID, _ID_BYTES = "I", array("I").itemsize
+_ID, _ID_BYTES = "q", array("q").itemsize
 NUM_SLOTS = 65536
 """64-bit counters in the table of generations. Slot 0 holds a random number that only a true mapping shows."""
 
@@ -39,7 +39,7 @@ class ShmWelcome(msgspec.Struct, frozen=True):
 class ShmGrant(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of the sender's pool, which hold what the lease lends while ``slot`` shows ``generation``.
 
-    packed_ids: the blocks' ids, 32 bits each; both ends are on one host.
+    packed_ids: the blocks' ids, 64 bits each; both ends are on one host.
     """
 
     slot: Annotated[int, msgspec.Meta(gt=0, lt=NUM_SLOTS)]
@@ -47,9 +47,14 @@ class ShmGrant(msgspec.Struct, frozen=True, array_like=True):
     packed_ids: bytes
 
     @property
-    def block_ids(self) -> npt.NDArray[np.uint32]:
-        """Which blocks."""
-        return np.frombuffer(self.packed_ids, np.uint32)
+    def num_blocks(self) -> int:
+        """How many blocks."""
+        return len(self.packed_ids) // _ID_BYTES
+
+
+def unpack_ids(grants: Sequence[ShmGrant]) -> npt.NDArray[np.int64]:
+    """The blocks of all of them, in order."""
+    return np.frombuffer(b"".join([grant.packed_ids for grant in grants]), np.int64)
 
 
 _grants = msgspec.msgpack.Decoder(ShmGrant)

@@ -7,14 +7,14 @@ from contextlib import suppress
 
 from contract.errors import TransferError
 from kv_transfer.framing import ShortReadError
-from kv_transfer.transport import BlockViews, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks
 from kv_transfer.transports.data_port import dial, unconnected
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import OK, OK_FRAME, DataStatus
 
-_PIECES_AHEAD = 8
-"""How many pieces of a read are asked for before the first of them has arrived; two at least."""
+_TOLD_BYTES = 2**20
 
 
 class _Connection:
@@ -24,7 +24,13 @@ class _Connection:
         self.source, self.timeout_seconds = source, timeout_seconds
         self.is_connected = False
         self.sock = unconnected(source, timeout_seconds)
+        self._poll = select.poll()  # not select.select: it takes no descriptor above 1023
+        self._poll.register(self.sock, select.POLLIN)
         self._stream = DataStream(self.sock)
+
+    def has_ended(self) -> bool:
+        """The peer has closed it: an idle connection becomes readable by its end only."""
+        return bool(self._poll.poll(0))
 
     def interrupt(self) -> None:
         """Shut the socket down, so that no byte can land afterwards."""
@@ -44,38 +50,43 @@ class _Connection:
         self.is_connected = True
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Read piece by piece, some of them asked for ahead, so that the sender always has one to send."""
+        """Ask once, and take what comes piece by piece."""
         pieces = list(request.pieces(views[0].nbytes))
-        self._stream.say_all(piece for _, piece in pieces[:_PIECES_AHEAD])
+        self._stream.say(
+            ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
+        )
+        blocks = socket_blocks(views)
         self._expect_ok([pieces[0][1]])
         for number, (start, piece) in enumerate(pieces):
             read.check()
-            end = start + len(piece.indices)
-            self._receive(piece, _made(views[start:end]))
+            self._receive(piece, blocks, start, views[0].nbytes, read)
             # Whether the lease was valid behind the last byte, and whether the next piece comes.
             self._expect_ok([piece, *(later for _, later in pieces[number + 1 : number + 2])])
-            read.landed(end)
-            for _, later in pieces[number + _PIECES_AHEAD : number + _PIECES_AHEAD + 1]:
-                self._stream.say(later)
 
-    def _receive(self, piece: ReadRequest, views: Sequence[memoryview]) -> None:
-        """The bytes of the oldest piece that was asked for."""
+    def _receive(
+        self, piece: ReadRequest, blocks: SocketBlocks, start: int, view_bytes: int, read: Read
+    ) -> None:
+        """The bytes of the next piece, into the blocks from ``start`` on; told while they are in the processor's cache."""
+        end, step, first = start + piece.num_blocks, max(1, _TOLD_BYTES // view_bytes), start
         try:
-            self._stream.fill(views)
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                self._stream.fill_blocks(blocks, first, last)
+                read.landed(last)
         except ShortReadError as error:
-            block = piece.indices[error.num_bytes // views[0].nbytes]
+            block = piece.first_block + first - start + error.num_bytes // view_bytes
             raise TransferError(f"short read in block {block} of {_name(piece)}: {error.message}") from error
         except TimeoutError as error:
             raise TransferError(
-                f"no byte for {self.timeout_seconds} s in blocks {piece.indices[0]}..{piece.indices[-1]}"
+                f"no byte for {self.timeout_seconds} s in blocks {piece.first_block}..{piece.end_block - 1}"
                 f" of {_name(piece)}"
             ) from error
 
     def _expect_ok(self, pieces: list[ReadRequest]) -> None:
         """Hear an answer about each of them; a stale one is an error that ends the connection too."""
-        answers = self._stream.hear_answers(DataReply, len(pieces))
+        answers = self._stream.hear_answers(OK, OK_FRAME, len(pieces))
         for piece in pieces:
-            where = f"blocks {piece.indices[0]}..{piece.indices[-1]} of {_name(piece)}"
+            where = f"blocks {piece.first_block}..{piece.end_block - 1} of {_name(piece)}"
             try:
                 reply = next(answers)
             except ShortReadError as error:
@@ -94,7 +105,7 @@ class TcpReceiver:
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read piece by piece. Stopping shuts the connection down, so no byte can land afterwards."""
         read.check()
-        self._connections.forget_where(_ended)
+        self._connections.forget_where(_Connection.has_ended)
         try:
             with self._connections.using(source, lambda: _Connection(source, self._timeout_seconds)) as found:
                 with read.interruptible(found.interrupt):
@@ -115,20 +126,6 @@ class TcpReceiver:
     def close(self) -> None:
         """Close every connection."""
         self._connections.close()
-
-
-def _ended(connections: list[_Connection]) -> list[_Connection]:
-    """What peers have closed: an idle connection becomes readable by its end only."""
-    poll = select.poll()  # not select.select: it takes no descriptor above 1023
-    for connection in connections:
-        poll.register(connection.sock, select.POLLIN)
-    ended = {descriptor for descriptor, _ in poll.poll(0)}
-    return [connection for connection in connections if connection.sock.fileno() in ended]
-
-
-def _made(views: Sequence[memoryview]) -> list[memoryview]:
-    """As late as this: while the piece is on its way."""
-    return views.as_list() if isinstance(views, BlockViews) else list(views)
 
 
 def _name(piece: ReadRequest) -> str:

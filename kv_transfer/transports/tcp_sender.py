@@ -1,16 +1,16 @@
 """The ``tcp`` transport's sender: lets peers read lent blocks over a data port, one thread per connection."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from engine.connector import KVMemory
 from kv_transfer.leases import LeaseBook
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, block_span
+from kv_transfer.transports.block_vectors import socket_blocks
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_port import DataPort, Visit, shut_down
-from kv_transfer.transports.tcp_wire import DataReply, DataStatus
-
-_OK = DataReply(DataStatus.OK).padded()
+from kv_transfer.transports.tcp_wire import OK_FRAME, DataReply, DataStatus
 
 
 class TcpSender:
@@ -45,32 +45,37 @@ class TcpSender:
         self._port.close()
 
     def _talk(self, visit: Visit) -> None:
-        owed: list[DataReply] = []
         while True:
-            owed = self._answer(visit, visit.stream.hear_question(ReadRequest), owed)
+            self._serve(visit, visit.stream.hear_question(ReadRequest))
 
-    def _answer(self, visit: Visit, request: ReadRequest, owed: list[DataReply]) -> list[DataReply]:
-        """Say what is ``owed``, and serve a piece: the bytes only under a valid lease, and the verdict after the last.
-
-        Returns the verdict where it can be said together with the next piece, as that was asked for already.
-        """
-        verdict = _OK
+    def _serve(self, visit: Visit, request: ReadRequest) -> None:
+        """Piece by piece: bytes only under a valid lease, and the verdict behind the last, with the next one's answer."""
+        first, end = block_span(self._memory.layout.block_bytes, request.part)
+        words = OK_FRAME
         try:
-            with self._book.reading(request) as views:
-                with self._lock:
-                    self._reading[visit] = request.name
-                self._book.check(request.name)
-                visit.stream.say_all([*owed, _OK], views)
-                owed = []
+            with self._book.reading(request) as views, self._reading_for(visit, request.name):
+                blocks = socket_blocks(views)
+                for start, piece in request.pieces(end - first):
+                    self._book.check(request.name)
+                    visit.stream.send_blocks(words, blocks, start, start + piece.num_blocks)
+                    words = 2 * OK_FRAME
             self._book.check(request.name)
-        except StaleLeaseError as error:
-            verdict = DataReply(DataStatus.STALE, error.message).padded()
+            visit.stream.send(OK_FRAME)
+        except (
+            StaleLeaseError
+        ) as error:  # said twice: a reader waits for two words at once, and needs the first
+            visit.stream.send(2 * DataReply(DataStatus.STALE, error.message).frame)
+
+    @contextmanager
+    def _reading_for(self, visit: Visit, name: LeaseName) -> Iterator[None]:
+        """Within, the release of the lease ends the connection.
+
+        Not behind it: the peer may release the lease as soon as it has its last byte, and goes on to use the connection.
+        """
+        with self._lock:
+            self._reading[visit] = name
+        try:
+            yield
         finally:
-            # Before the verdict: the peer may release the lease as soon as it has read it, and goes on to use the
-            # connection.
             with self._lock:
-                self._reading.pop(visit, None)
-        if visit.stream.has_question and verdict is _OK:
-            return [_OK]
-        visit.stream.say_all([*owed, verdict])
-        return []
+                del self._reading[visit]

@@ -8,8 +8,8 @@ import math
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
 from contract.errors import TransferError
@@ -19,9 +19,8 @@ from kv_transfer.framing import (
     decode_body,
     encode_frame,
     read_frame,
-    receive_all,
-    send_all,
 )
+from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks
 from kv_transfer.transports.tcp_wire import ALIGNMENT, MAX_DATA_FRAME_BYTES
 
 _TIMEVAL = struct.Struct("@ll")
@@ -47,20 +46,30 @@ class DataStream:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(receive_seconds))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_seconds))
 
-    def say(self, message: Any, blocks: Sequence[memoryview] = ()) -> None:
-        """Send a frame, and the bytes of ``blocks`` behind it."""
-        self.say_all([message], blocks)
+    def say(self, message: Any) -> None:
+        """Send a frame."""
+        self.send(encode_frame(message, MAX_DATA_FRAME_BYTES))
 
-    def say_all(self, messages: Iterable[Any], blocks: Sequence[memoryview] = ()) -> None:
-        """Send frames, and the bytes of ``blocks`` behind the last of them."""
-        frames = b"".join(encode_frame(message, MAX_DATA_FRAME_BYTES) for message in messages)
-        with _timeouts():
-            send_all(self._sock, [memoryview(frames), *blocks])
+    def send(self, frames: bytes) -> None:
+        """Send whole frames that are encoded already."""
+        try:
+            self._sock.sendall(frames)
+        except BlockingIOError as error:
+            raise _too_long() from error
+
+    def send_blocks(self, frames: bytes, blocks: SocketBlocks, start: int, end: int) -> None:
+        """Send the bytes of the blocks ``start``..``end`` - 1 behind whole frames."""
+        try:
+            blocks.send(self._sock, frames, start, end)
+        except BlockingIOError as error:
+            raise _too_long() from error
 
     def hear(self, message_type: type[_T]) -> _T:
         """Receive a frame. Raises TransferError for a closed, oversized or malformed one."""
-        with _timeouts():
+        try:
             return read_frame(self._sock, message_type, MAX_DATA_FRAME_BYTES)
+        except BlockingIOError as error:
+            raise _too_long() from error
 
     def hear_question(self, message_type: type[_T]) -> _T:
         """The same, taken from as many as there are, by one call: for who is sent nothing but frames."""
@@ -71,20 +80,21 @@ class DataStream:
             self._unread.extend(self._questions.feed(data))
         return decode_body(self._unread.popleft(), message_type)
 
-    @property
-    def has_question(self) -> bool:
-        """Another one has arrived already."""
-        return bool(self._unread)
+    def hear_answers(self, usual: _T, usual_frame: bytes, count: int) -> Iterator[_T]:
+        """The next ``count`` frames, of which each has a length that is a multiple of ALIGNMENT; by one call, if short.
 
-    def hear_answers(self, message_type: type[_T], count: int) -> Iterator[_T]:
-        """The next ``count`` frames, of which each has a length that is a multiple of ALIGNMENT; by one call, if short."""
+        usual: what they say if they are ``usual_frame`` each, which need not be decoded.
+        """
         answers, data = FrameBuffer(MAX_DATA_FRAME_BYTES), self._take(count * ALIGNMENT)
+        if data == usual_frame * count:
+            yield from repeat(usual, count)
+            return
         while count:
             for body in answers.feed(data):
                 count -= 1
                 if not count and not answers.is_empty:
                     raise TransferError("what the peer said has another length than it should have")
-                yield decode_body(body, message_type)
+                yield decode_body(body, type(usual))
             if count:
                 data = self._take(ALIGNMENT)
 
@@ -93,19 +103,21 @@ class DataStream:
         self.fill([memoryview(data)])
         return data
 
-    def fill(self, blocks: Sequence[memoryview]) -> None:
-        """Receive until every block is full. Raises ShortReadError."""
-        with _timeouts():
-            receive_all(self._sock, blocks, socket.MSG_WAITALL)
+    def fill(self, views: Sequence[memoryview]) -> None:
+        """Receive until every view is full. Raises ShortReadError."""
+        self.fill_blocks(socket_blocks(views), 0, len(views))
+
+    def fill_blocks(self, blocks: SocketBlocks, start: int, end: int) -> None:
+        """Receive until the blocks ``start``..``end`` - 1 are full. Raises ShortReadError."""
+        try:
+            blocks.receive(self._sock, start, end)
+        except BlockingIOError as error:
+            raise _too_long() from error
 
 
-@contextmanager
-def _timeouts() -> Iterator[None]:
-    """The kernel's word for a wait that was too long."""
-    try:
-        yield
-    except BlockingIOError as error:
-        raise TimeoutError("timed out") from error
+def _too_long() -> TimeoutError:
+    """What the kernel calls a socket that would block."""
+    return TimeoutError("timed out")
 
 
 def _timeval(seconds: float) -> bytes:

@@ -33,10 +33,10 @@ class Reader:
         self._sender.start(self.memory)
         self.receiver = NcclReceiver(self._sender, "127.0.0.1", timeout_seconds)
 
-    def fetch(self, source: Source, indices: list[int], read: Read | None = None) -> None:
-        """Read into the first blocks."""
-        views = write_views(self.memory, list(range(len(indices))))
-        self.receiver.fetch(source, ReadRequest(NAME, indices), views, read or Read())
+    def fetch(self, source: Source, blocks: range, read: Read | None = None) -> None:
+        """Read these of the lease's blocks into the first ones."""
+        views = write_views(self.memory, range(len(blocks)))
+        self.receiver.fetch(source, ReadRequest(NAME, blocks.start, len(blocks)), views, read or Read())
 
     def holds(self, block_id: int, byte: int) -> bool:
         """The whole block is full of it."""
@@ -49,7 +49,7 @@ class Reader:
 
 def main(boot_id: str, timeout_seconds: float) -> None:
     port = NcclPort(boot_id, timeout_seconds)
-    port.sender.publish(NAME, range(NUM_BLOCKS))
+    port.sender.publish(NAME, range(NUM_BLOCKS)[::-1])
     say(address=port.sender.address)
     for _ in sys.stdin:
         port.sender.release(NAME)

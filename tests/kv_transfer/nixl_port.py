@@ -1,12 +1,12 @@
 """Both roles of ``nixl`` without control links, and a process that plays the sender.
 
-As a program: ``BOOT_ID``, told what to do by lines on standard input: it lends blocks 0..NUM_BLOCKS-1 of its pool, and
+As a program: ``BOOT_ID``, told what to do by lines on standard input: it lends its pool, the last block first, and
 ``release`` ends that. ``UCX_TLS=self,tcp`` in its environment leaves only the lane on which its help is needed.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from contract.layout import KVLayout
@@ -67,15 +67,16 @@ class Reader:
     def fetch(
         self,
         source: Source,
-        indices: list[int],
-        into: list[int] | None = None,
+        blocks: range,
+        into: Sequence[int] | None = None,
         read: Read | None = None,
         name: LeaseName = NAME,
         grants: tuple[RangeGrant, ...] = (),
     ) -> None:
-        """Read into the blocks ``into``, else into the first ones."""
-        views = write_views(self.memory, into or list(range(len(indices))))
-        self.receiver.fetch(source, ReadRequest(name, indices, grants), views, read or Read())
+        """Read these of the lease's blocks into the pool's blocks ``into``, else into the first ones."""
+        views = write_views(self.memory, into or range(len(blocks)))
+        request = ReadRequest(name, blocks.start, len(blocks), grants)
+        self.receiver.fetch(source, request, views, read or Read())
 
     def holds(self, block_id: int, byte: int) -> bool:
         """The whole block is full of it."""
@@ -111,7 +112,7 @@ def say(**words: Any) -> None:
 
 def main(boot_id: str) -> None:
     port = NixlPort(boot_id)
-    port.sender.publish(NAME, range(NUM_BLOCKS))
+    port.sender.publish(NAME, range(NUM_BLOCKS)[::-1])
     say(address=port.sender.address)
     for _ in sys.stdin:
         port.sender.release(NAME)

@@ -4,7 +4,7 @@ The desks, the lease book and the memories are the real ones; only threads and s
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -163,7 +163,7 @@ class Reading:
     job: PullJob
     stage: str = "posted"
     stack: ExitStack = field(default_factory=ExitStack)
-    views: list[memoryview] = field(default_factory=list)
+    views: Sequence[memoryview] = ()
     lender: Lender | None = None
     source_blocks: set[int] = field(default_factory=set)
 
@@ -337,17 +337,15 @@ class Fetcher:
         return None
 
     def _begin(self, reading: Reading, lender: Lender) -> None:
-        indices = list(range(reading.job.first_block, reading.job.first_block + len(reading.job.block_ids)))
-        reading.views = reading.stack.enter_context(
-            lender.book.reading(ReadRequest(reading.job.name, indices))
-        )
+        request = ReadRequest(reading.job.name, reading.job.first_block, len(reading.job.block_ids))
+        reading.views = reading.stack.enter_context(lender.book.reading(request))
         reading.stage, reading.lender = "reading", lender
         for lent in lender.requests.values():
             if (lent.request.attempt, f"t{lent.number}") == (
                 reading.job.name.attempt,
                 reading.job.name.transfer_id,
             ):
-                reading.source_blocks = {lent.block_ids[index] for index in indices}
+                reading.source_blocks = set(lent.block_ids[request.first_block : request.end_block])
 
     def _land(self, reading: Reading, lender: Lender, is_corrupt: bool) -> None:
         job = reading.job

@@ -68,10 +68,12 @@ class Reader:
         self.receiver, self.memory = ShmReceiver(30.0), ByteMemory(LAYOUT, NUM_BLOCKS)
 
     def fetch(
-        self, source: Source, indices: list[int], grants: tuple[RangeGrant, ...], read: Read | None = None
+        self, source: Source, blocks: range, grants: tuple[RangeGrant, ...], read: Read | None = None
     ) -> None:
-        views = [self.memory.write_view(number) for number in range(len(indices))]
-        self.receiver.fetch(source, ReadRequest(NAME, indices, grants), views, read or Read())
+        """Read these of the lease's blocks into the first ones."""
+        views = [self.memory.write_view(number) for number in range(len(blocks))]
+        request = ReadRequest(NAME, blocks.start, len(blocks), grants)
+        self.receiver.fetch(source, request, views, read or Read())
 
     def first_bytes(self, count: int) -> list[int]:
         return [self.memory.read_view(number)[0] for number in range(count)]
@@ -115,7 +117,7 @@ def be_receiver(address: str, token: str, boot_id: str, grant: str) -> None:
     reader, outcome = Reader(), "read"
     try:
         source = Source("p", boot_id, address, token, "shm")
-        reader.fetch(source, list(range(NUM_BLOCKS)), from_words(grant), _ToldRead(GATED_BLOCK))
+        reader.fetch(source, range(NUM_BLOCKS), from_words(grant), _ToldRead(GATED_BLOCK))
     except KvbatonError as error:
         outcome = type(error).__name__
     say(outcome=outcome)

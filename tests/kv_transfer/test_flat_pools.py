@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
 from kv_transfer.leases import Sessions
@@ -69,11 +70,12 @@ class Port:
             first = given[-1].end_block if given else 0
             self.grants[name] = (*given, RangeGrant(first, len(block_ids), {self.source.transport: grant}))
 
-    def fetch(self, name: LeaseName, indices: list[int], into: list[int], read: Read | None = None) -> None:
-        views, request = write_views(self.target, into), ReadRequest(name, indices, self.grants.get(name, ()))
+    def fetch(self, name: LeaseName, blocks: range, into: Sequence[int], read: Read | None = None) -> None:
+        views, grants = write_views(self.target, into), self.grants.get(name, ())
+        request = ReadRequest(name, blocks.start, len(blocks), grants)
         self.opened.receiver.fetch(self.source, request, views, read or Read())
 
-    def landed(self, block_ids: list[int]) -> list[bytes]:
+    def landed(self, block_ids: Sequence[int]) -> list[bytes]:
         return [bytes(self.target.read_view(block_id)[-4:]) for block_id in block_ids]
 
 
@@ -92,19 +94,20 @@ def port_of(name: str, folder: Path, layout: KVLayout, num_blocks: int) -> Itera
 def test_scattered_blocks_land_where_they_should(
     transport: str, layout: KVLayout, num_blocks: int, tmp_path: Path
 ) -> None:
-    """Lent in one order, asked for in another, landing in a third."""
+    """Lent in one order, landing in another; all of them, and some of both ranges that were published."""
     assert (LARGE.block_bytes, SMALL.block_bytes) == (2**18, 64)
     with port_of(transport, tmp_path, layout, num_blocks) as port:
         lent = [(7 * number) % num_blocks for number in range(num_blocks)]
-        asked = [(11 * number) % num_blocks for number in range(num_blocks)]
         into = [(13 * number) % num_blocks for number in range(num_blocks)]
-        assert len(set(lent)) == len(set(asked)) == len(set(into)) == num_blocks
+        assert len(set(lent)) == len(set(into)) == num_blocks
         port.publish(NAME, lent[:10])
         port.publish(NAME, lent[10:])
-        port.fetch(NAME, asked, into)
-        assert port.landed(into) == [content(lent[index]) for index in asked]
-        port.fetch(NAME, list(range(num_blocks)), into)
+        port.fetch(NAME, range(num_blocks), into)
         assert port.landed(into) == [content(block_id) for block_id in lent]
+        some = range(7, num_blocks - 3)
+        port.fetch(NAME, some, into[: len(some)])
+        wanted = [*lent[7 : num_blocks - 3], *lent[len(some) :]]
+        assert port.landed(into) == [content(block_id) for block_id in wanted]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -113,7 +116,7 @@ def test_what_has_landed_is_told_piece_by_piece(
     transport: str, layout: KVLayout, num_blocks: int, tmp_path: Path
 ) -> None:
     """When it is told, the bytes are there: whoever is told verifies them before the next piece has come."""
-    told, everything, step = list[int](), list(range(num_blocks)), blocks_per_piece(layout.block_bytes)
+    told, everything, step = list[int](), range(num_blocks), blocks_per_piece(layout.block_bytes)
     with port_of(transport, tmp_path, layout, num_blocks) as port:
         port.publish(NAME, everything)
         read = Read()
@@ -125,7 +128,7 @@ def test_what_has_landed_is_told_piece_by_piece(
 
         with read.telling(landed):
             port.fetch(NAME, everything, everything, read)
-        port.fetch(NAME, [0], [0], read)
+        port.fetch(NAME, range(1), [0], read)
     assert told == sorted(told)
     assert told[-1] == num_blocks
     assert all(later - one <= step for one, later in pairwise([0, *told]))
@@ -133,15 +136,35 @@ def test_what_has_landed_is_told_piece_by_piece(
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("indices", [[0, 1, 2], [2], [1, 0, 2], [-1, 0], [1, -1], [-1]])
-def test_nobody_reads_outside_a_lease(transport: str, indices: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [range(3), range(2, 3), range(1, 4), range(5, 6)])
+def test_nobody_reads_outside_a_lease(transport: str, blocks: range, tmp_path: Path) -> None:
+    """Neither across its end nor behind it."""
     with port_of(transport, tmp_path, SMALL, 8) as port:
-        port.publish(NAME, [6, 7])
-        words = f"block {-1 if -1 in indices else 2} of transfer t is not readable; 2 blocks are"
+        port.publish(NAME, [7, 6])
+        words = f"block {max(2, blocks.start)} of transfer t is not readable; 2 blocks are"
         with pytest.raises(StaleLeaseError, match=words):
-            port.fetch(NAME, indices, list(range(len(indices))))
+            port.fetch(NAME, blocks, range(len(blocks)))
         assert not any(port.target.read_view(0))
-        port.fetch(NAME, [1, 0], [0, 1])
+        port.fetch(NAME, range(2), [0, 1])
+        assert port.landed([0, 1]) == [content(7), content(6)]
+
+
+@pytest.mark.parametrize("blocks", [range(-1, 1), range(-1, 0)])
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        ("shm", "block -1 of transfer t is not readable; 2 blocks are"),
+        ("tcp", "the connection was closed after 0 of"),
+    ],
+)
+def test_nobody_reads_before_a_lease(transport: str, words: str, blocks: range, tmp_path: Path) -> None:
+    """Where it is asked for in words, these are none, and end the connection."""
+    with port_of(transport, tmp_path, SMALL, 8) as port:
+        port.publish(NAME, [7, 6])
+        with pytest.raises(TransferError, match=words):
+            port.fetch(NAME, blocks, range(len(blocks)))
+        assert not any(port.target.read_view(0))
+        port.fetch(NAME, range(2), [0, 1])
         assert port.landed([0, 1]) == [content(7), content(6)]
 
 
@@ -160,23 +183,25 @@ class EndingRead(Read):
 
 
 def test_a_lease_that_ends_while_pieces_of_it_are_asked_for_gives_no_more_of_them(tmp_path: Path) -> None:
-    """Law 3 with pieces asked for ahead: the read fails, and its connection's later answers reach nobody else."""
-    with port_of("tcp", tmp_path, SMALL, MANY) as port:
-        sender, everything = port.opened.sender, list(range(MANY))
+    """Law 3 with more on its way than sockets hold: the read fails, and its later answers reach nobody else."""
+    with port_of("tcp", tmp_path, LARGE, 96) as port:
+        sender, everything = port.opened.sender, range(96)
         port.publish(NAME, everything)
         port.publish(OTHER, [5])
-        read = EndingRead(4, lambda: sender.release(NAME))
+        read = EndingRead(3, lambda: sender.release(NAME))
         with pytest.raises(
             Exception, match=r"is over or was never given|short read|reading from worker p failed"
         ):
             port.fetch(NAME, everything, everything, read)
-        port.fetch(OTHER, [0], [1])
+        assert port.landed([0]) == [content(0)]
+        assert not any(port.target.read_view(95))
+        port.fetch(OTHER, range(1), [1])
         assert port.landed([1]) == [content(5)]
 
 
 def test_a_lease_that_ends_between_two_pieces_of_shm_fails_the_read(tmp_path: Path) -> None:
     """Law 3 where a piece is copied by one call: what had landed before is not told again, and nothing later counts."""
-    step, everything, told = blocks_per_piece(SMALL.block_bytes), list(range(MANY)), list[int]()
+    step, everything, told = blocks_per_piece(SMALL.block_bytes), range(MANY), list[int]()
     with port_of("shm", tmp_path, SMALL, MANY) as port:
         sender = port.opened.sender
         port.publish(NAME, everything)
@@ -193,7 +218,7 @@ def test_a_lease_that_ends_between_two_pieces_of_shm_fails_the_read(tmp_path: Pa
 @pytest.mark.parametrize("layout", [SMALL, LARGE])
 def test_a_stopped_read_of_shm_ends_after_at_most_a_piece(layout: KVLayout, tmp_path: Path) -> None:
     step = blocks_per_piece(layout.block_bytes)
-    everything = list(range(step + 5))
+    everything = range(step + 5)
     with port_of("shm", tmp_path, layout, len(everything)) as port:
         port.publish(NAME, everything)
         read, outcome = GatedRead(1), list[BaseException]()
@@ -223,7 +248,7 @@ def test_blocks_of_another_size_are_refused(layout: KVLayout, tmp_path: Path) ->
         with pytest.raises(
             Exception, match=f"has {layout.block_bytes} bytes, not {port.target.layout.block_bytes}"
         ):
-            port.fetch(NAME, [0], [0])
+            port.fetch(NAME, range(1), [0])
 
 
 def test_views_of_a_flat_pool_are_those_of_its_blocks() -> None:
@@ -235,17 +260,18 @@ def test_views_of_a_flat_pool_are_those_of_its_blocks() -> None:
     assert list(views) == views.as_list() == wanted
     assert [views[0], views[-1]] == [wanted[0], wanted[2]]
     assert list(views[1:]) == wanted[1:]
+    assert [views.ids.tolist(), views[1:].ids.tolist()] == [[5, 2, 7], [2, 7]]
     views[1][:4] = b"here"
     assert bytes(memory.read_view(2)[:4]) == b"here"
     assert all(view.readonly for view in read_views(memory, [0, 1]))
     assert list(write_views(memory, [])) == []
 
 
-@pytest.mark.parametrize("block_ids", [[8], [0, -1], [3, 99, 4]])
-def test_blocks_that_a_pool_does_not_have_have_no_views(block_ids: list[int]) -> None:
+@pytest.mark.parametrize(("block_ids", "outside"), [([8], 8), ([0, -1], -1), ([3, 99, 4], 99), ([-9, 3], -9)])
+def test_blocks_that_a_pool_does_not_have_have_no_views(block_ids: list[int], outside: int) -> None:
     for memory in (filled(SMALL, 8), ByteMemory(SMALL, 8)):
         for views in (read_views, write_views):
-            with pytest.raises(IndexError, match="of a pool of 8"):
+            with pytest.raises(IndexError, match=f"block {outside} of a pool of 8"):
                 views(memory, block_ids)
 
 

@@ -1,5 +1,6 @@
 """Leases and sessions against a model: readers, growing leases, revocations (repeated ones too), new names."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ class LeaseMachine(RuleBasedStateMachine):
         for block_id in range(16):
             self.memory.fill(block_id, bytes([block_id]))
         self.leases: dict[LeaseName, ModelLease] = {}
-        self.readers: list[tuple[LeaseName, AbstractContextManager[list[memoryview]]]] = []
+        self.readers: list[tuple[LeaseName, AbstractContextManager[Sequence[memoryview]]]] = []
         self.sessions, self.ended = Sessions(), list[str]()
         self.sessions.listen(self.ended.append)
         self.live: set[str] = set()
@@ -48,17 +49,17 @@ class LeaseMachine(RuleBasedStateMachine):
         self.book.extend(name, self.memory, block_ids)
         self.leases.setdefault(name, ModelLease()).block_ids.extend(block_ids)
 
-    @rule(name=NAMES, indices=st.lists(st.sampled_from([0, 0, 0, 0, 1, -1, 9]), min_size=1, max_size=2))
-    def read(self, name: LeaseName, indices: list[int]) -> None:
-        lease = self.leases.get(name)
-        reading = self.book.reading(ReadRequest(name, indices))
+    @rule(name=NAMES, first_block=st.sampled_from([0, 0, 0, 0, 1, -1, 9]), num_blocks=st.integers(1, 3))
+    def read(self, name: LeaseName, first_block: int, num_blocks: int) -> None:
+        lease, end_block = self.leases.get(name), first_block + num_blocks
+        reading = self.book.reading(ReadRequest(name, first_block, num_blocks))
         is_valid = lease is not None and not lease.num_revokes
-        if lease is None or not is_valid or any(not 0 <= index < len(lease.block_ids) for index in indices):
+        if lease is None or not is_valid or first_block < 0 or end_block > len(lease.block_ids):
             with pytest.raises(StaleLeaseError):
                 reading.__enter__()
             return
         views = reading.__enter__()
-        assert [view[0] for view in views] == [lease.block_ids[index] for index in indices]
+        assert [view[0] for view in views] == lease.block_ids[first_block:end_block]
         lease.num_readers += 1
         self.readers.append((name, reading))
 
@@ -95,7 +96,7 @@ class LeaseMachine(RuleBasedStateMachine):
         name, _ = self.readers[pick % len(self.readers)]
         self.revoke(name)
         self.check(name)
-        self.read(name, [0])
+        self.read(name, 0, 1)
 
     @rule(token=TOKENS)
     def begin_session(self, token: str) -> None:

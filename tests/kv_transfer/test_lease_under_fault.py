@@ -128,7 +128,7 @@ class GatedBook(LeaseBook):
         self.is_read, self.gate = threading.Event(), threading.Event()
 
     @contextmanager
-    def reading(self, request: ReadRequest) -> Iterator[list[memoryview]]:
+    def reading(self, request: ReadRequest) -> Iterator[Sequence[memoryview]]:
         with super().reading(request) as views:
             yield views
         self.is_read.set()
@@ -155,7 +155,7 @@ def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless() -> No
         views = [memoryview(bytearray(SMALL.block_bytes)) for _ in range(2)]
         try:
             receiver.fetch(
-                Source("p", "b", sender.address, "token", "tcp"), ReadRequest(NAME, [0, 1]), views, Read()
+                Source("p", "b", sender.address, "token", "tcp"), ReadRequest(NAME, 0, 2), views, Read()
             )
             outcome.append(None)
         except StaleLeaseError as error:

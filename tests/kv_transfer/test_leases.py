@@ -132,10 +132,10 @@ class DataPort:
         for block_id in range(8):
             self.memory.fill(block_id, bytes([block_id + 1]))
 
-    def fetch(self, indices: list[int], name: LeaseName = NAME, token: str = "token") -> None:
+    def fetch(self, blocks: range, name: LeaseName = NAME, token: str = "token") -> None:
         source = Source("p", "b", self.sender.address, token)
-        views = [self.target.write_view(number) for number in range(len(indices))]
-        self.receiver.fetch(source, ReadRequest(name, indices), views, Read())
+        views = [self.target.write_view(number) for number in range(len(blocks))]
+        self.receiver.fetch(source, ReadRequest(name, blocks.start, len(blocks)), views, Read())
 
     def close(self) -> None:
         self.receiver.close()
@@ -147,16 +147,17 @@ def port() -> "DataPort":
     return DataPort()
 
 
-@pytest.mark.parametrize("indices", [[2], [-1], [0, 99]])
-def test_nobody_reads_outside_a_lease(port: DataPort, indices: list[int]) -> None:
-    """Indices are relative to the transfer and checked against what was published."""
+@pytest.mark.parametrize("blocks", [range(2, 3), range(1, 3), range(99, 100)])
+def test_nobody_reads_outside_a_lease(port: DataPort, blocks: range) -> None:
+    """Blocks are relative to the transfer and checked against what was published."""
     try:
         port.sender.publish(NAME, [6, 7])
-        port.fetch([1, 0])
+        port.fetch(range(1, 2))
         assert port.target.read_view(0)[0] == 8
         with pytest.raises(StaleLeaseError, match="is not readable; 2 blocks are"):
-            port.fetch(indices)
-        port.fetch([0])
+            port.fetch(blocks)
+        assert port.target.read_view(0)[0] == 8
+        port.fetch(range(1))
     finally:
         port.close()
 
@@ -166,13 +167,13 @@ def test_stale_leases_tokens_and_attempts_are_refused(port: DataPort) -> None:
         port.sender.publish(NAME, [6, 7])
         for other in (LeaseName("t", 1, "lease"), LeaseName("t", 0, "old"), LeaseName("u", 0, "lease")):
             with pytest.raises(StaleLeaseError, match="is over or was never given"):
-                port.fetch([0], other)
+                port.fetch(range(1), other)
         port.sender.release(NAME)
         assert port.idle == [NAME]
         with pytest.raises(StaleLeaseError, match=r"blocks 0\.\.0 of transfer t"):
-            port.fetch([0])
+            port.fetch(range(1))
         with pytest.raises(Exception, match="no control link stands behind"):
-            port.fetch([0], token="guessed")
+            port.fetch(range(1), token="guessed")
     finally:
         port.close()
 
@@ -180,10 +181,10 @@ def test_stale_leases_tokens_and_attempts_are_refused(port: DataPort) -> None:
 def test_a_session_that_ends_cuts_its_data_connections(port: DataPort) -> None:
     try:
         port.sender.publish(NAME, [6, 7])
-        port.fetch([0])
+        port.fetch(range(1))
         port.sessions.end("token")
         with pytest.raises(Exception, match=r"short read|failed|closed|no control link"):
-            port.fetch([0])
+            port.fetch(range(1))
     finally:
         port.close()
 
@@ -213,8 +214,8 @@ class SlowServer:
     ("num_bytes", "verdict", "words"),
     [
         (SMALL.block_bytes + 5, None, "short read in block 3 of transfer t"),
-        (2 * SMALL.block_bytes, DataStatus.STALE, "blocks 1..3 of transfer t .* refused as stale"),
-        (2 * SMALL.block_bytes, None, "short read before blocks 1..3"),
+        (2 * SMALL.block_bytes, DataStatus.STALE, "blocks 2..3 of transfer t .* refused as stale"),
+        (2 * SMALL.block_bytes, None, "short read before blocks 2..3"),
     ],
 )
 def test_a_read_counts_only_with_its_last_byte_inside_the_lease(
@@ -229,7 +230,7 @@ def test_a_read_counts_only_with_its_last_byte_inside_the_lease(
         with pytest.raises(Exception, match=words):
             receiver.fetch(
                 Source("p", "b", server.address, "token"),
-                ReadRequest(NAME, [1, 3]),
+                ReadRequest(NAME, 2, 2),
                 [target.write_view(0), target.write_view(1)],
                 Read(),
             )
@@ -249,7 +250,7 @@ def test_a_read_that_is_stopped_in_its_middle_is_terminal() -> None:
     def fetch() -> None:
         views = [target.write_view(0), target.write_view(1)]
         try:
-            receiver.fetch(Source("p", "b", server.address, "t"), ReadRequest(NAME, [0, 1]), views, read)
+            receiver.fetch(Source("p", "b", server.address, "t"), ReadRequest(NAME, 0, 2), views, read)
         except ReadStoppedError as error:
             outcome.append(error)
 
@@ -275,7 +276,7 @@ def test_a_read_that_was_stopped_before_never_starts(port: DataPort) -> None:
         with pytest.raises(ReadStoppedError):
             port.receiver.fetch(
                 Source("p", "b", port.sender.address, "token"),
-                ReadRequest(NAME, [0]),
+                ReadRequest(NAME, 0, 1),
                 [port.target.write_view(0)],
                 read,
             )
@@ -296,7 +297,7 @@ def test_a_receiver_that_stops_reading_cannot_hold_a_released_lease(port: DataPo
         with socket.create_connection(parse_address(sender.address)) as sock:
             write_frame(sock, DataHello("token"), MAX_DATA_FRAME_BYTES)
             read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
-            write_frame(sock, ReadRequest(NAME, [0]), MAX_DATA_FRAME_BYTES)
+            write_frame(sock, ReadRequest(NAME, 0, 1), MAX_DATA_FRAME_BYTES)
             assert read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES).status is DataStatus.OK
             assert sock.recv(1) == b"\0"
             sender.release(NAME)
@@ -312,7 +313,7 @@ def test_a_release_right_after_a_read_does_not_cut_the_next_one(port: DataPort) 
         for number in range(300):
             name = LeaseName("t", 0, f"lease-{number}")
             port.sender.publish(name, [6, 7])
-            port.fetch([0, 1], name)
+            port.fetch(range(2), name)
             port.sender.release(name)
         assert len(port.idle) == 300
     finally:
@@ -324,11 +325,11 @@ def test_a_lease_is_idle_when_its_last_reader_leaves() -> None:
     idle: list[LeaseName] = []
     book, memory = LeaseBook(idle.append), ByteMemory(SMALL, 2)
     book.extend(NAME, memory, [0, 1])
-    with book.reading(ReadRequest(NAME, [0])):
+    with book.reading(ReadRequest(NAME, 0, 1)):
         book.revoke(NAME)
         book.revoke(NAME)
         assert idle == []
-        with pytest.raises(StaleLeaseError), book.reading(ReadRequest(NAME, [1])):
+        with pytest.raises(StaleLeaseError), book.reading(ReadRequest(NAME, 1, 1)):
             pass
         with pytest.raises(StaleLeaseError):
             book.check(NAME)

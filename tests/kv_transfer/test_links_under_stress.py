@@ -45,7 +45,7 @@ def lending(boot_id: str) -> Iterator[Source]:
 def fetch(receiver: TcpReceiver, source: Source, read: Read | None = None) -> bytes:
     """The beginning of the lent block."""
     view = memoryview(bytearray(LAYOUT.block_bytes))
-    receiver.fetch(source, ReadRequest(NAME, [0]), [view], read or Read())
+    receiver.fetch(source, ReadRequest(NAME, 0, 1), [view], read or Read())
     return bytes(view[: len(source.boot_id)])
 
 

@@ -43,36 +43,36 @@ def port() -> Iterator[NcclPort]:
 
 def test_all_blocks_cross_two_processes_in_any_order(reader: Reader) -> None:
     with sender_process() as sender:
-        reader.fetch(sender.source, list(range(NUM_BLOCKS))[::-1])
+        reader.fetch(sender.source, range(NUM_BLOCKS))
         assert all(reader.holds(number, NUM_BLOCKS - number) for number in range(NUM_BLOCKS))
         assert sender.release() == {"idle": 1}
         with pytest.raises(StaleLeaseError, match="is over or was never given"):
-            reader.fetch(sender.source, [0])
+            reader.fetch(sender.source, range(1))
 
 
 def test_a_sender_that_dies_is_an_error_and_its_successor_is_read(reader: Reader) -> None:
     with sender_process() as sender:
-        reader.fetch(sender.source, [0])
+        reader.fetch(sender.source, range(1))
         sender.process.kill()
         with pytest.raises(WorkerLostError):
-            reader.fetch(sender.source, [1])
+            reader.fetch(sender.source, range(1, 2))
     with sender_process() as successor:
-        reader.fetch(successor.source, [7])
-        assert reader.holds(0, 8)
+        reader.fetch(successor.source, range(7, 8))
+        assert reader.holds(0, NUM_BLOCKS - 7)
 
 
 def test_a_silent_sender_fails_the_read_within_its_timeout() -> None:
     """Nothing reaches a block: also what arrives when the sender goes on is dropped."""
     reader = Reader(timeout_seconds=2.0)
     with sender_process() as sender:
-        reader.fetch(sender.source, [0])
+        reader.fetch(sender.source, range(1))
         sender.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sender.process.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(TransferError, match="reading from worker p failed: timed out"):
-            reader.fetch(sender.source, [1])
+            reader.fetch(sender.source, range(1, 2))
         sender.process.send_signal(signal.SIGCONT)
         assert sender.release() == {"idle": 1}
-        assert reader.holds(0, 1)
+        assert reader.holds(0, NUM_BLOCKS)
     reader.close()
 
 
@@ -82,13 +82,13 @@ def test_a_read_from_a_silent_sender_can_be_stopped(reader: Reader) -> None:
 
     def run() -> None:
         try:
-            reader.fetch(sender.source, [1], read)
+            reader.fetch(sender.source, range(1, 2), read)
             outcome.append(None)
         except KvbatonError as error:
             outcome.append(error)
 
     with sender_process() as sender:
-        reader.fetch(sender.source, [0])
+        reader.fetch(sender.source, range(1))
         sender.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sender.process.pid, os.WSTOPPED | os.WNOWAIT)
         thread = threading.Thread(target=run)
@@ -96,25 +96,25 @@ def test_a_read_from_a_silent_sender_can_be_stopped(reader: Reader) -> None:
         read.stop()
         thread.join(20)
         assert isinstance(outcome[0], ReadStoppedError)
-        assert reader.holds(0, 1)
+        assert reader.holds(0, NUM_BLOCKS)
 
 
 def test_a_guessed_token_an_ended_session_and_a_block_outside_are_refused(
     port: NcclPort, reader: Reader
 ) -> None:
     with pytest.raises(WorkerLostError, match="refused a data connection: no control link stands"):
-        reader.fetch(replace(port.source, token="guessed"), [0])
+        reader.fetch(replace(port.source, token="guessed"), range(1))
     with pytest.raises(StaleLeaseError, match="block 100 of transfer t is not readable; 100 blocks are"):
-        reader.fetch(port.source, [NUM_BLOCKS])
-    reader.fetch(port.source, [5])
+        reader.fetch(port.source, range(NUM_BLOCKS, NUM_BLOCKS + 1))
+    reader.fetch(port.source, range(5, 6))
     assert reader.holds(0, 6)
     half = [memoryview(bytearray(LAYOUT.block_bytes // 2))]
     with pytest.raises(TransferError, match="has 524288 bytes, not 262144"):
-        reader.receiver.fetch(port.source, ReadRequest(NAME, [0]), half, Read())
-    reader.fetch(port.source, [6])
+        reader.receiver.fetch(port.source, ReadRequest(NAME, 0, 1), half, Read())
+    reader.fetch(port.source, range(6, 7))
     port.sessions.end(TOKEN)
     with pytest.raises(WorkerLostError, match="closed its data connection"):
-        reader.fetch(port.source, [0])
+        reader.fetch(port.source, range(1))
 
 
 @pytest.mark.parametrize(

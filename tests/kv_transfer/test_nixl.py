@@ -62,39 +62,41 @@ def reader() -> Iterator[Reader]:
 
 
 def test_scattered_blocks_arrive_where_they_belong(port: NixlPort, reader: Reader) -> None:
-    order = random.Random(3).sample(range(NUM_BLOCKS), 40)
+    name, lent = LeaseName("scattered", 0, "l"), random.Random(3).sample(range(NUM_BLOCKS), 50)
     target = random.Random(4).sample(range(NUM_BLOCKS), 40)
-    reader.fetch(port.source, order, target)
-    assert all(reader.holds(to, order[number] + 1) for number, to in enumerate(target))
+    port.sender.publish(name, lent)
+    reader.fetch(port.source, range(5, 45), target, name=name)
+    assert all(reader.holds(to, lent[number] + 1) for number, to in enumerate(target, 5))
     untouched = set(range(NUM_BLOCKS)) - set(target)
     assert all(reader.holds(block_id, 0) for block_id in untouched)
 
 
-def test_indices_mean_the_leases_blocks_not_the_pools(port: NixlPort, reader: Reader) -> None:
+def test_blocks_are_counted_in_the_lease_not_in_the_pool(port: NixlPort, reader: Reader) -> None:
     name = LeaseName("other", 0, "l")
     port.sender.publish(name, [70, 3])
     port.sender.publish(name, [55])
-    reader.fetch(port.source, [2, 0], name=name)
-    assert (reader.holds(0, 56), reader.holds(1, 71)) == (True, True)
-    with pytest.raises(StaleLeaseError, match="block 3 of transfer other is not readable; 3 blocks are"):
-        reader.fetch(port.source, [3], name=name)
+    reader.fetch(port.source, range(1, 3), name=name)
+    assert (reader.holds(0, 4), reader.holds(1, 56)) == (True, True)
+    for blocks in (range(3, 4), range(2, 4)):
+        with pytest.raises(StaleLeaseError, match="block 3 of transfer other is not readable; 3 blocks are"):
+            reader.fetch(port.source, blocks, name=name)
 
 
 def test_memory_that_is_not_the_pools_is_read_into_as_well(port: NixlPort, reader: Reader) -> None:
     """By way of registered memory: more blocks than that holds at once."""
     elsewhere = HostMemory(LAYOUT.block_bytes, NUM_BLOCKS)
     views = [elsewhere.block(number) for number in range(NUM_BLOCKS)]
-    reader.receiver.fetch(port.source, ReadRequest(NAME, list(range(NUM_BLOCKS))), views, Read())
+    reader.receiver.fetch(port.source, ReadRequest(NAME, 0, NUM_BLOCKS), views, Read())
     assert [view[-1] for view in views] == [number + 1 for number in range(NUM_BLOCKS)]
 
 
 def test_a_lease_that_is_over_or_never_was_is_refused(port: NixlPort, reader: Reader) -> None:
     with pytest.raises(StaleLeaseError, match="is over or was never given"):
-        reader.fetch(port.source, [0], name=LeaseName("t", 1, "lease"))
+        reader.fetch(port.source, range(1), name=LeaseName("t", 1, "lease"))
     port.sender.release(NAME)
     assert port.idle == [NAME]
     with pytest.raises(StaleLeaseError, match="is over or was never given"):
-        reader.fetch(port.source, [0])
+        reader.fetch(port.source, range(1))
 
 
 def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless(
@@ -104,10 +106,10 @@ def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless(
     reader.receiver.probe(port.source, Read())
     read = HookedRead(BEHIND_LAST_BYTE, lambda: port.sender.release(NAME))
     with pytest.raises(StaleLeaseError, match="ended while 5 blocks were read from worker p"):
-        reader.fetch(port.source, list(range(5)), read=read)
+        reader.fetch(port.source, range(5), read=read)
     assert reader.holds(4, 5), "the bytes had landed"
     port.sender.publish(NAME, [9])
-    reader.fetch(port.source, [0])
+    reader.fetch(port.source, range(1))
     assert reader.holds(0, 10)
 
 
@@ -122,60 +124,63 @@ def test_a_read_that_begins_before_the_sender_has_answered_counts_only_with_its_
     """Law 3: the lease may be over before, or end behind the last byte, or lend other blocks; the connection stays."""
     name, over = LeaseName("u", 0, "l"), LeaseName("t", 1, "l")
     port.sender.publish(name, [70, 3])
-    reader.fetch(port.source, [1, 0], name=name, grants=granted(70, 3))
-    assert (reader.holds(0, 4), reader.holds(1, 71)) == (True, True)
+    reader.fetch(port.source, range(2), name=name, grants=granted(70, 3))
+    assert (reader.holds(0, 71), reader.holds(1, 4)) == (True, True)
     with pytest.raises(StaleLeaseError, match="ended while 1 blocks were read from worker p"):
-        reader.fetch(port.source, [0], name=over, grants=granted(70))
-    reader.fetch(port.source, [0], name=name, grants=granted(70, 3))
+        reader.fetch(port.source, range(1), name=over, grants=granted(70))
+    reader.fetch(port.source, range(1, 2), name=name, grants=granted(70, 3))
+    assert reader.holds(0, 4)
     with pytest.raises(TransferError, match="lends other blocks than it granted"):
-        reader.fetch(port.source, [0, 1], name=name, grants=granted(70, 4))
+        reader.fetch(port.source, range(2), name=name, grants=granted(70, 4))
     with pytest.raises(StaleLeaseError, match="block 2 of transfer u is not readable"):
-        reader.fetch(port.source, [2], name=name, grants=granted(70, 3))
+        reader.fetch(port.source, range(2, 3), name=name, grants=granted(70, 3))
     with pytest.raises(TransferError, match="is not in its pool"):
-        reader.fetch(port.source, [0], name=name, grants=granted(NUM_BLOCKS))
+        reader.fetch(port.source, range(1), name=name, grants=granted(NUM_BLOCKS))
     read = HookedRead(BEHIND_LAST_BYTE, lambda: port.sender.release(name))
     with pytest.raises(StaleLeaseError, match="ended while 2 blocks were read"):
-        reader.fetch(port.source, [0, 1], read=read, name=name, grants=granted(70, 3))
+        reader.fetch(port.source, range(2), read=read, name=name, grants=granted(70, 3))
 
 
 @pytest.mark.parametrize("data", [b"", b"\x91\xff", b"\xc0"])
 def test_grants_that_are_none_are_refused(port: NixlPort, reader: Reader, data: bytes) -> None:
     with pytest.raises(TransferError, match="malformed grant"):
-        reader.fetch(port.source, [0], grants=(RangeGrant(0, 1, {"nixl": data}),))
+        reader.fetch(port.source, range(1), grants=(RangeGrant(0, 1, {"nixl": data}),))
     with pytest.raises(TransferError, match="granted other blocks than it published"):
-        reader.fetch(port.source, [0], grants=(RangeGrant(0, 2, {"nixl": encode_blocks([1])}),))
+        reader.fetch(port.source, range(1), grants=(RangeGrant(0, 2, {"nixl": encode_blocks([1])}),))
 
 
 def test_a_stopped_read_ends_between_its_parts(port: NixlPort, reader: Reader) -> None:
     reader.receiver.probe(port.source, Read())
     read = HookedRead(BEFORE_POST, lambda: read.stop())
     with pytest.raises(ReadStoppedError):
-        reader.fetch(port.source, [0, 1], read=read)
+        reader.fetch(port.source, range(2), read=read)
     assert reader.holds(0, 0)
     with pytest.raises(ReadStoppedError):
-        reader.fetch(port.source, [0, 1], read=read)
-    reader.fetch(port.source, [0, 1])
+        reader.fetch(port.source, range(2), read=read)
+    reader.fetch(port.source, range(2))
     assert reader.holds(1, 2)
 
 
 def test_a_guessed_token_and_an_ended_session_are_refused(port: NixlPort, reader: Reader) -> None:
     with pytest.raises(WorkerLostError, match="refused a data connection: no control link stands"):
-        reader.fetch(replace(port.source, token="guessed"), [0])
-    reader.fetch(port.source, [0])
+        reader.fetch(replace(port.source, token="guessed"), range(1))
+    reader.fetch(port.source, range(1))
     port.sessions.end(TOKEN)
     with pytest.raises(WorkerLostError, match="closed its data connection"):
-        reader.fetch(port.source, [0])
+        reader.fetch(port.source, range(1))
 
 
 def test_the_library_is_driven_only_while_something_is_read(port: NixlPort, reader: Reader) -> None:
     """An agent at rest costs nothing, also where a reader stays connected, or was refused."""
-    reader.fetch(port.source, [0, 1])
+    reader.fetch(port.source, range(2))
     assert (port.owner.is_driving(), reader.owner.is_driving()) == (False, False)
     with pytest.raises(StaleLeaseError):
-        reader.fetch(port.source, [NUM_BLOCKS])
+        reader.fetch(port.source, range(NUM_BLOCKS, NUM_BLOCKS + 1))
     assert port.owner.is_driving() is False
     seen: list[bool] = []
-    reader.fetch(port.source, [0], read=HookedRead(BEFORE_POST, lambda: seen.append(port.owner.is_driving())))
+    reader.fetch(
+        port.source, range(1), read=HookedRead(BEFORE_POST, lambda: seen.append(port.owner.is_driving()))
+    )
     assert seen == [True]
 
 
@@ -183,12 +188,12 @@ def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort,
     """As when a control link breaks and comes up again while the old one's reads are not terminal."""
     port.sessions.begin("second")
     second = replace(port.source, token="second")
-    reader.fetch(port.source, [0])
-    reader.fetch(second, [1])
+    reader.fetch(port.source, range(1))
+    reader.fetch(second, range(1, 2))
     reader.receiver.forget(port.source)
-    reader.fetch(second, [2])
+    reader.fetch(second, range(2, 3))
     reader.receiver.forget(second)
-    reader.fetch(second, [3])
+    reader.fetch(second, range(3, 4))
     assert reader.holds(0, 4)
 
 
@@ -198,17 +203,17 @@ def test_a_pool_with_other_blocks_is_refused(reader: Reader) -> None:
     try:
         port.sender.publish(NAME, [0])
         with pytest.raises(TransferError, match="has 262144 bytes, not 524288"):
-            reader.fetch(port.source, [0])
+            reader.fetch(port.source, range(1))
     finally:
         port.sender.close()
 
 
 def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reader) -> None:
-    reader.fetch(port.source, [0])
+    reader.fetch(port.source, range(1))
     reader.close()
     reader.close()
     with pytest.raises(TransferError, match="closed"):
-        reader.fetch(port.source, [0])
+        reader.fetch(port.source, range(1))
 
 
 def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort:
@@ -271,7 +276,7 @@ def test_a_welcome_that_is_not_true_is_refused(
             reader.receiver.probe(source, Read())
     finally:
         liar.close()
-    reader.fetch(port.source, [0])
+    reader.fetch(port.source, range(1))
 
 
 def test_views_are_known_as_blocks_of_the_pool_or_not_at_all() -> None:

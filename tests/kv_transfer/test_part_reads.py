@@ -54,8 +54,9 @@ class Pair:
         grant = there.sender.publish(NAME, LENT)
         self.grants = () if grant is None else (RangeGrant(0, len(LENT), {name: grant}),)
 
-    def fetch(self, indices: list[int], views: Sequence[memoryview], part: BlockPart | None) -> None:
-        self.receiver.fetch(self.source, ReadRequest(NAME, indices, self.grants, part), views, Read())
+    def fetch(self, blocks: range, views: Sequence[memoryview], part: BlockPart | None) -> None:
+        request = ReadRequest(NAME, blocks.start, len(blocks), self.grants, part)
+        self.receiver.fetch(self.source, request, views, Read())
 
     def byte(self, block_id: int, layer: int) -> int:
         return 10 * block_id + layer + 1
@@ -91,19 +92,19 @@ def pair_of(name: str, folder: Path) -> Iterator[Pair]:
 def test_a_part_of_each_block_is_read(name: str, tmp_path: Path) -> None:
     """Into the same part of blocks of the pool, then into memory of another kind, and then all of a block."""
     with pair_of(name, tmp_path) as pair:
-        pair.fetch([2, 0, 1], write_views(pair.target, [3, 7, 4], MIDDLE), MIDDLE)
-        for target_id, block_id in ((3, 5), (7, 6), (4, 1)):
+        pair.fetch(range(1, 4), write_views(pair.target, [3, 7, 4], MIDDLE), MIDDLE)
+        for target_id, block_id in ((3, 1), (7, 5), (4, 2)):
             wanted = [0, pair.byte(block_id, 1), pair.byte(block_id, 2), 0]
             assert pair.layers(pair.target, target_id) == wanted
         assert not any(pair.target.read_view(2))
         staged = memoryview(bytearray(2 * LAYER_BYTES))
         last = BlockPart(3 * LAYER_BYTES, LAYER_BYTES)
-        pair.fetch([3, 0], [staged[:LAYER_BYTES], staged[LAYER_BYTES:]], last)
+        pair.fetch(range(2), [staged[LAYER_BYTES:], staged[:LAYER_BYTES]], last)
         assert [set(staged[:LAYER_BYTES]), set(staged[LAYER_BYTES:])] == [
-            {pair.byte(2, 3)},
+            {pair.byte(1, 3)},
             {pair.byte(6, 3)},
         ]
-        pair.fetch([3], write_views(pair.target, [3]), None)
+        pair.fetch(range(3, 4), write_views(pair.target, [3]), None)
         assert pair.layers(pair.target, 3) == pair.layers(pair.lent, 2)
 
 
@@ -113,9 +114,9 @@ def test_no_part_reaches_into_the_next_block(name: str, tmp_path: Path) -> None:
     with pair_of(name, tmp_path) as pair:
         staged = memoryview(bytearray(2 * LAYER_BYTES))
         with pytest.raises(TransferError):
-            pair.fetch([0], [staged], beyond)
+            pair.fetch(range(1), [staged], beyond)
         assert not any(staged)
-        pair.fetch([0], write_views(pair.target, [0]), None)
+        pair.fetch(range(1), write_views(pair.target, [0]), None)
         assert pair.layers(pair.target, 0) == pair.layers(pair.lent, 6)
 
 
@@ -126,10 +127,10 @@ def test_a_sender_refuses_a_part_that_its_blocks_do_not_have(memory: KVMemory) -
     for part in (BlockPart(LAYOUT.block_bytes, 1), BlockPart(1, LAYOUT.block_bytes), BlockPart(-1, 4)):
         with (
             pytest.raises(TransferError, match="are not in a block of"),
-            book.reading(ReadRequest(NAME, [0], part=part)),
+            book.reading(ReadRequest(NAME, 0, 1, part=part)),
         ):
             pass
         with pytest.raises(TransferError, match="are not in a block of"):
             write_views(memory, [0], part)
-    with book.reading(ReadRequest(NAME, [1], part=MIDDLE)) as (view,):
+    with book.reading(ReadRequest(NAME, 1, 1, part=MIDDLE)) as (view,):
         assert view.nbytes == MIDDLE.num_bytes

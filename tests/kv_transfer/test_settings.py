@@ -119,10 +119,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("block_bytes", "sizes"),
-    [(16, [256, 256, 88]), (2**18, [16] * 37 + [8]), (2**19, [8] * 74 + [6, 2]), (2**30, [1] * 600)],
+    [(16, [256, 256, 88]), (2**18, [16] * 37 + [8]), (2**19, [8] * 75), (2**30, [1] * 600)],
 )
 def test_reads_are_cut_into_pieces(block_bytes: int, sizes: list[int]) -> None:
-    """At most 256 blocks and 4 MiB a piece, and at least one block; what is left at the end is small."""
-    pieces = list(ReadRequest(LeaseName("t", 0, "l"), list(range(600))).pieces(block_bytes))
-    assert [len(piece.indices) for _, piece in pieces] == sizes
-    assert [index for _, piece in pieces for index in piece.indices] == list(range(600))
+    """At most 256 blocks and 4 MiB a piece, and at least one block."""
+    pieces = list(ReadRequest(LeaseName("t", 0, "l"), 5, 600).pieces(block_bytes))
+    assert [piece.num_blocks for _, piece in pieces] == sizes
+    assert [block for _, piece in pieces for block in range(piece.first_block, piece.end_block)] == list(
+        range(5, 605)
+    )
+    assert all(5 + start == piece.first_block for start, piece in pieces)

@@ -1,5 +1,6 @@
 """What an ``shm`` sender hands out with its blocks, and a reader that believes only what fits."""
 
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
-from kv_transfer.transport import RangeGrant
+from kv_transfer.transport import RangeGrant, StaleLeaseError
 from kv_transfer.transports.shm_wire import decode_grant
 from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
 
@@ -33,24 +34,30 @@ def damaged(given: RangeGrant, **changes: Any) -> RangeGrant:
     return msgspec.structs.replace(given, by_transport={"shm": msgspec.msgpack.encode(grant)})
 
 
+def packed(*block_ids: int) -> bytes:
+    return array("q", block_ids).tobytes()
+
+
 def test_a_sender_that_grants_something_else_is_not_believed(port: ShmPort, reader: Reader) -> None:
     (good,) = port.publish(NAME, [6, 7])
     wrong = {
         "without a grant for shm": (),
         "malformed grant": (RangeGrant(0, 2, {"tcp": b"words"}),),
-        "other blocks than it published": (damaged(good, packed_ids=bytes(4)),),
+        "other blocks than it published": (damaged(good, packed_ids=bytes(8)),),
         "3 bytes of block ids": (damaged(good, packed_ids=bytes(3)),),
-        "granted block 16777216 of a pool of 100": (damaged(good, packed_ids=b"\0\0\0\1" * 2),),
+        "granted block 16777216 of a pool of 100": (damaged(good, packed_ids=packed(5, 2**24)),),
+        "granted block -1 of a pool of 100": (damaged(good, packed_ids=packed(-1, 5)),),
+        "granted block 100 of a pool of 100": (damaged(good, packed_ids=packed(100, 5)),),
         "malformed": (damaged(good, slot=0),),
         "malformed grant: Expected `int` <= 65535": (damaged(good, slot=65536),),
     }
     for words, grants in wrong.items():
         with pytest.raises(TransferError, match=words):
-            reader.fetch(port.source, [0, 1], grants)
+            reader.fetch(port.source, range(2), grants)
     later = msgspec.structs.replace(good, first_block=3)
     with pytest.raises(TransferError, match="other blocks than it published"):
-        reader.fetch(port.source, [0, 1], (good, later))
-    reader.fetch(port.source, [0, 1], (good,))
+        reader.fetch(port.source, range(2), (good, later))
+    reader.fetch(port.source, range(2), (good,))
     assert reader.first_bytes(2) == [7, 8]
 
 
@@ -58,5 +65,10 @@ def test_blocks_in_the_middle_are_found_by_the_ranges_that_they_are_in(port: Shm
     port.publish(NAME, [6, 7])
     port.publish(NAME, [3, 90, 11])
     port.publish(NAME, [8])
-    reader.fetch(port.source, [3, 4, 5], port.grants[NAME][1:])
+    reader.fetch(port.source, range(3, 6), port.grants[NAME][1:])
+    assert reader.first_bytes(3) == [91, 12, 9]
+    for blocks, outside in ((range(1, 4), 1), (range(5, 7), 6)):
+        words = f"block {outside} of transfer t is not readable; 4 blocks are"
+        with pytest.raises(StaleLeaseError, match=words):
+            reader.fetch(port.source, blocks, port.grants[NAME][1:])
     assert reader.first_bytes(3) == [91, 12, 9]

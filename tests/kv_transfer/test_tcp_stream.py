@@ -9,8 +9,16 @@ import pytest
 from contract.errors import TransferError
 from kv_transfer.framing import HEADER, ShortReadError, encode_frame, write_frame
 from kv_transfer.transport import LeaseName, ReadRequest
+from kv_transfer.transports.block_vectors import socket_blocks
 from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import ALIGNMENT, MAX_DATA_FRAME_BYTES, DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import (
+    ALIGNMENT,
+    MAX_DATA_FRAME_BYTES,
+    OK,
+    OK_FRAME,
+    DataReply,
+    DataStatus,
+)
 
 WAIT = 30.0
 Ends = tuple[DataStream, socket.socket]
@@ -61,7 +69,7 @@ def test_answers_are_heard_whole_and_no_byte_behind_them(ends: Ends, lengths: li
         write_frame(peer, reply, MAX_DATA_FRAME_BYTES)
     peer.sendall(b"blocks")
     block = memoryview(bytearray(6))
-    assert list(stream.hear_answers(DataReply, len(replies))) == replies
+    assert list(stream.hear_answers(OK, OK_FRAME, len(replies))) == replies
     stream.fill([block])
     assert bytes(block) == b"blocks"
 
@@ -71,16 +79,15 @@ def test_answers_that_would_shift_the_blocks_are_refused(ends: Ends) -> None:
     write_frame(peer, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
     peer.sendall(bytes(ALIGNMENT))
     with pytest.raises(TransferError, match="another length"):
-        list(stream.hear_answers(DataReply, 1))
+        list(stream.hear_answers(OK, OK_FRAME, 1))
 
 
 def test_questions_are_taken_as_they_come(ends: Ends) -> None:
     stream, peer = ends
-    asked = [ReadRequest(LeaseName("t", 0, "l"), [number]) for number in range(3)]
+    asked = [ReadRequest(LeaseName("t", 0, "l"), number, 1) for number in range(3)]
     frames = b"".join(encode_frame(each, MAX_DATA_FRAME_BYTES) for each in asked)
     peer.sendall(frames[:-3])
     assert [stream.hear_question(ReadRequest) for _ in range(2)] == asked[:2]
-    assert not stream.has_question
     peer.sendall(frames[-3:])
     assert stream.hear_question(ReadRequest) == asked[2]
     peer.close()
@@ -90,9 +97,11 @@ def test_questions_are_taken_as_they_come(ends: Ends) -> None:
 
 def test_blocks_go_out_behind_their_words(ends: Ends) -> None:
     stream, peer = ends
-    words = DataReply(DataStatus.OK, "go")
-    stream.say(words, [memoryview(b"one"), memoryview(b"two")])
-    wanted = encode_frame(words, MAX_DATA_FRAME_BYTES) + b"onetwo"
+    words = encode_frame(DataReply(DataStatus.OK, "go"), MAX_DATA_FRAME_BYTES)
+    stream.send_blocks(
+        words, socket_blocks([memoryview(b"no"), memoryview(b"one"), memoryview(b"two")]), 1, 3
+    )
+    wanted = words + b"onetwo"
     assert peer.recv(len(wanted), socket.MSG_WAITALL) == wanted
 
 
@@ -109,7 +118,7 @@ def test_a_peer_that_says_nothing_or_takes_nothing_is_waited_for_so_long_and_no_
         stream.fill([block])
     assert bytes(block[:4]) == b"half"
     with pytest.raises(TimeoutError):
-        stream.say(DataReply(DataStatus.OK), [memoryview(bytes(2**26))])
+        stream.send_blocks(b"", socket_blocks([memoryview(bytes(2**26))]), 0, 1)
 
 
 def test_the_shortest_patience_is_no_eternity(ends: Ends) -> None:
@@ -131,7 +140,11 @@ def test_a_stream_that_ends_early_says_how_far_it_came(ends: Ends) -> None:
         stream.hear(DataReply)
 
 
-def test_a_request_for_nothing_is_no_request() -> None:
-    frame = encode_frame(ReadRequest(LeaseName("t", 0, "l"), []), MAX_DATA_FRAME_BYTES)
+@pytest.mark.parametrize(("first_block", "num_blocks"), [(0, 0), (3, -1), (-1, 2)])
+def test_a_request_for_nothing_or_for_blocks_before_a_lease_is_no_request(
+    first_block: int, num_blocks: int
+) -> None:
+    request = ReadRequest(LeaseName("t", 0, "l"), first_block, num_blocks)
+    frame = encode_frame(request, MAX_DATA_FRAME_BYTES)
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(frame[HEADER.size :], type=ReadRequest)

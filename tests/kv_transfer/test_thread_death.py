@@ -103,7 +103,7 @@ def test_the_thread_of_shm(tmp_path: Path) -> None:
     try:
         with pytest.raises(KvbatonError):
             source = Source("p", "b", opened.sender.address, "token", "shm")
-            opened.receiver.fetch(source, ReadRequest(LeaseName("t", 0, "l"), [0]), [], Read())
+            opened.receiver.fetch(source, ReadRequest(LeaseName("t", 0, "l"), 0, 1), [], Read())
         assert failed.get(timeout=30)[0] == "kv-shm"
     finally:
         opened.receiver.close()

@@ -11,7 +11,7 @@ from kv_transfer.handshake import Session
 from kv_transfer.link import PeerRef
 from kv_transfer.orders import CommitJob, PullJob
 from kv_transfer.states import Rung
-from kv_transfer.transport import Read, Source
+from kv_transfer.transport import Read, ReadRequest, Source
 from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.prefill_side import BLOCK_BYTES
@@ -40,8 +40,8 @@ class Reading:
         self.num_copied = 0
 
     @property
-    def indices(self) -> tuple[int, ...]:
-        return tuple(range(self.first_block, self.first_block + len(self.block_ids)))
+    def request(self) -> ReadRequest:
+        return ReadRequest(self.name, self.first_block, len(self.block_ids))
 
 
 def lane_of(source: Source) -> str:

@@ -116,15 +116,15 @@ class PrefillSide(EngineSide):
         for peer in peers:
             self.desk.heard(peer)
 
-    def begin_read(self, name: LeaseName, indices: tuple[int, ...]) -> tuple[int, ...] | None:
+    def begin_read(self, request: ReadRequest) -> tuple[int, ...] | None:
         """A reader asks under which block ids it reads; None when the lease is over. See ``is_one_sided``."""
         try:
-            lease = self.book._begin(ReadRequest(name, list(indices)))
+            lease = self.book._begin(request)
         except StaleLeaseError:
             return None
-        blocks = tuple(lease.block_ids[index] for index in indices)
+        blocks = tuple(lease.block_ids[request.within(len(lease.block_ids))])
         if self.scenario.is_one_sided:
-            self.book._end(name, lease)
+            self.book._end(request.name, lease)
         return blocks
 
     def end_read(self, name: LeaseName) -> None:

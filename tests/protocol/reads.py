@@ -34,7 +34,7 @@ def advance_read(rules: "WorldRules", world: "World", index: int, lane: str, *, 
     if lane in rules.decodes.states[state].severed:
         return break_read(rules, world, index, lane)
     if reading.stage == "posted":
-        world, blocks = rules.ask(world, source, "begin_read", reading.name, reading.indices)
+        world, blocks = rules.ask(world, source, "begin_read", reading.request)
         if blocks is None:
             return rules.call(world, index, "end", lane, "the lease is over")
         return rules.call(world, index, "begin", lane, blocks)

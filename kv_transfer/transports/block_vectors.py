@@ -1,0 +1,127 @@
+"""Blocks of a flat pool through a socket: one system call moves many, and Python makes no view of any of them.
+
+That is ``sendmsg`` and ``recvmsg``, with lists of addresses that numpy makes. Python's own take a list of views, which
+costs more than the call for the small blocks of small models.
+"""
+
+import ctypes
+import errno
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.framing import ShortReadError, receive_all, send_all
+from kv_transfer.transport import BlockViews
+
+_MAX_VECTORS = 1024
+"""Linux's IOV_MAX."""
+_Vectors = npt.NDArray[np.uint64]
+"""[count, 2]: (address, bytes), which is the system's ``struct iovec`` where addresses have 64 bits."""
+
+
+class SocketBlocks(Protocol):
+    """Blocks that go through a socket, some after others. Raises OSError as the socket itself does."""
+
+    def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
+        """Send ``frames``, and the blocks ``start``..``end`` - 1 behind them; in order, each of them once."""
+
+    def receive(self, sock: socket.socket, start: int, end: int) -> None:
+        """Fill the blocks ``start``..``end`` - 1. Raises ShortReadError."""
+
+
+def socket_blocks(views: Sequence[memoryview]) -> SocketBlocks:
+    """The fastest that these views and this system allow: the layout of ``struct msghdr`` below is Linux's."""
+    if isinstance(views, BlockViews) and sys.platform == "linux" and sys.maxsize > 2**32:
+        return _VectorBlocks(views)
+    return _ViewBlocks(views)
+
+
+def vectors_behind(vectors: _Vectors, count: int) -> _Vectors:
+    """What is left when so many bytes are done; one byte at least. Changes the vector that they end in."""
+    ends = np.cumsum(vectors[:, 1])
+    first = int(np.searchsorted(ends, np.uint64(count), side="right"))
+    begun = count - (int(ends[first - 1]) if first else 0)
+    rest = vectors[first:]
+    rest[0, 0] += np.uint64(begun)
+    rest[0, 1] -= np.uint64(begun)
+    return rest
+
+
+class _ViewBlocks:
+    """Python's own way."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+
+    def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
+        """See SocketBlocks."""
+        send_all(sock, [memoryview(frames), *self._views[start:end]])
+
+    def receive(self, sock: socket.socket, start: int, end: int) -> None:
+        """See SocketBlocks."""
+        receive_all(sock, list(self._views[start:end]), socket.MSG_WAITALL)
+
+
+class _VectorBlocks:
+    """Owns a list of vectors, in which each block has one, behind a free one."""
+
+    def __init__(self, views: BlockViews) -> None:
+        self._views = views  # keeps the pool where it is
+        self._vectors = np.empty((len(views) + 1, 2), np.uint64)
+        views.put_addresses(self._vectors[1:, 0])
+        self._vectors[1:, 1] = views.view_bytes
+
+    def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
+        """See SocketBlocks. The vector of the block before these, which is sent, becomes that of the frames."""
+        self._vectors[start] = np.frombuffer(frames, np.uint8).__array_interface__["data"][0], len(frames)
+        vectors, left = self._vectors[start : end + 1], len(frames) + (end - start) * self._views.view_bytes
+        while left:
+            count = _call(_send, sock, vectors, socket.MSG_NOSIGNAL)
+            left -= count
+            vectors = vectors_behind(vectors, count) if left else vectors
+
+    def receive(self, sock: socket.socket, start: int, end: int) -> None:
+        """See SocketBlocks."""
+        vectors = self._vectors[start + 1 : end + 1]
+        wanted = left = (end - start) * self._views.view_bytes
+        while left:
+            count = _call(_receive, sock, vectors, socket.MSG_WAITALL)
+            if count == 0:
+                raise ShortReadError(wanted - left, wanted)
+            left -= count
+            vectors = vectors_behind(vectors, count) if left else vectors
+
+
+class _Header(ctypes.Structure):
+    """Linux's ``struct msghdr``."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("vectors", ctypes.c_void_p),
+        ("num_vectors", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_send, _receive = _libc.sendmsg, _libc.recvmsg
+for _function in (_send, _receive):
+    _function.restype, _function.argtypes = ctypes.c_ssize_t, (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+
+
+def _call(function: Any, sock: socket.socket, vectors: _Vectors, flags: int) -> int:
+    """Without Python's lock. Begins anew after a signal."""
+    address = vectors.__array_interface__["data"][0]
+    header = _Header(vectors=address, num_vectors=min(len(vectors), _MAX_VECTORS))
+    while (count := int(function(sock.fileno(), ctypes.addressof(header), flags))) < 0:
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return count
