@@ -111,14 +111,16 @@ class _MappedPeer:
         check_sizes(views, to - at, self._who)
         block_ids, seen = self._granted(request)
         self._check_alive()
-        self._check_valid(seen, request, -1, 0)
+        if self._is_over(seen):
+            raise self._stale(request, "before its blocks")
         copy = self._copying(block_ids, views, at, to, read)
         count, step = len(views), blocks_per_piece(to - at)
         for start in range(0, count, step):
             end = min(start + step, count)
             copy(start, end)
             self._check_linked()
-            self._check_valid(seen, request, start, end)
+            if self._is_over(seen):
+                raise self._stale(request, f"while blocks {start}..{end - 1} of {count}")
             read.landed(end)
 
     def _granted(self, request: ReadRequest) -> tuple[Ids, _Seen]:
@@ -138,19 +140,14 @@ class _MappedPeer:
             raise TransferError(f"{self._who} granted block {outside} of a pool of {self._num_blocks}")
         return block_ids, {(grant.slot, grant.generation) for grant in grants}
 
-    def _check_valid(self, seen: _Seen, request: ReadRequest, start: int, end: int) -> None:
-        """``start``..``end`` - 1 were copied just now; none yet where start is -1."""
-        for slot, generation in seen:
-            if self._table[slot] != generation:
-                when = (
-                    "before its blocks"
-                    if start < 0
-                    else f"while blocks {start}..{end - 1} of {request.num_blocks}"
-                )
-                raise StaleLeaseError(
-                    f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
-                    f" {when} were read from {self._who}; none of them can be used"
-                )
+    def _is_over(self, seen: _Seen) -> bool:
+        return any(self._table[slot] != generation for slot, generation in seen)
+
+    def _stale(self, request: ReadRequest, when: str) -> StaleLeaseError:
+        return StaleLeaseError(
+            f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
+            f" {when} were read from {self._who}; none of them can be used"
+        )
 
     def _copying(
         self, block_ids: Ids, views: Sequence[memoryview], at: int, to: int, read: Read

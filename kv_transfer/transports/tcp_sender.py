@@ -61,9 +61,8 @@ class TcpSender:
                     words = 2 * OK_FRAME
             self._book.check(request.name)
             visit.stream.send(OK_FRAME)
-        except (
-            StaleLeaseError
-        ) as error:  # said twice: a reader waits for two words at once, and needs the first
+        except StaleLeaseError as error:
+            # Twice: between two pieces a reader waits for two words, and the first of them has to be whole.
             visit.stream.send(2 * DataReply(DataStatus.STALE, error.message).frame)
 
     @contextmanager

@@ -14,6 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from contract.requests import EngineRequest
 from engine.scheduling.deadlines import Deadlines
@@ -84,6 +85,8 @@ class _Freezing:
             return tuple(map(self.value, value))
         if kind is set:
             return frozenset(value)
+        if kind is np.ndarray:
+            return tuple(value.tolist())
         if kind in (dict, OrderedDict, defaultdict):
             return tuple((key, self.value(item)) for key, item in value.items())
         if is_copied(kind):

@@ -122,7 +122,7 @@ class PrefillSide(EngineSide):
             lease = self.book._begin(request)
         except StaleLeaseError:
             return None
-        blocks = tuple(lease.block_ids[request.within(len(lease.block_ids))])
+        blocks = tuple(lease.block_ids[request.within(len(lease.block_ids))].tolist())
         if self.scenario.is_one_sided:
             self.book._end(request.name, lease)
         return blocks
