@@ -49,7 +49,7 @@ class RouterLink:
         self._registration = registration
         self._credit = credit
         self._on_lost = on_lost
-        self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._max_unread_bytes = max_unread_bytes
         self._call: Any = None
         self._attached = asyncio.Event()
@@ -117,15 +117,23 @@ class RouterLink:
         ) as channel:
             stub = worker_pb2_grpc.MembershipStub(channel)
             self._call = stub.Attach(self._messages(), metadata=peer_metadata(self._secret))
-            async for message in self._call:
-                if message.HasField("welcome"):
-                    logger.info("attached to router %s", message.welcome.router_id)
-                    self._router_left = False
-                    self.session = message.welcome.session
-                    self._attached.set()
-                    self.send(pb.WorkerMessage(credit=self._credit))
-                elif message.HasField("goodbye"):
-                    self._router_left = True
+            try:
+                async for message in self._call:
+                    self._hear(message)
+            finally:
+                self._outbox.put_nowait(
+                    None
+                )  # a call that has ended leaves who waits for its messages waiting
+
+    def _hear(self, message: pb.RouterMessage) -> None:
+        if message.HasField("welcome"):
+            logger.info("attached to router %s", message.welcome.router_id)
+            self._router_left = False
+            self.session = message.welcome.session
+            self._attached.set()
+            self.send(pb.WorkerMessage(credit=self._credit))
+        elif message.HasField("goodbye"):
+            self._router_left = True
 
     def _log_end(self, reason: str) -> None:
         if self._router_left:
@@ -136,10 +144,11 @@ class RouterLink:
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
         yield pb.WorkerMessage(registration=self._registration)
         outbox = self._outbox
-        while not (message := await outbox.get()).HasField("goodbye"):
+        while (message := await outbox.get()) is not None:
             yield message
+            if message.HasField("goodbye"):
+                return
             self.num_unread_bytes -= message.ByteSize()
-        yield message
 
 
 def _is_cancelled() -> bool:

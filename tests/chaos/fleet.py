@@ -122,6 +122,10 @@ class Fleet:
         """Attempts that failed and were followed by another one, since the router's start."""
         return count([await read_metrics(self.facts[ROUTER]["admin"])], "kvbaton_request_replays_total")
 
+    async def num_pulled_again(self, worker: str) -> float:
+        """Reads of this worker that failed and were followed by another one, since its start."""
+        return count([await read_metrics(self.facts[worker]["admin"])], "kvbaton_transfer_pulled_again_total")
+
     async def stop_all(self) -> None:
         """SIGTERM to all, SIGKILL to those that do not hear it. Frozen ones are woken first."""
         for name, child in self.children.items():

@@ -126,7 +126,7 @@ async def test_a_signal_stops_an_aggregated_service_cleanly(
         assert await command.end(number) == 0
         assert all(wait_gone(pid) for pid in everybody)
     assert not ready_file.exists()
-    assert not any("ERROR" in line or "Traceback" in line for line in command.lines)
+    assert [line for line in command.lines if "ERROR" in line or "Traceback" in line] == []
 
 
 async def test_run_answers_once(model: Path) -> None:
