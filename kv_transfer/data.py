@@ -253,12 +253,11 @@ class DataHalf:
         begin = time.monotonic()
         if job.conversion is not None:
             self._convert(job, job.conversion, views)
-            verified_at = end = time.monotonic()
+            end = time.monotonic()
         else:
             begin, end = self._read(job, job.shares[0], job.first_block, views)
-            verified_at = time.monotonic()
         self._reports.fetch_event(job.key, ev.PieceLanded(len(views), begin, end))
-        return ev.PieceVerified(len(views), verified_at)
+        return ev.PieceVerified(len(views), end)
 
     def _read_ahead(self, job: PullJob) -> ev.FetchEvent:
         """What fails here is read with the rest of its block."""
@@ -314,7 +313,7 @@ class DataHalf:
     ) -> tuple[float, float]:
         """Read, and verify each piece as it lands: while the next one is on its way, and this one is still in cache.
 
-        Returns when the copy began and ended; what verifying took is left out of the time between.
+        Returns when the copy began and when all of it was verified; what verifying took is left out of the time between.
         """
         count, transport = len(views), job.source.transport
         num_verified, begin = 0, time.monotonic()

@@ -70,6 +70,14 @@ def address_of(memory: memoryview) -> int:
     return address
 
 
+def put_addresses(
+    out: npt.NDArray[np.generic], ids: npt.NDArray[np.int64], block_bytes: int, first: int
+) -> None:
+    """Where something in each block is, as 64-bit numbers; ``first`` is where it is in block 0 of the pool."""
+    np.multiply(ids, block_bytes, out=out, casting="unsafe")
+    np.add(out, first, out=out, casting="unsafe")
+
+
 class BlockViews(Sequence[memoryview]):
     """The blocks ``block_ids`` of a flat pool, as views that are made when they are looked at: keeping thousands is slow.
 
@@ -94,8 +102,7 @@ class BlockViews(Sequence[memoryview]):
 
     def put_addresses(self, out: npt.NDArray[np.generic]) -> None:
         """Where each view begins, as 64-bit numbers."""
-        np.multiply(self.ids, self.block_bytes, out=out, casting="unsafe")
-        np.add(out, self.address + self._span[0], out=out, casting="unsafe")
+        put_addresses(out, self.ids, self.block_bytes, self.address + self._span[0])
 
     def __len__(self) -> int:
         """How many blocks."""
@@ -120,11 +127,6 @@ class BlockViews(Sequence[memoryview]):
         """All views, one after the other."""
         size, pool, (start, end) = self.block_bytes, self.pool, self._span
         return (pool[block_id * size + start : block_id * size + end] for block_id in self.block_ids)
-
-    def as_list(self) -> list[memoryview]:
-        """All views at once."""
-        size, pool, (start, end) = self.block_bytes, self.pool, self._span
-        return [pool[block_id * size + start : block_id * size + end] for block_id in self.block_ids]
 
 
 def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = None) -> Sequence[memoryview]:

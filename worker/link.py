@@ -121,9 +121,8 @@ class RouterLink:
                 async for message in self._call:
                     self._hear(message)
             finally:
-                self._outbox.put_nowait(
-                    None
-                )  # a call that has ended leaves who waits for its messages waiting
+                # A call that has ended does not end the task that takes messages for it.
+                self._outbox.put_nowait(None)
 
     def _hear(self, message: pb.RouterMessage) -> None:
         if message.HasField("welcome"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.transport import BlockViews
+from kv_transfer.transport import BlockViews, put_addresses
 
 _MIN_RUN_BYTES = 2**18
 """Of the runs of a piece, on average: below that, letting the lock go for each costs more than it gives."""
@@ -61,11 +61,6 @@ class PoolItems:
         """The item of every block of the pool, by block. As long as it is kept, the pool's buffer is exported."""
         shape, kind = (self.pool.nbytes // self.block_bytes,), np.dtype(f"V{self.num_bytes}")
         return np.ndarray(shape, kind, self.pool, self.start, (self.block_bytes,))
-
-    def put_addresses(self, out: Ids) -> None:
-        """Where each item begins."""
-        np.multiply(self.ids, self.block_bytes, out=out)
-        np.add(out, self.address + self.start, out=out)
 
 
 @dataclass
@@ -169,7 +164,8 @@ class _Addresses:
         if count > len(self._addresses) or items.num_bytes != self._item_bytes:
             self._addresses = np.zeros(max(count, len(self._addresses), _MIN_ADDRESSES), np.int64)
             self._view, self._item_bytes = _buffer_of(self._addresses, items.num_bytes), items.num_bytes
-        items.put_addresses(self._addresses[:count])
+        begin = items.address + items.start
+        put_addresses(self._addresses[:count], items.ids, items.block_bytes, begin)
         return self._view
 
 

@@ -1,6 +1,5 @@
 """What the NIXL library reads and writes: regions of blocks, in host memory or on a GPU."""
 
-import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import numpy as np
 
 from contract.errors import TransferError
 from engine.connector import KVMemory
-from kv_transfer.transport import BlockPart, BlockViews, FlatMemory, block_span
+from kv_transfer.transport import BlockPart, BlockViews, FlatMemory, address_of, block_span
 
 _END_OF_MEMORY = 2**63
 
@@ -46,7 +45,7 @@ class Region:
     def find(self, views: Sequence[memoryview], part: BlockPart | None = None) -> Sequence[int] | None:
         """Which blocks the writable ``views`` are, or are this part of; None where one of them is none of this region."""
         if isinstance(views, BlockViews):
-            is_here = address_of(views.pool) == self.address and views.pool.nbytes <= self.num_bytes
+            is_here = views.address == self.address and views.pool.nbytes <= self.num_bytes
             is_same = views.block_bytes == self.block_bytes and views.part == part
             return views.ids.tolist() if is_here and is_same else None
         (start, end), found = block_span(self.block_bytes, part), list[int]()
@@ -103,8 +102,3 @@ def region_of(memory: KVMemory) -> Region:
     if last != first + (count - 1) * size:
         raise TransferError("the KV pool is not in one piece of memory")
     return Region(first, size, count)
-
-
-def address_of(view: memoryview) -> int:
-    """Where a writable view begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

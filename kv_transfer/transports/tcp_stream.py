@@ -8,9 +8,10 @@ import math
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from contract.errors import TransferError
 from kv_transfer.framing import (
@@ -26,6 +27,20 @@ from kv_transfer.transports.tcp_wire import ALIGNMENT, MAX_DATA_FRAME_BYTES
 _TIMEVAL = struct.Struct("@ll")
 _MAX_SECONDS = 10_000_000
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+
+def _in_time(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A wait that was too long is what the kernel calls a socket that would block."""
+
+    @wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(*args, **kwargs)
+        except BlockingIOError as error:
+            raise TimeoutError("timed out") from error
+
+    return call
 
 
 class DataStream:
@@ -50,26 +65,20 @@ class DataStream:
         """Send a frame."""
         self.send(encode_frame(message, MAX_DATA_FRAME_BYTES))
 
+    @_in_time
     def send(self, frames: bytes) -> None:
         """Send whole frames that are encoded already."""
-        try:
-            self._sock.sendall(frames)
-        except BlockingIOError as error:
-            raise _too_long() from error
+        self._sock.sendall(frames)
 
+    @_in_time
     def send_blocks(self, frames: bytes, blocks: SocketBlocks, start: int, end: int) -> None:
         """Send the bytes of the blocks ``start``..``end`` - 1 behind whole frames."""
-        try:
-            blocks.send(self._sock, frames, start, end)
-        except BlockingIOError as error:
-            raise _too_long() from error
+        blocks.send(self._sock, frames, start, end)
 
+    @_in_time
     def hear(self, message_type: type[_T]) -> _T:
         """Receive a frame. Raises TransferError for a closed, oversized or malformed one."""
-        try:
-            return read_frame(self._sock, message_type, MAX_DATA_FRAME_BYTES)
-        except BlockingIOError as error:
-            raise _too_long() from error
+        return read_frame(self._sock, message_type, MAX_DATA_FRAME_BYTES)
 
     def hear_question(self, message_type: type[_T]) -> _T:
         """The same, taken from as many as there are, by one call: for who is sent nothing but frames."""
@@ -107,17 +116,10 @@ class DataStream:
         """Receive until every view is full. Raises ShortReadError."""
         self.fill_blocks(socket_blocks(views), 0, len(views))
 
+    @_in_time
     def fill_blocks(self, blocks: SocketBlocks, start: int, end: int) -> None:
         """Receive until the blocks ``start``..``end`` - 1 are full. Raises ShortReadError."""
-        try:
-            blocks.receive(self._sock, start, end)
-        except BlockingIOError as error:
-            raise _too_long() from error
-
-
-def _too_long() -> TimeoutError:
-    """What the kernel calls a socket that would block."""
-    return TimeoutError("timed out")
+        blocks.receive(self._sock, start, end)
 
 
 def _timeval(seconds: float) -> bytes:

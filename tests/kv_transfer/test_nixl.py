@@ -21,10 +21,11 @@ from kv_transfer.transport import (
     ReadStoppedError,
     Source,
     StaleLeaseError,
+    address_of,
 )
 from kv_transfer.transports.data_port import DataPort, Visit
 from kv_transfer.transports.nixl_library import load, why_missing
-from kv_transfer.transports.nixl_memory import HostMemory, Region, address_of
+from kv_transfer.transports.nixl_memory import HostMemory, Region
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_receiver import agent_name
 from kv_transfer.transports.nixl_sender import NixlSender
@@ -284,7 +285,7 @@ def test_views_are_known_as_blocks_of_the_pool_or_not_at_all() -> None:
     pool, other = memoryview(bytearray(4096)), memoryview(bytearray(4096))
     region = Region(address_of(pool), 512, 8)
     assert region.find(BlockViews(pool, 512, [3, 1])) == [3, 1]
-    assert region.find(BlockViews(pool, 512, [3, 1]).as_list()) == [3, 1]
+    assert region.find(list(BlockViews(pool, 512, [3, 1]))) == [3, 1]
     assert region.find(BlockViews(other, 512, [3])) is None
     assert region.find(BlockViews(pool, 256, [3])) is None
     assert region.find([pool[:512], other[:512]]) is None
