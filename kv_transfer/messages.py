@@ -14,8 +14,8 @@ from contract.layout import KVLayout, Side
 from engine.connector import FirstToken
 from kv_transfer.transport import RangeGrant
 
-PROTOCOL_MIN = 5
-PROTOCOL_MAX = 5
+PROTOCOL_MIN = 6
+PROTOCOL_MAX = 6
 MAX_HANDSHAKE_BYTES = 65536
 NumRanks = Annotated[int, msgspec.Meta(ge=1)]
 

@@ -1,4 +1,4 @@
-"""One agent of the NIXL library. It is called by one thread only (``nixl_owner``).
+"""One agent of the NIXL library. It is called by one thread at a time (``nixl_owner``).
 
 The back end is UCX in peer error mode, in which a peer's death is an exception; the other mode is silent for ever. The
 library's progress thread is off on every machine: it spins on a core even when idle.
@@ -6,11 +6,11 @@ library's progress thread is off on every machine: it spins on a core even when 
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from contract.errors import SettingError, TransferError, WorkerLostError
 from kv_transfer.transport import BlockPart
@@ -29,6 +29,7 @@ class NixlAgent:
         """Bring it up. Raises SettingError."""
         self._library = library
         self._num_users: Counter[str] = Counter()
+        self._preparing, self._reading = self._telling("preparing a read"), self._telling("a read")
         api = library.api
         errors: tuple[type[Exception], ...] = (RuntimeError, *library.errors)
         try:
@@ -96,20 +97,21 @@ class NixlAgent:
         with self._telling(f"removing {name}"):
             self._agent.remove_remote_agent(name)
 
-    def prepare(self, local: Any, local_ids: Sequence[int], remote: Any, remote_ids: Sequence[int]) -> Any:
+    def prepare(
+        self, local: Any, local_ids: npt.NDArray[np.int32], remote: Any, remote_ids: npt.NDArray[np.int32]
+    ) -> Any:
         """A read of remote blocks into local ones, to be posted."""
-        into, out_of = np.asarray(local_ids, np.int32), np.asarray(remote_ids, np.int32)
-        with self._telling("preparing a read"):
-            return self._agent.make_prepped_xfer("READ", local, into, remote, out_of)
+        with self._preparing:
+            return self._agent.make_prepped_xfer("READ", local, local_ids, remote, remote_ids)
 
     def post(self, handle: Any) -> bool:
         """Begin a read; True when it is done already."""
-        with self._telling("a read"):
+        with self._reading:
             return _is_done(self._agent.transfer(handle))
 
     def is_done(self, handle: Any) -> bool:
         """Drive it on; True when every byte is in place."""
-        with self._telling("a read"):
+        with self._reading:
             return _is_done(self._agent.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
@@ -126,18 +128,31 @@ class NixlAgent:
         """End the library's agent: nothing that was posted can land any more. The last call."""
         self._agent = None
 
-    @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except self._library.disconnected as error:
-            raise WorkerLostError(f"nixl: {what} failed: the peer is gone") from error
-        except self._library.errors as error:
-            raise TransferError(f"nixl: {what} failed: {error!r}") from error
+    def _telling(self, what: str) -> "_Telling":
+        return _Telling(self._library, what)
+
+
+class _Telling:
+    """Within, what the library raises becomes an error of ours that says ``what`` failed.
+
+    No generator: a read enters several of these, behind a copy that has emptied the processor's caches.
+    """
+
+    def __init__(self, library: NixlLibrary, what: str) -> None:
+        self._library, self._what = library, what
+
+    def __enter__(self) -> None:
+        """Nothing has failed yet."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, self._library.disconnected):
+            raise WorkerLostError(f"nixl: {self._what} failed: the peer is gone") from error
+        if isinstance(error, self._library.errors):
+            raise TransferError(f"nixl: {self._what} failed: {error!r}") from error
 
 
 class DescribedRegion:
-    """A region's blocks as ``NixlAgent.prepare`` wants them, whole or a part of each. One thread uses it.
+    """A region's blocks as ``NixlAgent.prepare`` wants them, whole or a part of each. One thread at a time uses it.
 
     peer: whose memory it is; this process's own without one.
     """

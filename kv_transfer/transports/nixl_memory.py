@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from contract.errors import TransferError
 from engine.connector import KVMemory
 from kv_transfer.transport import BlockPart, BlockViews, FlatMemory, address_of, block_span
 
 _END_OF_MEMORY = 2**63
+_MAX_BLOCKS = 2**31 - 1
+"""The library counts them by 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +40,32 @@ class Region:
     def check(self) -> None:
         """Raise TransferError for what cannot be memory."""
         numbers = (self.address, self.block_bytes, self.num_blocks)
-        if min(numbers) <= 0 or self.address + self.num_bytes >= _END_OF_MEMORY or self.device_id < 0:
+        is_too_much = self.num_blocks > _MAX_BLOCKS
+        if (
+            is_too_much
+            or min(numbers) <= 0
+            or self.address + self.num_bytes >= _END_OF_MEMORY
+            or self.device_id < 0
+        ):
             raise TransferError(
                 f"{self.num_blocks} blocks of {self.block_bytes} bytes at {self.address} are no memory"
             )
 
-    def find(self, views: Sequence[memoryview], part: BlockPart | None = None) -> Sequence[int] | None:
+    def find(
+        self, views: Sequence[memoryview], part: BlockPart | None = None
+    ) -> npt.NDArray[np.int64] | None:
         """Which blocks the writable ``views`` are, or are this part of; None where one of them is none of this region."""
         if isinstance(views, BlockViews):
             is_here = views.address == self.address and views.pool.nbytes <= self.num_bytes
             is_same = views.block_bytes == self.block_bytes and views.part == part
-            return views.ids.tolist() if is_here and is_same else None
+            return views.ids if is_here and is_same else None
         (start, end), found = block_span(self.block_bytes, part), list[int]()
         for view in views:
             number, offset = divmod(address_of(view) - self.address, self.block_bytes)
             if offset != start or view.nbytes != end - start or not 0 <= number < self.num_blocks:
                 return None
             found.append(number)
-        return found
+        return np.array(found, np.int64)
 
     def strided_row(self, part: BlockPart | None = None) -> Any:
         """All blocks, or the part of each, as one row of [address, length, device, stride, count]."""
@@ -77,6 +88,10 @@ class HostMemory:
     def __init__(self, block_bytes: int, num_blocks: int) -> None:
         self._view = memoryview(mmap.mmap(-1, block_bytes * num_blocks))
         self.region = Region(address_of(self._view), block_bytes, num_blocks)
+
+    def numbers(self, count: int) -> list[int]:
+        """The first 64 bits of it, so many times."""
+        return self._view[: 8 * count].cast("Q").tolist()
 
     def block(self, number: int) -> memoryview:
         """One of its blocks."""

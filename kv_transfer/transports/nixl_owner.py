@@ -1,4 +1,9 @@
-"""The one thread that calls the NIXL library for this process's agent.
+"""The thread that owns this process's NIXL agent, and lends it while it rests.
+
+The agent is brought up so that the library serializes its calls (STRICT, which is SERIALIZED in UCX), and they come from
+one thread at a time in any case: from this one, or, where that has nothing to do, from one that posts a read of its own.
+Where the processor copies within the post, such a read costs no other thread's waking. Device memory, which ties a thread
+to a context, is this thread's alone.
 
 The library has no blocking wait, so this thread polls: while a read is posted here, or a peer says that it reads from
 here. It looks again without a pause for 50 us, then every 0.2 ms, ever more rarely the longer nothing happens (a peer
@@ -12,19 +17,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from contract.errors import KvbatonError, TransferError
-from kv_transfer.transport import BlockPart
 from kv_transfer.transports.nixl_agent import DescribedRegion, NixlAgent
 from kv_transfer.transports.nixl_library import NixlLibrary
 from kv_transfer.transports.nixl_memory import Region
 from kv_transfer.transports.nixl_peer import RemotePool
+from kv_transfer.transports.nixl_read import NixlRead
 from kv_transfer.transports.nixl_wire import NixlWelcome
 
 logger = logging.getLogger(__name__)
@@ -35,19 +39,10 @@ _IDLE_PER_PAUSE = 250
 """A pause is so small a part of the time for which nothing has happened."""
 
 
-@dataclass(eq=False)
-class _Posted:
-    """A read that is not terminal; ``outcome`` ends when it is."""
-
-    handle: Any
-    pool: RemotePool
-    outcome: "Future[None]" = field(default_factory=Future)
-
-
 class NixlOwner:
-    """Owns the agent and its thread. Every method may be called from any thread.
+    """Owns the agent and its thread. Every method may be called from any thread; who calls the library holds ``_turn``.
 
-    pool: this worker's own blocks, None until ``register``.
+    pool: this worker's own blocks, and pool_blocks, for a ``ReadStep`` into them: None until ``register``, or on a device.
     """
 
     def __init__(
@@ -62,13 +57,13 @@ class NixlOwner:
         """
         self._on_failed = on_failed
         self.pool: Region | None = None
-        self._pool_blocks: DescribedRegion | None = None
+        self.pool_blocks: DescribedRegion | None = None
         self._agent: NixlAgent | None = None
-        self._posted: list[_Posted] = []
+        self._posted: list[NixlRead] = []
         self._pools: set[RemotePool] = set()
         self._num_serving, self._active_at = 0, 0.0
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self._thread.start()
@@ -78,9 +73,9 @@ class NixlOwner:
             self.close()
             raise
 
-    def register(self, pool: Region, nonce: Region) -> bytes:
+    def register(self, pool: Region, table: Region) -> bytes:
         """Make both readable by peers; returns what they need to know of the agent. Called once."""
-        return self._ask(partial(self._register, pool, nonce))
+        return self._ask(partial(self._register, pool, table))
 
     def connect(self, agent_name: str, who: str, welcome: NixlWelcome) -> RemotePool:
         """Know a peer's pool. Raises KvbatonError. Does not wait for the peer; each call needs a ``disconnect``."""
@@ -92,32 +87,20 @@ class NixlOwner:
         """Forget a peer's pool, as soon as no read of it is posted. Does not block."""
         self._tell(partial(self._leave, pool))
 
-    def read(
-        self,
-        pool: RemotePool,
-        remote_ids: Sequence[int],
-        local_ids: Sequence[int],
-        part: BlockPart | None = None,
-    ) -> "Future[None]":
-        """Post a read into the same part of blocks of this worker's pool. The future ends when the read is terminal."""
-        return self._ask(
-            lambda: self._post(
-                pool, self._own().blocks(part), local_ids, pool.blocks.blocks(part), remote_ids
-            )
-        )
+    def post(self, read: NixlRead) -> None:
+        """Carry a read out; what goes wrong ends it. Raises TransferError after ``close``.
 
-    def read_into_bounce(
-        self, pool: RemotePool, remote_ids: Sequence[int], part: BlockPart | None = None
-    ) -> "Future[None]":
-        """The same, into the first blocks of ``pool.bounce``."""
-        ids, bounce = range(len(remote_ids)), pool.bounce_blocks
-        return self._ask(
-            lambda: self._post(pool, bounce.blocks(part), ids, pool.blocks.blocks(part), remote_ids)
-        )
-
-    def read_nonce(self, pool: RemotePool) -> "Future[None]":
-        """The same with the peer's nonce, into ``pool.found_nonce``."""
-        return self._ask(lambda: self._post(pool, pool.nonce_blocks.blocks(), [0], pool.nonce.blocks(), [0]))
+        Where the thread rests, the caller posts it, which may copy the bytes: then nobody has to be woken, nor waited for.
+        """
+        if read.pool.region.is_device or not self._turn.acquire(blocking=False):
+            self._put(partial(self._begin, read))
+            return
+        try:
+            self._begin(read)
+        finally:
+            self._turn.release()
+        if not read.is_terminal:
+            self._tell(_look_again)
 
     def begin_serving(self) -> None:
         """A peer may read from here: drive the library on. Does not block."""
@@ -126,6 +109,10 @@ class NixlOwner:
     def end_serving(self) -> None:
         """It does not any more; called once for each ``begin_serving``. Does not block."""
         self._tell(partial(self._serve, -1))
+
+    def settle(self) -> None:
+        """Until the thread has done all that it was told before."""
+        self._ask(_look_again)
 
     def is_driving(self) -> bool:
         """Something is read, from here or by this worker, so that the thread does not rest."""
@@ -146,22 +133,27 @@ class NixlOwner:
     def _ask(self, work: Callable[[], _T]) -> _T:
         """Have the thread do it, and wait for that. Raises TransferError after ``close``."""
         answer: Future[_T] = Future()
+        self._put(partial(_answer, answer, work))
+        return answer.result()
+
+    def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._is_closed:
                 raise TransferError("the NIXL agent is closed")
-            self._commands.put(partial(_answer, answer, work))
-        return answer.result()
+            self._commands.put(command)
 
     def _run(self) -> None:
         try:
             while (command := self._next()) is not None:
-                command()
-                self._drive()
+                with self._turn:
+                    command()
+                    self._drive()
         except Exception as error:  # the boundary of the thread: whoever waits hears that it is over
             logger.exception("the NIXL thread has failed")
             self._on_failed(self._thread.name, error)
         finally:
-            self._end()
+            with self._turn:
+                self._end()
 
     def _next(self) -> Callable[[], None] | None:
         """The next command, or one that does nothing when it is time to look again; None after ``close``."""
@@ -179,42 +171,61 @@ class NixlOwner:
         return command
 
     def _drive(self) -> None:
-        for posted in list(self._posted):
+        for read in list(self._posted):
             try:
-                if self._alive().is_done(posted.handle):
-                    self._finish(posted, None)
+                is_done = self._alive().is_done(read.posted)
             except KvbatonError as error:
-                self._finish(posted, error)
+                self._finish(read, error)
+                continue
+            if is_done:
+                self._advance(read)
+            else:
+                read.look_at_clock()
         if self._num_serving:
             _quietly(self._alive().progress)
 
-    def _finish(self, posted: _Posted, error: KvbatonError | None) -> None:
+    def _begin(self, read: NixlRead) -> None:
+        self._posted.append(read)
+        read.pool.num_posted += 1
+        self._advance(read)
+
+    def _advance(self, read: NixlRead) -> None:
+        """Nothing of it is open: post its next step. It ends behind the last one, or with what goes wrong."""
+        try:
+            is_open = read.post_next(self._alive())
+        except KvbatonError as error:
+            self._finish(read, error)
+            return
+        if not is_open:
+            self._finish(read, None)
+
+    def _finish(self, read: NixlRead, error: KvbatonError | None) -> None:
         """The read is terminal."""
         self._active_at = time.monotonic()
-        self._posted.remove(posted)
-        posted.pool.num_posted -= 1
-        _quietly(partial(self._alive().release, posted.handle))
-        _quietly(posted.pool.give_back)
-        if error is None:
-            posted.outcome.set_result(None)
-        else:
-            posted.outcome.set_exception(type(error)(f"{posted.pool.who}: {error.message}"))
+        self._posted.remove(read)
+        read.pool.num_posted -= 1
+        read.end(None if error is None else type(error)(f"{read.pool.who}: {error.message}"))
+        for handle in read.handles:
+            _quietly(partial(self._alive().release, handle))
+        if read.pool.is_left:
+            _quietly(read.pool.give_back)
 
     def _end(self) -> None:
         """End the agent, and everything that still waits."""
         with self._lock:
             self._is_closed = True
         ended, agent, self._agent = self._posted, self._agent, None
-        pools = self._pools | {posted.pool for posted in ended}
-        self._posted, self._pool_blocks = [], None
+        pools = self._pools | {read.pool for read in ended}
+        self._posted, self.pool_blocks = [], None
         if agent is not None:
-            for posted in ended:
-                _quietly(partial(agent.release, posted.handle))
+            for read in ended:
+                for handle in read.handles:
+                    _quietly(partial(agent.release, handle))
             for pool in pools:
                 _quietly(pool.abandon)
             agent.close()
-        for posted in ended:
-            posted.outcome.set_exception(TransferError("the NIXL agent was closed"))
+        for read in ended:
+            read.end(TransferError("the NIXL agent was closed"))
         with suppress(queue.Empty):
             while True:
                 if (command := self._commands.get_nowait()) is not None:
@@ -225,38 +236,17 @@ class NixlOwner:
             raise TransferError("the NIXL agent is closed")
         return self._agent
 
-    def _own(self) -> DescribedRegion:
-        if self._pool_blocks is None:
-            raise TransferError("the blocks of this worker's pool cannot be read into")
-        return self._pool_blocks
-
     def _create(self, library: NixlLibrary, name: str) -> None:
         self._agent = NixlAgent(library, name)
 
-    def _register(self, pool: Region, nonce: Region) -> bytes:
+    def _register(self, pool: Region, table: Region) -> bytes:
         agent = self._alive()
         agent.register(pool)
-        agent.register(nonce)
+        agent.register(table)
         if not pool.is_device:
-            self._pool_blocks = DescribedRegion(agent, pool)
+            self.pool_blocks = DescribedRegion(agent, pool)
             self.pool = pool
         return agent.metadata()
-
-    def _post(
-        self, pool: RemotePool, local: Any, local_ids: Sequence[int], remote: Any, remote_ids: Sequence[int]
-    ) -> "Future[None]":
-        agent = self._alive()
-        posted = _Posted(agent.prepare(local, local_ids, remote, remote_ids), pool)
-        self._posted.append(posted)
-        pool.num_posted += 1
-        try:
-            is_done = agent.post(posted.handle)
-        except KvbatonError as error:
-            self._finish(posted, error)
-            return posted.outcome
-        if is_done:
-            self._finish(posted, None)
-        return posted.outcome
 
     def _enter(self, pool: RemotePool, metadata: bytes) -> None:
         pool.enter(self._alive(), metadata)

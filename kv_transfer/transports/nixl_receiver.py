@@ -1,47 +1,50 @@
 """The ``nixl`` transport's receiver: one-sided reads out of a peer's pool, straight into this worker's own.
 
-The lease is asked for when a read begins and again after its last byte. A read that was posted cannot be taken back:
+A read asks nobody: where the blocks are came with the words that they are published, and whether their lease has ended
+is read behind the last byte, out of the peer's table of generations. A read that was posted cannot be taken back:
 ``fetch`` returns when it is terminal, however long that takes; until then its blocks stay in quarantine, and nobody else
 waits.
+
+Some lanes of the library need the peer's thread as well (UCX over TCP), others do not (a copy by the kernel, RDMA). Which
+of them this is, is found out once by a read while the peer rests. A wrong guess costs LATE_SECONDS: the peer is asked for
+help as soon as a read is late.
 """
 
 import logging
+import select
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.framing import read_frame, write_frame
 from kv_transfer.transport import (
     BlockPart,
-    LeaseName,
     Read,
     ReadRequest,
     Source,
     StaleLeaseError,
+    block_outside,
     block_span,
     check_sizes,
 )
+from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.data_port import dial, shut_down, unconnected
 from kv_transfer.transports.kept import Kept
+from kv_transfer.transports.nixl_agent import DescribedRegion
 from kv_transfer.transports.nixl_owner import NixlOwner
-from kv_transfer.transports.nixl_peer import RemotePool
-from kv_transfer.transports.nixl_wire import (
-    MAX_GRANT_BLOCKS,
-    MAX_NIXL_FRAME_BYTES,
-    NixlAsk,
-    NixlGrant,
-    NixlWelcome,
-    decode_blocks,
-)
+from kv_transfer.transports.nixl_peer import MAX_SLOTS_AT_ONCE, RemotePool
+from kv_transfer.transports.nixl_read import Ids, NixlRead, ReadStep, SlotsStep
+from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
 from kv_transfer.transports.outcomes import as_outcome
 from kv_transfer.transports.tcp_wire import DataStatus
 
 logger = logging.getLogger(__name__)
 _MAX_POST_BYTES = 64 * 2**20
 """Reads are posted in parts: the CPU may be what moves the bytes, and a stop is heard between two of them."""
+_NONCE_SLOT = (0,)
 
 
 def agent_name(boot_id: str) -> str:
@@ -50,7 +53,10 @@ def agent_name(boot_id: str) -> str:
 
 
 class _Peer:
-    """The connection to a sender's data port, and its pool."""
+    """The connection to a sender's data port, and its pool.
+
+    _needs_help: whether its thread must drive the library on while something is read; None where a read was late.
+    """
 
     def __init__(self, source: Source, owner: NixlOwner, timeout_seconds: float) -> None:
         self._source, self._owner, self._timeout_seconds = source, owner, timeout_seconds
@@ -58,7 +64,10 @@ class _Peer:
         self._pool: RemotePool | None = None
         self._lock = threading.Lock()
         self._is_interrupted = self._is_posted = False
+        self._needs_help: bool | None = None
+        self._is_helped = False
         self._sock = unconnected(source, timeout_seconds)
+        self._end = select.poll()
 
     def interrupt(self) -> None:
         """The link is gone: end what waits for the peer's words at once, a posted read when it is terminal.
@@ -93,69 +102,85 @@ class _Peer:
         if welcome.status is not DataStatus.OK:
             raise TransferError(f"{self._who} lends nothing over nixl: {welcome.message}")
         pool = self._pool = self._owner.connect(agent_name(self._source.boot_id), self._who, welcome)
-        self._wait_at_most(self._owner.read_nonce(pool), read)
-        if pool.found_nonce.block(0) != welcome.nonce:
+        self._end.register(self._sock, select.POLLIN)
+        self._is_helped = True
+        if self._read_nonce(pool, read) != welcome.nonce:
             raise TransferError(f"nixl reads other memory than that of {self._who}")
-        self._wait_at_most(self._owner.read_into_bounce(pool, [0]), read)
-        self._ask(NixlAsk(None))
+        self._wait_at_most(self._posted(pool, [_into_bounce(pool, np.zeros(1, np.int32))]), read)
+        self._find_out(pool, read)
         return pool
 
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Ask, read, and ask again behind the last byte. Raises as ``ReceiverTransport.fetch``."""
+        """Read the blocks, and then whether their lease has ended. Raises as ``ReceiverTransport.fetch``."""
         pool = self.connect(read)
         start, end = block_span(pool.region.block_bytes, request.part)
         check_sizes(views, end - start, self._who)
-        granted = self._granted(request)
-        with read.interruptible(self.stop_asking):
-            self._say(NixlAsk(request.name, request.first_block, request.num_blocks))
-            block_ids = self._hear().block_ids if granted is None else granted
-        if len(block_ids) != len(views) or not all(0 <= each < pool.region.num_blocks for each in block_ids):
-            raise TransferError(f"{self._who} granted something that is not in its pool")
-        self._move(pool, block_ids, views, request.part, read)
-        with read.interruptible(self.stop_asking):
-            self._check_lease(request.name, granted, len(views))
-
-    def _granted(self, request: ReadRequest) -> list[int] | None:
-        """The sender's blocks that are wanted, if they came with the words that they are published."""
-        ranges = [given.by_transport.get(self._source.transport) for given in request.grants]
-        if not ranges or None in ranges:
-            return None
-        lent = [block_id for packed in ranges if packed is not None for block_id in decode_blocks(packed)]
-        if len(lent) != sum(given.num_blocks for given in request.grants):
-            raise TransferError(f"{self._who} granted other blocks than it published")
-        return lent[request.within(len(lent), request.grants[0].first_block)]
+        block_ids, seen = granted_blocks(request, self._source.transport, self._who)
+        if len(seen) > MAX_SLOTS_AT_ONCE or len(block_ids) != len(views):
+            raise TransferError(f"{len(views)} blocks under {len(seen)} leases are not read at once")
+        if (outside := block_outside(block_ids, pool.region.num_blocks)) is not None:
+            raise TransferError(f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}")
+        self._check_open()
+        if self._needs_help is None:
+            self._find_out(pool, read)
+        if self._needs_help:
+            self._ask(Help.BEGIN)
+        slots, generations = zip(*seen, strict=True)
+        self._move(pool, block_ids.astype(np.int32), views, request, slots, read)
+        if self._is_helped:
+            self._ask(Help.END)
+        if pool.found.numbers(len(slots)) != list(generations):
+            raise StaleLeaseError(
+                f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended while"
+                f" {len(views)} blocks were read from {self._who}; none of them can be used"
+            )
 
     def _move(
         self,
         pool: RemotePool,
-        block_ids: Sequence[int],
+        block_ids: Ids,
         views: Sequence[memoryview],
-        part: BlockPart | None,
+        request: ReadRequest,
+        slots: tuple[int, ...],
         read: Read,
     ) -> None:
-        own = self._owner.pool.find(views, part) if self._owner.pool is not None else None
-        (at, to), step = block_span(pool.region.block_bytes, part), pool.bounce.region.num_blocks
-        if own is not None:
+        """Part by part. The slots are read by the last one, which posts that only when its blocks are there."""
+        part, into = request.part, self._own_blocks(views, request)
+        count, step = len(views), pool.bounce.region.num_blocks
+        if into is not None:
             step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
-        for start in range(0, len(block_ids), step):
-            remote_ids = block_ids[start : start + step]
-            with self._posting(read):
-                if own is not None:
-                    self._wait(self._owner.read(pool, remote_ids, own[start : start + step], part))
-                    continue
-                self._wait(self._owner.read_into_bounce(pool, remote_ids, part))
-            for number in range(len(remote_ids)):
-                views[start + number][:] = pool.bounce.block(number)[at:to]
+        for start in range(0, count, step):
+            end = min(start + step, count)
+            steps: list[ReadStep | SlotsStep]
+            if into is None:
+                steps = [_into_bounce(pool, block_ids[start:end], part)]
+            else:
+                own, own_ids = into
+                steps = [ReadStep(own, own_ids[start:end], pool.blocks, block_ids[start:end], part)]
+            if end == count:
+                steps.append(SlotsStep(pool, slots))
+            self._carry_out(pool, steps, read)
+            if into is None:
+                at, to = block_span(pool.region.block_bytes, part)
+                for number in range(end - start):
+                    views[start + number][:] = pool.bounce.block(number)[at:to]
 
-    @contextmanager
-    def _posting(self, read: Read) -> Iterator[None]:
-        """Within, a read may be open. Raises ReadStoppedError before and behind it, TransferError without a link."""
+    def _own_blocks(
+        self, views: Sequence[memoryview], request: ReadRequest
+    ) -> tuple[DescribedRegion, Ids] | None:
+        """Where the views are in this worker's own pool; None where they are not."""
+        pool, blocks = self._owner.pool, self._owner.pool_blocks
+        found = None if pool is None else pool.find(views, request.part)
+        return None if found is None or blocks is None else (blocks, found.astype(np.int32))
+
+    def _carry_out(self, pool: RemotePool, steps: Sequence[ReadStep | SlotsStep], read: Read) -> None:
+        """Until they are terminal. Raises ReadStoppedError before and behind them, TransferError without a link."""
         read.check()
         with self._lock:
             self._check_link()
             self._is_posted = True
         try:
-            yield
+            self._wait(self._posted(pool, steps))
         finally:
             with self._lock:
                 self._is_posted = False
@@ -166,53 +191,71 @@ class _Peer:
         if self._is_interrupted:
             raise TransferError(f"the link to {self._who} is gone")
 
-    def _check_lease(self, name: LeaseName, granted: list[int] | None, num_blocks: int) -> None:
-        """Behind the last byte. granted: the blocks that were read before an answer to the first question was heard."""
-        self._say(NixlAsk(name))
-        answers = [self._take() for _ in range(1 if granted is None else 2)]
-        if any(answer.status is not DataStatus.OK for answer in answers):
-            raise StaleLeaseError(
-                f"the lease of transfer {name.transfer_id} (attempt {name.attempt}) ended while {num_blocks} blocks"
-                f" were read from {self._who}; none of them can be used"
-            )
-        if granted is not None and answers[0].block_ids != granted:
-            raise TransferError(f"{self._who} lends other blocks than it granted")
+    def _find_out(self, pool: RemotePool, read: Read) -> None:
+        """Whether a read becomes terminal while the peer rests."""
+        with read.interruptible(self.stop_asking):
+            self._ask(Help.PAUSE)
+            read_frame(self._sock, NixlResting, MAX_NIXL_FRAME_BYTES)
+        self._needs_help = False
+        self._read_nonce(pool, read)
+        self._needs_help = self._is_helped
+        if self._is_helped:
+            self._ask(Help.END)
 
-    def _ask(self, ask: NixlAsk) -> NixlGrant:
-        self._say(ask)
-        return self._hear()
+    def _read_nonce(self, pool: RemotePool, read: Read) -> int:
+        self._wait_at_most(self._posted(pool, [SlotsStep(pool, _NONCE_SLOT)]), read)
+        return pool.found.numbers(1)[0]
 
-    def _say(self, ask: NixlAsk) -> None:
-        write_frame(self._sock, ask, MAX_NIXL_FRAME_BYTES)
+    def _check_open(self) -> None:
+        """The peer says nothing unless it is asked: what can be heard now is the end of its half of the connection."""
+        self._check_link()
+        if self._end.poll(0):
+            raise WorkerLostError(f"{self._who} closed its data connection")
 
-    def _take(self) -> NixlGrant:
-        return read_frame(self._sock, NixlGrant, MAX_NIXL_FRAME_BYTES)
+    def _ask(self, wanted: Help) -> None:
+        write_frame(self._sock, NixlAsk(wanted), MAX_NIXL_FRAME_BYTES)
+        self._is_helped = wanted is Help.BEGIN
 
-    def _hear(self) -> NixlGrant:
-        grant = self._take()
-        if grant.status is not DataStatus.OK:
-            raise StaleLeaseError(f"{self._who} refused a read as {grant.status}: {grant.message}")
-        return grant
+    def _help_if_late(self, posted: NixlRead) -> None:
+        """The read may need help, which it is not given yet. It goes on in any case."""
+        if not posted.is_late or posted.is_terminal or self._is_helped:
+            return
+        self._needs_help = None
+        try:
+            self._ask(Help.BEGIN)
+        except OSError as error:
+            logger.debug("%s cannot be asked for help: %s", self._who, error)
 
-    def _wait(self, posted: "Future[None]") -> None:
+    def _posted(self, pool: RemotePool, steps: Sequence[ReadStep | SlotsStep]) -> NixlRead:
+        posted = NixlRead(pool, steps)
+        self._owner.post(posted)
+        return posted
+
+    def _wait(self, posted: NixlRead) -> None:
         """Until the read is terminal: blocks of the pool are its target."""
-        if not posted.done() and not wait([posted], self._timeout_seconds).done:
-            logger.warning(
-                "a read from %s is not terminal after %s s; its blocks stay in quarantine",
-                self._who,
-                self._timeout_seconds,
-            )
-        posted.result()
+        has_told = False
+        while not posted.is_terminal:
+            if not posted.hear(self._timeout_seconds) and not has_told:
+                has_told = True
+                logger.warning(
+                    "a read from %s is not terminal after %s s; its blocks stay in quarantine",
+                    self._who,
+                    self._timeout_seconds,
+                )
+            self._help_if_late(posted)
+        posted.check()
 
-    def _wait_at_most(self, posted: "Future[None]", read: Read) -> None:
+    def _wait_at_most(self, posted: NixlRead, read: Read) -> None:
         """Until it is terminal, stopped, or too late: it cannot reach blocks of the pool, and may end when it will."""
-        stopped: Future[None] = Future()
-        with read.interruptible(partial(_settle, stopped)):
-            wait([posted, stopped], self._timeout_seconds, FIRST_COMPLETED)
+        until = time.monotonic() + self._timeout_seconds
+        with read.interruptible(posted.wake):
+            while not (posted.is_terminal or read.is_stopped) and (left := until - time.monotonic()) > 0:
+                posted.hear(left)
+                self._help_if_late(posted)
         read.check()
-        if not posted.done():
+        if not posted.is_terminal:
             raise TransferError(f"nixl read nothing from {self._who} in {self._timeout_seconds} s")
-        posted.result()
+        posted.check()
 
 
 class NixlReceiver:
@@ -224,18 +267,11 @@ class NixlReceiver:
 
     def probe(self, source: Source, read: Read) -> None:
         """Connect, authenticate, and read the nonce and a block. Raises what ``fetch`` would."""
-        with self._using(source, read) as peer:
-            peer.connect(read)
+        self._use(source, read, lambda peer: peer.connect(read))
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read part by part. Stopping ends the read behind the part that is posted, once that is terminal."""
-        with self._using(source, read) as peer:
-            for start in range(0, len(views), MAX_GRANT_BLOCKS):
-                some = views[start : start + MAX_GRANT_BLOCKS]
-                first = request.first_block + start
-                peer.read(
-                    ReadRequest(request.name, first, len(some), request.grants, request.part), some, read
-                )
+        self._use(source, read, lambda peer: peer.read(request, views, read))
 
     def forget(self, source: Source) -> None:
         """Close its connection and forget its pool."""
@@ -246,17 +282,18 @@ class NixlReceiver:
         self._peers.close()
         self._owner.close()
 
-    @contextmanager
-    def _using(self, source: Source, read: Read) -> Iterator[_Peer]:
-        """The peer; whatever goes wrong within is raised as ``fetch`` says."""
+    def _use(self, source: Source, read: Read, work: Callable[[_Peer], object]) -> None:
+        """Work with the peer; whatever goes wrong is raised as ``fetch`` says."""
         read.check()
         try:
             with self._peers.using(source, lambda: _Peer(source, self._owner, self._timeout_seconds)) as peer:
-                yield peer
+                work(peer)
         except (OSError, TransferError, WorkerLostError) as error:
             raise as_outcome(error, source, read) from error
 
 
-def _settle(stopped: "Future[None]") -> None:
-    if not stopped.done():
-        stopped.set_result(None)
+def _into_bounce(pool: RemotePool, block_ids: Ids, part: BlockPart | None = None) -> ReadStep:
+    """These of its blocks, or the part of each, into the first ones of ``pool.bounce``."""
+    return ReadStep(
+        pool.bounce_blocks, np.arange(len(block_ids), dtype=np.int32), pool.blocks, block_ids, part
+    )

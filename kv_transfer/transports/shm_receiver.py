@@ -33,18 +33,11 @@ from kv_transfer.transport import (
     check_sizes,
 )
 from kv_transfer.transports.block_copy import BlockCopier, Ids, PoolItems
+from kv_transfer.transports.block_grants import granted_blocks
+from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.outcomes import as_outcome
-from kv_transfer.transports.shm_leases import SLOT_BYTES
-from kv_transfer.transports.shm_wire import (
-    MAX_SHM_FRAME_BYTES,
-    NUM_DESCRIPTORS,
-    NUM_SLOTS,
-    ShmGrant,
-    ShmWelcome,
-    decode_grant,
-    unpack_ids,
-)
+from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, NUM_DESCRIPTORS, ShmWelcome
 from kv_transfer.transports.tcp_wire import DataHello, DataStatus
 
 _LARGE_BYTES = 2**18
@@ -125,20 +118,10 @@ class _MappedPeer:
 
     def _granted(self, request: ReadRequest) -> tuple[Ids, _Seen]:
         """The sender's blocks that are wanted, and the leases that lend them."""
-        if not request.grants:
-            raise TransferError(f"{self._who} published blocks without a grant for shm")
-        base = end = request.grants[0].first_block
-        grants: list[ShmGrant] = []
-        for given in request.grants:
-            grant = decode_grant(given.by_transport.get(self._source.transport, b""))
-            grants.append(grant)
-            end += grant.num_blocks
-            if end != given.end_block:
-                raise TransferError(f"{self._who} granted other blocks than it published")
-        block_ids = unpack_ids(grants)[request.within(end - base, base)]
+        block_ids, seen = granted_blocks(request, self._source.transport, self._who)
         if (outside := block_outside(block_ids, self._num_blocks)) is not None:
             raise TransferError(f"{self._who} granted block {outside} of a pool of {self._num_blocks}")
-        return block_ids, {(grant.slot, grant.generation) for grant in grants}
+        return block_ids, seen
 
     def _is_over(self, seen: _Seen) -> bool:
         return any(self._table[slot] != generation for slot, generation in seen)

@@ -10,11 +10,13 @@ from contextlib import ExitStack
 from contract.errors import SettingError
 from engine.connector import KVMemory
 from kv_transfer.transport import LeaseName
+from kv_transfer.transports.block_grants import encode_grant
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.generations import GenerationTable, SharedLeases
+from kv_transfer.transports.sealed_files import reopen_read_only, seal
 from kv_transfer.transports.shm_folder import socket_path, why_unsupported
-from kv_transfer.transports.shm_leases import GenerationTable, SharedLeases, reopen_read_only, seal
 from kv_transfer.transports.shm_server import ShmServer
-from kv_transfer.transports.shm_wire import ShmWelcome, encode_grant
+from kv_transfer.transports.shm_wire import ShmWelcome
 from kv_transfer.transports.tcp_wire import DataStatus
 
 

@@ -1,9 +1,11 @@
 """Both roles of ``nixl`` without control links, and a process that plays the sender.
 
-As a program: ``BOOT_ID``, told what to do by lines on standard input: it lends its pool, the last block first, and
-``release`` ends that. ``UCX_TLS=self,tcp`` in its environment leaves only the lane on which its help is needed.
+As a program: ``BOOT_ID``, told what to do by lines on standard input: it lends its pool, the last block first, says by
+which grant, and an empty line ends that; ``end`` ends the session. ``UCX_TLS=self,tcp`` in its environment leaves only the
+lane on which its help is needed.
 """
 
+import base64
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source, write_views
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.nixl_library import load
+from kv_transfer.transports.nixl_library import NixlLibrary, load
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_receiver import NixlReceiver, agent_name
 from kv_transfer.transports.nixl_sender import NixlSender
@@ -52,15 +54,24 @@ class NixlPort:
             self.memory.fill(block_id, bytes([block_id + 1]))
         self.sender.start(self.memory)
         self.source = Source("p", boot_id, self.sender.address, TOKEN, "nixl")
+        self.grants: dict[LeaseName, tuple[RangeGrant, ...]] = {}
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> tuple[RangeGrant, ...]:
+        """All that the lease has handed out so far, as the control link would bring it."""
+        given, grant = self.grants.get(name, ()), self.sender.publish(name, block_ids)
+        assert grant is not None
+        first = given[-1].end_block if given else 0
+        self.grants[name] = (*given, RangeGrant(first, len(block_ids), {"nixl": grant}))
+        return self.grants[name]
 
 
 class Reader:
     """A receiver with a pool of its own, which is registered as a worker's is."""
 
-    def __init__(self, boot_id: str = "reader", timeout_seconds: float = 30.0) -> None:
+    def __init__(self, library: NixlLibrary | None = None, timeout_seconds: float = 30.0) -> None:
         self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
-        self.owner = NixlOwner(load("127.0.0.1"), agent_name(boot_id))
-        self._sender = NixlSender(context_for(boot_id, Sessions(), []), self.owner)
+        self.owner = NixlOwner(library or load("127.0.0.1"), agent_name("reader"))
+        self._sender = NixlSender(context_for("reader", Sessions(), []), self.owner)
         self._sender.start(self.memory)
         self.receiver = NixlReceiver(self.owner, timeout_seconds)
 
@@ -68,10 +79,10 @@ class Reader:
         self,
         source: Source,
         blocks: range,
+        grants: tuple[RangeGrant, ...],
         into: Sequence[int] | None = None,
         read: Read | None = None,
         name: LeaseName = NAME,
-        grants: tuple[RangeGrant, ...] = (),
     ) -> None:
         """Read these of the lease's blocks into the pool's blocks ``into``, else into the first ones."""
         views = write_views(self.memory, into or range(len(blocks)))
@@ -101,8 +112,13 @@ class HookedRead(Read):
         super().check()
 
 
-BEFORE_POST, BEHIND_LAST_BYTE = 3, 4
-"""Once connected, fetch looks at its begin, when it asks, before the one part that it posts, and behind it."""
+BEFORE_POST, BEHIND_POST = 2, 3
+"""Once connected, fetch looks at its begin, before each part that it posts, and behind it."""
+
+
+def from_words(words: object) -> tuple[RangeGrant, ...]:
+    """The grant that a sender's process has said."""
+    return (RangeGrant(0, NUM_BLOCKS, {"nixl": base64.b64decode(str(words))}),)
 
 
 def say(**words: Any) -> None:
@@ -112,10 +128,13 @@ def say(**words: Any) -> None:
 
 def main(boot_id: str) -> None:
     port = NixlPort(boot_id)
-    port.sender.publish(NAME, range(NUM_BLOCKS)[::-1])
-    say(address=port.sender.address)
-    for _ in sys.stdin:
-        port.sender.release(NAME)
+    (given,) = port.publish(NAME, range(NUM_BLOCKS)[::-1])
+    say(address=port.sender.address, grant=base64.b64encode(given.by_transport["nixl"]).decode())
+    for word in sys.stdin:
+        if word.strip() == "end":
+            port.sessions.end(TOKEN)
+        else:
+            port.sender.release(NAME)
         say(idle=len(port.idle))
     port.sender.close()
 

@@ -15,15 +15,19 @@ ROOT = Path(__file__).parents[2]
 
 
 class Sender:
-    """The other end of ``nixl_port`` or ``nccl_port``. source: where it is read."""
+    """The other end of ``nixl_port`` or ``nccl_port``. source: where it is read. said: its first words."""
 
     def __init__(self, process: "subprocess.Popen[str]", boot_id: str, token: str, transport: str) -> None:
         self.process = process
-        self.source = Source("p", boot_id, str(self._hear()["address"]), token, transport)
+        self.said = self._hear()
+        self.source = Source("p", boot_id, str(self.said["address"]), token, transport)
 
     def release(self) -> dict[str, object]:
+        return self.tell("")
+
+    def tell(self, word: str) -> dict[str, object]:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
         return self._hear()
 

@@ -1,19 +1,17 @@
 """``nixl`` with the real library, two agents in one process: right bytes, or a clear refusal."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from contract.errors import SettingError, TransferError, WorkerLostError
-from kv_transfer.framing import write_frame
-from kv_transfer.leases import Sessions
+from contract.errors import TransferError, WorkerLostError
+from kv_transfer.framing import read_frame, write_frame
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import (
-    BlockViews,
     LeaseName,
     RangeGrant,
     Read,
@@ -21,21 +19,19 @@ from kv_transfer.transport import (
     ReadStoppedError,
     Source,
     StaleLeaseError,
-    address_of,
 )
+from kv_transfer.transports.block_grants import encode_grant
 from kv_transfer.transports.data_port import DataPort, Visit
-from kv_transfer.transports.nixl_library import load, why_missing
+from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable
+from kv_transfer.transports.nixl_library import load
 from kv_transfer.transports.nixl_memory import HostMemory, Region
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_receiver import agent_name
-from kv_transfer.transports.nixl_sender import NixlSender
-from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, NixlWelcome, encode_blocks
-from kv_transfer.transports.registry import auto_names
-from kv_transfer.transports.settings import has_nvidia_gpu, has_rdma_device, interface_of
+from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
 from kv_transfer.transports.tcp_wire import DataStatus
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
-    BEHIND_LAST_BYTE,
+    BEHIND_POST,
     LAYOUT,
     NAME,
     NUM_BLOCKS,
@@ -45,12 +41,13 @@ from tests.kv_transfer.nixl_port import (
     Reader,
     context_for,
 )
+from tests.kv_transfer.watched_nixl import Watch
 
 
 @pytest.fixture
 def port() -> Iterator[NixlPort]:
     made = NixlPort()
-    made.sender.publish(NAME, range(NUM_BLOCKS))
+    made.publish(NAME, range(NUM_BLOCKS))
     yield made
     made.sender.close()
 
@@ -65,8 +62,8 @@ def reader() -> Iterator[Reader]:
 def test_scattered_blocks_arrive_where_they_belong(port: NixlPort, reader: Reader) -> None:
     name, lent = LeaseName("scattered", 0, "l"), random.Random(3).sample(range(NUM_BLOCKS), 50)
     target = random.Random(4).sample(range(NUM_BLOCKS), 40)
-    port.sender.publish(name, lent)
-    reader.fetch(port.source, range(5, 45), target, name=name)
+    grants = port.publish(name, lent)
+    reader.fetch(port.source, range(5, 45), grants, target, name=name)
     assert all(reader.holds(to, lent[number] + 1) for number, to in enumerate(target, 5))
     untouched = set(range(NUM_BLOCKS)) - set(target)
     assert all(reader.holds(block_id, 0) for block_id in untouched)
@@ -74,166 +71,253 @@ def test_scattered_blocks_arrive_where_they_belong(port: NixlPort, reader: Reade
 
 def test_blocks_are_counted_in_the_lease_not_in_the_pool(port: NixlPort, reader: Reader) -> None:
     name = LeaseName("other", 0, "l")
-    port.sender.publish(name, [70, 3])
-    port.sender.publish(name, [55])
-    reader.fetch(port.source, range(1, 3), name=name)
+    port.publish(name, [70, 3])
+    grants = port.publish(name, [55])
+    reader.fetch(port.source, range(1, 3), grants, name=name)
     assert (reader.holds(0, 4), reader.holds(1, 56)) == (True, True)
     for blocks in (range(3, 4), range(2, 4)):
         with pytest.raises(StaleLeaseError, match="block 3 of transfer other is not readable; 3 blocks are"):
-            reader.fetch(port.source, blocks, name=name)
+            reader.fetch(port.source, blocks, grants, name=name)
+
+
+def elsewhere(count: int) -> list[memoryview]:
+    """Views of memory that is not the reader's pool."""
+    memory = HostMemory(LAYOUT.block_bytes, count)
+    return [memory.block(number) for number in range(count)]
 
 
 def test_memory_that_is_not_the_pools_is_read_into_as_well(port: NixlPort, reader: Reader) -> None:
     """By way of registered memory: more blocks than that holds at once."""
-    elsewhere = HostMemory(LAYOUT.block_bytes, NUM_BLOCKS)
-    views = [elsewhere.block(number) for number in range(NUM_BLOCKS)]
-    reader.receiver.fetch(port.source, ReadRequest(NAME, 0, NUM_BLOCKS), views, Read())
+    views = elsewhere(NUM_BLOCKS)
+    request = ReadRequest(NAME, 0, NUM_BLOCKS, port.grants[NAME])
+    reader.receiver.fetch(port.source, request, views, Read())
     assert [view[-1] for view in views] == [number + 1 for number in range(NUM_BLOCKS)]
 
 
 def test_a_lease_that_is_over_or_never_was_is_refused(port: NixlPort, reader: Reader) -> None:
-    with pytest.raises(StaleLeaseError, match="is over or was never given"):
-        reader.fetch(port.source, range(1), name=LeaseName("t", 1, "lease"))
+    """Also when its slot has been given to the next lease, which lends the same block."""
+    over = port.grants[NAME]
     port.sender.release(NAME)
     assert port.idle == [NAME]
-    with pytest.raises(StaleLeaseError, match="is over or was never given"):
-        reader.fetch(port.source, range(1))
-
-
-def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless(
-    port: NixlPort, reader: Reader
-) -> None:
-    """Nobody at the sender noticed the read; the second question does."""
-    reader.receiver.probe(port.source, Read())
-    read = HookedRead(BEHIND_LAST_BYTE, lambda: port.sender.release(NAME))
-    with pytest.raises(StaleLeaseError, match="ended while 5 blocks were read from worker p"):
-        reader.fetch(port.source, range(5), read=read)
-    assert reader.holds(4, 5), "the bytes had landed"
-    port.sender.publish(NAME, [9])
-    reader.fetch(port.source, range(1))
+    for _ in range(2):
+        with pytest.raises(StaleLeaseError, match="ended while 1 blocks were read from worker p"):
+            reader.fetch(port.source, range(1), over)
+        port.publish(LeaseName("next", 0, "l"), range(NUM_BLOCKS))
+    with pytest.raises(TransferError, match="without a grant for nixl"):
+        reader.fetch(port.source, range(1), ())
+    reader.fetch(port.source, range(1), port.publish(LeaseName("third", 0, "l"), [9]))
     assert reader.holds(0, 10)
 
 
-def granted(*block_ids: int) -> tuple[RangeGrant, ...]:
-    """What the control link would have brought of a lease's first blocks."""
-    return (RangeGrant(0, len(block_ids), {"nixl": encode_blocks(block_ids)}),)
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
 
 
-def test_a_read_that_begins_before_the_sender_has_answered_counts_only_with_its_answers(
-    port: NixlPort, reader: Reader
+@pytest.fixture
+def watched(watch: Watch) -> Iterator[Reader]:
+    made = Reader(watch.library())
+    yield made
+    watch.may_end.set()
+    made.close()
+
+
+def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless(
+    port: NixlPort, watch: Watch, watched: Reader
 ) -> None:
-    """Law 3: the lease may be over before, or end behind the last byte, or lend other blocks; the connection stays."""
-    name, over = LeaseName("u", 0, "l"), LeaseName("t", 1, "l")
-    port.sender.publish(name, [70, 3])
-    reader.fetch(port.source, range(2), name=name, grants=granted(70, 3))
-    assert (reader.holds(0, 71), reader.holds(1, 4)) == (True, True)
-    with pytest.raises(StaleLeaseError, match="ended while 1 blocks were read from worker p"):
-        reader.fetch(port.source, range(1), name=over, grants=granted(70))
-    reader.fetch(port.source, range(1, 2), name=name, grants=granted(70, 3))
-    assert reader.holds(0, 4)
-    with pytest.raises(TransferError, match="lends other blocks than it granted"):
-        reader.fetch(port.source, range(2), name=name, grants=granted(70, 4))
-    with pytest.raises(StaleLeaseError, match="block 2 of transfer u is not readable"):
-        reader.fetch(port.source, range(2, 3), name=name, grants=granted(70, 3))
-    with pytest.raises(TransferError, match="is not in its pool"):
-        reader.fetch(port.source, range(1), name=name, grants=granted(NUM_BLOCKS))
-    read = HookedRead(BEHIND_LAST_BYTE, lambda: port.sender.release(name))
+    """Nobody at the sender noticed the read; the look at the lease's generation behind it does."""
+    watched.receiver.probe(port.source, Read())
+    watch.when_done = lambda: port.sender.release(NAME)
+    with pytest.raises(StaleLeaseError, match="ended while 5 blocks were read from worker p"):
+        watched.fetch(port.source, range(5), port.grants[NAME])
+    assert watched.holds(4, 5), "the bytes had landed"
+    watch.when_done = lambda: None
+    watched.fetch(port.source, range(1), port.publish(LeaseName("next", 0, "l"), [9]))
+    assert watched.holds(0, 10)
+
+
+def test_the_generation_is_read_only_when_the_last_byte_is_there(
+    port: NixlPort, watch: Watch, watched: Reader
+) -> None:
+    """Laws 3 and 4: the library may say late that a read is done, and the lease may end before it says so."""
+    watched.receiver.probe(port.source, Read())
+    watch.clear()
+    watch.may_end.clear()
+    outcome: list[type[BaseException] | None] = []
+
+    def fetch() -> None:
+        try:
+            watched.fetch(port.source, range(2), port.grants[NAME])
+            outcome.append(None)
+        except TransferError as error:
+            outcome.append(type(error))
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    assert watch.has_posted.wait(30)
+    watched.owner.settle()
+    assert watch.seen == [("posted", [0, 1])]
+    port.sender.release(NAME)
+    watch.may_end.set()
+    thread.join(30)
+    assert outcome == [StaleLeaseError]
+    assert [word for word, _ in watch.seen] == ["posted", "done", "posted", "done"]
+    assert watch.seen[2][1] != [0, 1]
+
+
+def test_a_lease_that_ends_between_two_parts_makes_the_read_worthless(port: NixlPort, reader: Reader) -> None:
+    """By way of registered memory, which does not hold all blocks at once."""
+    reader.receiver.probe(port.source, Read())
+    read = HookedRead(BEHIND_POST, lambda: port.sender.release(NAME))
+    views = elsewhere(NUM_BLOCKS)
+    with pytest.raises(StaleLeaseError, match="ended while 100 blocks were read from worker p"):
+        reader.receiver.fetch(port.source, ReadRequest(NAME, 0, NUM_BLOCKS, port.grants[NAME]), views, read)
+
+
+def test_the_end_of_another_lease_of_the_same_blocks_changes_nothing(port: NixlPort, reader: Reader) -> None:
+    other = LeaseName("other", 0, "l")
+    port.publish(other, range(NUM_BLOCKS))
+    read = HookedRead(BEFORE_POST, lambda: port.sender.release(other))
+    reader.receiver.probe(port.source, Read())
+    reader.fetch(port.source, range(3), port.grants[NAME], read=read)
+    assert reader.holds(2, 3)
+
+
+def test_a_read_under_two_leases_counts_while_both_last(port: NixlPort, reader: Reader) -> None:
+    """A range published anew under another lease of that name."""
+    (first,), (second,) = port.publish(LeaseName("a", 0, "l"), [7]), port.publish(LeaseName("b", 0, "l"), [8])
+    grants = (first, msgspec.structs.replace(second, first_block=1))
+    reader.fetch(port.source, range(2), grants)
+    assert (reader.holds(0, 8), reader.holds(1, 9)) == (True, True)
+    port.sender.release(LeaseName("a", 0, "l"))
     with pytest.raises(StaleLeaseError, match="ended while 2 blocks were read"):
-        reader.fetch(port.source, range(2), read=read, name=name, grants=granted(70, 3))
+        reader.fetch(port.source, range(2), grants)
+    reader.fetch(port.source, range(1, 2), grants[1:])
 
 
-@pytest.mark.parametrize("data", [b"", b"\x91\xff", b"\xc0"])
-def test_grants_that_are_none_are_refused(port: NixlPort, reader: Reader, data: bytes) -> None:
-    with pytest.raises(TransferError, match="malformed grant"):
-        reader.fetch(port.source, range(1), grants=(RangeGrant(0, 1, {"nixl": data}),))
+def test_a_sender_that_grants_something_else_is_not_believed(port: NixlPort, reader: Reader) -> None:
+    def range_of(num_blocks: int, data: bytes) -> tuple[RangeGrant, ...]:
+        return (RangeGrant(0, num_blocks, {"nixl": data}),)
+
+    for data in (b"", b"\x91\xff", b"\xc0", encode_grant(0, 1, [1])):
+        with pytest.raises(TransferError, match="malformed grant"):
+            reader.fetch(port.source, range(1), range_of(1, data))
     with pytest.raises(TransferError, match="granted other blocks than it published"):
-        reader.fetch(port.source, range(1), grants=(RangeGrant(0, 2, {"nixl": encode_blocks([1])}),))
+        reader.fetch(port.source, range(1), range_of(2, encode_grant(1, 1, [1])))
+    for block_id in (-1, NUM_BLOCKS, 2**32):
+        with pytest.raises(TransferError, match=f"granted block {block_id} of a pool of 100"):
+            reader.fetch(port.source, range(2), range_of(2, encode_grant(1, 1, [1, block_id])))
 
 
 def test_a_stopped_read_ends_between_its_parts(port: NixlPort, reader: Reader) -> None:
     reader.receiver.probe(port.source, Read())
     read = HookedRead(BEFORE_POST, lambda: read.stop())
-    with pytest.raises(ReadStoppedError):
-        reader.fetch(port.source, range(2), read=read)
-    assert reader.holds(0, 0)
-    with pytest.raises(ReadStoppedError):
-        reader.fetch(port.source, range(2), read=read)
-    reader.fetch(port.source, range(2))
+    for _ in range(2):
+        with pytest.raises(ReadStoppedError):
+            reader.fetch(port.source, range(2), port.grants[NAME], read=read)
+        assert reader.holds(0, 0)
+    reader.fetch(port.source, range(2), port.grants[NAME])
     assert reader.holds(1, 2)
 
 
 def test_a_guessed_token_and_an_ended_session_are_refused(port: NixlPort, reader: Reader) -> None:
+    grants = port.grants[NAME]
     with pytest.raises(WorkerLostError, match="refused a data connection: no control link stands"):
-        reader.fetch(replace(port.source, token="guessed"), range(1))
-    reader.fetch(port.source, range(1))
+        reader.fetch(replace(port.source, token="guessed"), range(1), grants)
+    reader.fetch(port.source, range(1), grants)
     port.sessions.end(TOKEN)
     with pytest.raises(WorkerLostError, match="closed its data connection"):
-        reader.fetch(port.source, range(1))
+        reader.fetch(port.source, range(1), grants)
 
 
 def test_the_library_is_driven_only_while_something_is_read(port: NixlPort, reader: Reader) -> None:
-    """An agent at rest costs nothing, also where a reader stays connected, or was refused."""
-    reader.fetch(port.source, range(2))
-    assert (port.owner.is_driving(), reader.owner.is_driving()) == (False, False)
-    with pytest.raises(StaleLeaseError):
-        reader.fetch(port.source, range(NUM_BLOCKS, NUM_BLOCKS + 1))
-    assert port.owner.is_driving() is False
+    """An agent at rest costs nothing, also where a reader stays connected, or reads without its help."""
     seen: list[bool] = []
-    reader.fetch(
-        port.source, range(1), read=HookedRead(BEFORE_POST, lambda: seen.append(port.owner.is_driving()))
-    )
-    assert seen == [True]
+    reader.receiver.probe(port.source, Read())
+    for blocks in (range(2), range(1)):
+        read = HookedRead(BEFORE_POST, lambda: seen.append(port.owner.is_driving()))
+        reader.fetch(port.source, blocks, port.grants[NAME], read=read)
+        assert (port.owner.is_driving(), reader.owner.is_driving()) == (False, False)
+    assert seen == [False, False]
 
 
 def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort, reader: Reader) -> None:
     """As when a control link breaks and comes up again while the old one's reads are not terminal."""
     port.sessions.begin("second")
-    second = replace(port.source, token="second")
-    reader.fetch(port.source, range(1))
-    reader.fetch(second, range(1, 2))
+    second, grants = replace(port.source, token="second"), port.grants[NAME]
+    reader.fetch(port.source, range(1), grants)
+    reader.fetch(second, range(1, 2), grants)
     reader.receiver.forget(port.source)
-    reader.fetch(second, range(2, 3))
+    reader.fetch(second, range(2, 3), grants)
     reader.receiver.forget(second)
-    reader.fetch(second, range(3, 4))
+    reader.fetch(second, range(3, 4), grants)
     assert reader.holds(0, 4)
+
+
+def test_two_threads_read_by_one_agent_while_it_is_read_from(port: NixlPort, reader: Reader) -> None:
+    """The agent's thread has work now and then, so that reads are posted by it or by who wants them."""
+    second = NixlPort("second")
+    grants, numbers = second.publish(NAME, range(NUM_BLOCKS)[::-1]), range(0, NUM_BLOCKS, 4)
+
+    def fetch_from_second() -> None:
+        for number in numbers:
+            reader.fetch(
+                second.source, range(number, number + 2), grants, [50 + number % 50, 51 + number % 50]
+            )
+
+    thread = threading.Thread(target=fetch_from_second)
+    thread.start()
+    for number in numbers:
+        reader.owner.begin_serving()
+        reader.fetch(
+            port.source, range(number, number + 2), port.grants[NAME], [number % 50, number % 50 + 1]
+        )
+        assert (reader.holds(number % 50, number + 1), reader.holds(number % 50 + 1, number + 2)) == (
+            True,
+            True,
+        )
+        reader.owner.end_serving()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert all(reader.holds(50 + number % 50, NUM_BLOCKS - number) for number in numbers[-12:])
+    second.sender.close()
 
 
 def test_a_pool_with_other_blocks_is_refused(reader: Reader) -> None:
     small = ByteMemory(msgspec.structs.replace(LAYOUT, block_size=8), NUM_BLOCKS)
     port = NixlPort("small", small)
     try:
-        port.sender.publish(NAME, [0])
         with pytest.raises(TransferError, match="has 262144 bytes, not 524288"):
-            reader.fetch(port.source, range(1))
+            reader.fetch(port.source, range(1), port.publish(NAME, [0]))
     finally:
         port.sender.close()
 
 
 def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reader) -> None:
-    reader.fetch(port.source, range(1))
+    reader.fetch(port.source, range(1), port.grants[NAME])
     reader.close()
     reader.close()
     with pytest.raises(TransferError, match="closed"):
-        reader.fetch(port.source, range(1))
+        reader.fetch(port.source, range(1), port.grants[NAME])
 
 
 def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort:
     """A data port that welcomes with something else than the truth about ``port``'s pool."""
-    nonce = HostMemory(64, 1)
+    table = GenerationTable()
     other = NixlOwner(load("127.0.0.1"), agent_name("liar"))
     pool = HostMemory(LAYOUT.block_bytes, 4)
     truth = NixlWelcome(
         DataStatus.OK,
-        agent=other.register(pool.region, nonce.region),
+        agent=other.register(pool.region, Region(table.address, SLOT_BYTES, NUM_SLOTS)),
         address=pool.region.address,
         block_bytes=LAYOUT.block_bytes,
         num_blocks=4,
-        nonce_address=nonce.region.address,
-        nonce=bytes(64),
+        table_address=table.address,
+        nonce=table.nonce,
     )
 
     def talk(visit: Visit) -> None:
-        assert nonce and pool, "alive as long as somebody may read them"
+        assert table and pool, "alive as long as somebody may read them"
         other.begin_serving()
         write_frame(visit.sock, lie(truth), MAX_NIXL_FRAME_BYTES)
         visit.sock.recv(1)
@@ -246,7 +330,7 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
     ("lie", "boot_id", "words"),
     [
         (
-            lambda welcome: msgspec.structs.replace(welcome, nonce=b"x" * 64),
+            lambda welcome: msgspec.structs.replace(welcome, nonce=welcome.nonce ^ 1),
             "liar",
             "reads other memory than that of worker p",
         ),
@@ -256,7 +340,9 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
             "adding kvbaton-liar failed",
         ),
         (lambda welcome: msgspec.structs.replace(welcome, address=0), "liar", "are no memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, table_address=0), "liar", "are no memory"),
         (lambda welcome: msgspec.structs.replace(welcome, block_bytes=2**62), "liar", "are no memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**31), "liar", "are no memory"),
         (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**20), "liar", "failed"),
         (lambda welcome: welcome, "another", "is kvbaton-liar; it should be kvbaton-another"),
         (
@@ -265,7 +351,7 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
             "lends nothing over nixl: no pool",
         ),
     ],
-    ids=["nonce", "metadata", "null", "huge", "unregistered", "stranger", "denied"],
+    ids=["nonce", "metadata", "null", "no table", "huge", "many", "unregistered", "stranger", "denied"],
 )
 def test_a_welcome_that_is_not_true_is_refused(
     port: NixlPort, reader: Reader, lie: Callable[[NixlWelcome], NixlWelcome], boot_id: str, words: str
@@ -277,65 +363,28 @@ def test_a_welcome_that_is_not_true_is_refused(
             reader.receiver.probe(source, Read())
     finally:
         liar.close()
-    reader.fetch(port.source, range(1))
+    reader.fetch(port.source, range(1), port.grants[NAME])
 
 
-def test_views_are_known_as_blocks_of_the_pool_or_not_at_all() -> None:
-    """Many at once by their numbers, single ones by their addresses."""
-    pool, other = memoryview(bytearray(4096)), memoryview(bytearray(4096))
-    region = Region(address_of(pool), 512, 8)
-    assert region.find(BlockViews(pool, 512, [3, 1])) == [3, 1]
-    assert region.find(list(BlockViews(pool, 512, [3, 1]))) == [3, 1]
-    assert region.find(BlockViews(other, 512, [3])) is None
-    assert region.find(BlockViews(pool, 256, [3])) is None
-    assert region.find([pool[:512], other[:512]]) is None
-    assert region.find([pool[256:768]]) is None
+def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> None:
+    """The port welcomes, and says when it rests; behind that nobody speaks with the reader, who has nothing to say."""
+    heard = list[bytes]()
 
+    def talk(visit: Visit) -> None:
+        write_frame(visit.sock, port.sender.welcome, MAX_NIXL_FRAME_BYTES)
+        port.owner.begin_serving()
+        assert read_frame(visit.sock, NixlAsk, MAX_NIXL_FRAME_BYTES) == NixlAsk(Help.PAUSE)
+        port.owner.end_serving()
+        write_frame(visit.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
+        heard.append(visit.sock.recv(4096))
 
-@pytest.mark.parametrize(("can_be_best", "names"), [(True, ("shm", "nixl", "tcp")), (False, ("shm", "tcp"))])
-def test_auto_prefers_it_to_tcp_only_where_it_may_be_faster(
-    can_be_best: bool, names: tuple[str, ...]
-) -> None:
-    assert auto_names(can_be_best) == names
-
-
-def test_under_auto_a_pool_in_host_memory_without_an_rdma_card_is_not_offered() -> None:
-    """What the machine may have is known before, where the pool lies only now."""
-    owner = NixlOwner(load("127.0.0.1"), agent_name("auto"))
-    sender = NixlSender(replace(context_for("auto", Sessions(), []), is_auto=True), owner)
-    assert sender.why_not_offered == "the pool is not allocated yet"
-    sender.start(ByteMemory(LAYOUT, 4))
-    expected = (
-        None
-        if has_rdma_device()
-        else "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
-    )
-    assert sender.why_not_offered == expected
-    sender.close()
-    sender.close()
-
-
-def test_the_devices_of_a_machine(tmp_path: Path) -> None:
-    assert has_rdma_device(tmp_path / "none") is False
-    assert has_rdma_device(tmp_path) is False
-    (tmp_path / "mlx5_0").mkdir()
-    assert has_rdma_device(tmp_path) is True
-    assert has_nvidia_gpu(tmp_path / "version") is False
-
-
-@pytest.mark.parametrize(("host", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("0.0.0.0", None)])
-def test_the_library_keeps_to_the_interface_of_the_workers_host(host: str, interface: str | None) -> None:
-    assert interface_of(host) == interface
-
-
-def test_a_missing_library_says_what_to_install() -> None:
-    with pytest.raises(SettingError, match=r"pip install 'kvbaton\[nixl\]'") as caught:
-        load("127.0.0.1", ("no_such_library._api", "nor_this._api"))
-    assert caught.value.param == "transport"
-    assert why_missing(("no_such_library._api",)) == caught.value.message
-    assert why_missing(("no_such_library._api", "json")) is None
-
-
-def test_a_broken_library_says_so() -> None:
-    with pytest.raises(SettingError, match="cannot be loaded"):
-        load("127.0.0.1", ("json.no_such_module",))
+    silent = DataPort(context_for("silent", port.sessions, []), "kv-silent", talk)
+    source = replace(port.source, address=silent.address)
+    try:
+        for _ in range(3):
+            reader.fetch(source, range(4, NUM_BLOCKS), port.grants[NAME])
+        assert reader.holds(0, 5)
+        reader.receiver.forget(source)
+    finally:
+        silent.close()
+    assert heard == [b""]

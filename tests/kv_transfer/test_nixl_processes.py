@@ -16,9 +16,29 @@ import pytest
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import Role
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, ReceiverTransport, Source
+from kv_transfer.framing import read_frame, write_frame
+from kv_transfer.transport import (
+    RangeGrant,
+    Read,
+    ReadRequest,
+    ReadStoppedError,
+    ReceiverTransport,
+    Source,
+    StaleLeaseError,
+)
+from kv_transfer.transports.data_port import dial, unconnected
+from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
-from tests.kv_transfer.nixl_port import BEFORE_POST, NAME, NUM_BLOCKS, TOKEN, HookedRead, NixlPort, Reader
+from tests.kv_transfer.nixl_port import (
+    BEFORE_POST,
+    NAME,
+    NUM_BLOCKS,
+    TOKEN,
+    HookedRead,
+    NixlPort,
+    Reader,
+    from_words,
+)
 from tests.kv_transfer.sender_process import Sender, running_sender
 from tests.kv_transfer.test_two_processes import prefill_process
 
@@ -33,6 +53,11 @@ def stop(process: "subprocess.Popen[str]") -> None:
     """Stop it, and wait until it is."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def grants_of(sender: Sender) -> tuple[RangeGrant, ...]:
+    """Of all its blocks, the last one first."""
+    return from_words(sender.said["grant"])
 
 
 class Hook:
@@ -50,13 +75,13 @@ class Hook:
 
 
 class Fetching:
-    """A fetch of everything in a thread; ``work`` is done when it was granted and is about to be posted."""
+    """A fetch of everything in a thread; ``work`` is done when help was asked for and it is about to be posted."""
 
-    def __init__(self, reader: Reader, source: Source, work: Callable[[], None]) -> None:
-        reader.receiver.probe(source, Read())
+    def __init__(self, reader: Reader, sender: Sender, work: Callable[[], None]) -> None:
+        reader.receiver.probe(sender.source, Read())
         hook = Hook(work)
         self.read, self.outcome = HookedRead(BEFORE_POST, hook), list[KvbatonError | None]()
-        self._thread = threading.Thread(target=self._run, args=(reader, source))
+        self._thread = threading.Thread(target=self._run, args=(reader, sender))
         self._thread.start()
         hook.wait()
 
@@ -69,9 +94,9 @@ class Fetching:
         self._thread.join(0.3)
         return self._thread.is_alive()
 
-    def _run(self, reader: Reader, source: Source) -> None:
+    def _run(self, reader: Reader, sender: Sender) -> None:
         try:
-            reader.fetch(source, range(NUM_BLOCKS), read=self.read)
+            reader.fetch(sender.source, range(NUM_BLOCKS), grants_of(sender), read=self.read)
             self.outcome.append(None)
         except KvbatonError as error:
             self.outcome.append(error)
@@ -87,23 +112,43 @@ def reader() -> Iterator[Reader]:
 @pytest.mark.parametrize("environment", [dict(os.environ), TCP_LANE], ids=["cma", "tcp"])  # noqa: TID251
 def test_all_blocks_cross_in_any_order(reader: Reader, environment: dict[str, str]) -> None:
     with sender_process("boot", environment) as sender:
-        reader.fetch(sender.source, range(NUM_BLOCKS))
+        reader.fetch(sender.source, range(NUM_BLOCKS), grants_of(sender))
         assert all(reader.holds(number, NUM_BLOCKS - number) for number in range(NUM_BLOCKS))
         assert sender.release() == {"idle": 1}
-        with pytest.raises(KvbatonError, match="is over or was never given"):
-            reader.fetch(sender.source, range(1))
+        with pytest.raises(StaleLeaseError, match="ended while 1 blocks were read"):
+            reader.fetch(sender.source, range(1), grants_of(sender))
+
+
+def test_a_lane_that_seems_to_need_no_help_is_helped_late_also_when_the_session_is_over(
+    reader: Reader,
+) -> None:
+    """The sender is kept busy while the reader finds out, and rests when it reads: nothing lands by itself."""
+    with sender_process("boot") as sender, unconnected(sender.source, 30.0) as busy:
+        dial(busy, sender.source)
+        read_frame(busy, NixlWelcome, MAX_NIXL_FRAME_BYTES)
+        reader.receiver.probe(sender.source, Read())
+
+        def rest() -> None:
+            write_frame(busy, NixlAsk(Help.PAUSE), MAX_NIXL_FRAME_BYTES)
+            read_frame(busy, NixlResting, MAX_NIXL_FRAME_BYTES)
+            sender.tell("end")
+
+        assert Fetching(reader, sender, rest).end() is None
+        assert all(reader.holds(number, NUM_BLOCKS - number) for number in range(NUM_BLOCKS))
+        with pytest.raises(WorkerLostError, match="closed its data connection"):
+            reader.fetch(sender.source, range(1), grants_of(sender))
 
 
 def test_a_sender_killed_in_the_middle_of_a_read_and_its_successor(reader: Reader) -> None:
     """The read ends as an error, what was known of the sender goes, and a new incarnation is a stranger."""
     with sender_process("first") as sender:
-        fetching = Fetching(reader, sender.source, sender.process.kill)
+        fetching = Fetching(reader, sender, sender.process.kill)
         assert isinstance(fetching.end(), WorkerLostError)
         with pytest.raises(KvbatonError):
-            reader.fetch(sender.source, range(1))
+            reader.fetch(sender.source, range(1), grants_of(sender))
         reader.receiver.forget(sender.source)
     with sender_process("second") as successor:
-        reader.fetch(successor.source, range(6, 7), [99])
+        reader.fetch(successor.source, range(6, 7), grants_of(successor), [99])
         assert reader.holds(99, NUM_BLOCKS - 6)
     assert reader.owner.is_driving() is False
 
@@ -111,16 +156,16 @@ def test_a_sender_killed_in_the_middle_of_a_read_and_its_successor(reader: Reade
 def test_a_read_from_a_stopped_sender_stays_open_until_it_is_terminal(reader: Reader) -> None:
     """Stopping it gives nothing back: its bytes do land, later, and only then does fetch return."""
     other = NixlPort("other")
-    other.sender.publish(NAME, [41])
+    grants = other.publish(NAME, [41])
     with sender_process("boot") as sender:
-        fetching = Fetching(reader, sender.source, partial(stop, sender.process))
+        fetching = Fetching(reader, sender, partial(stop, sender.process))
         assert fetching.is_running()
         fetching.read.stop()
         reader.receiver.forget(sender.source)
         assert fetching.is_running()
         assert reader.owner.is_driving() is True
         assert not reader.holds(0, NUM_BLOCKS)
-        reader.fetch(other.source, range(1), [99])
+        reader.fetch(other.source, range(1), grants, [99])
         assert reader.holds(99, 42), "another peer is read meanwhile"
         sender.process.send_signal(signal.SIGCONT)
         assert isinstance(fetching.end(), ReadStoppedError)
@@ -132,7 +177,7 @@ def test_a_read_from_a_stopped_sender_stays_open_until_it_is_terminal(reader: Re
 def test_closing_the_agent_ends_a_read_from_a_stopped_sender(reader: Reader) -> None:
     """Without an agent nothing can land."""
     with sender_process("boot") as sender:
-        fetching = Fetching(reader, sender.source, partial(stop, sender.process))
+        fetching = Fetching(reader, sender, partial(stop, sender.process))
         assert fetching.is_running()
         reader.receiver.close()
         assert isinstance(fetching.end(), KvbatonError)

@@ -104,7 +104,7 @@ def test_another_protocol_version_is_refused_by_number() -> None:
             sock.sendall(encode_frame(hello, MAX_HANDSHAKE_BYTES))
             data = sock.makefile("rb").read()
         refused = decode_message(data[HEADER.size :])
-        assert "speaks transfer protocol 7..9; this worker speaks 5..5" in getattr(refused, "message", "")
+        assert "speaks transfer protocol 7..9; this worker speaks 6..6" in getattr(refused, "message", "")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 
 from contract.errors import TransferError
 from kv_transfer.transport import RangeGrant, StaleLeaseError
-from kv_transfer.transports.shm_wire import decode_grant
+from kv_transfer.transports.block_grants import decode_grant
+from kv_transfer.transports.generations import NUM_SLOTS, GenerationTable
 from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
 
 
@@ -59,6 +60,17 @@ def test_a_sender_that_grants_something_else_is_not_believed(port: ShmPort, read
         reader.fetch(port.source, range(2), (good, later))
     reader.fetch(port.source, range(2), (good,))
     assert reader.first_bytes(2) == [7, 8]
+
+
+def test_nothing_else_passes_for_a_table_of_generations() -> None:
+    """Neither zeros nor the table of another incarnation, which a late reader may find at the same address."""
+    first, second = GenerationTable(), GenerationTable()
+    slots = range(NUM_SLOTS)
+    assert not any(first.generation(slot) == second.generation(slot) for slot in slots)
+    assert all(first.generation(slot) for slot in slots)
+    assert first.nonce == first.generation(0)
+    first.close()
+    second.close()
 
 
 def test_blocks_in_the_middle_are_found_by_the_ranges_that_they_are_in(port: ShmPort, reader: Reader) -> None:

@@ -3,10 +3,10 @@
 One counter per lease, not per block: two leases may lend the same block (prompts that begin alike), and the end of one
 must not fail the readers of the other. A lease's slot is counted up when the lease ends, before anybody is told that
 its blocks may be used for something else; so an unchanged generation after the last byte proves that every byte was
-read under the lease. Only then is the slot given to another lease.
+read under the lease. Only then is the slot given to another lease. A reader looks at the table by itself, mapped
+(``shm``) or by a read of its own (``nixl``); the sender never learns of that and never waits for it.
 """
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -14,42 +14,34 @@ import threading
 from collections.abc import Callable
 
 from contract.errors import TransferError
-from kv_transfer.transport import LeaseName
-from kv_transfer.transports.shm_wire import NUM_SLOTS
+from kv_transfer.transport import LeaseName, address_of
+from kv_transfer.transports.sealed_files import reopen_read_only, seal
 
 SLOT_BYTES = 8
-_F_SEAL_FUTURE_WRITE = 0x10
-"""Linux: no new writable mapping of the file and no write() to it, for anybody; what is mapped stays writable."""
-
-
-def seal(memfd: int) -> None:
-    """From now on nobody can resize the file, and nobody but who has mapped it already can write to it.
-
-    Raises OSError where the file was made without sealing, or the system cannot do it.
-    """
-    fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE)
-
-
-def reopen_read_only(memfd: int) -> int:
-    """A descriptor of the same file that cannot write."""
-    return os.open(f"/proc/self/fd/{memfd}", os.O_RDONLY | os.O_CLOEXEC)
+NUM_SLOTS = 65536
+"""64-bit counters in a table. Slot 0 is no lease's: what it shows proves that the right table is looked at."""
+TABLE_BYTES = NUM_SLOTS * SLOT_BYTES
 
 
 class GenerationTable:
-    """Owns the table: mapped writable here, and ``descriptor``, which others may map read-only."""
+    """Owns the table: mapped writable here at ``address``, and ``descriptor``, which others may map read-only.
+
+    It begins with random numbers, so that no other memory (that of a table before it, zeros) passes for it. nonce: slot 0.
+    """
 
     def __init__(self) -> None:
         memfd = os.memfd_create("kvbaton-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(memfd, NUM_SLOTS * SLOT_BYTES)
-            self._map = mmap.mmap(memfd, NUM_SLOTS * SLOT_BYTES)
+            os.ftruncate(memfd, TABLE_BYTES)
+            self._map = mmap.mmap(memfd, TABLE_BYTES)
             seal(memfd)
             self.descriptor = reopen_read_only(memfd)
         finally:
             os.close(memfd)
+        self._map[:] = secrets.token_bytes(TABLE_BYTES)
         self._slots = memoryview(self._map).cast("Q")
-        self.nonce = secrets.randbits(64)
-        self._slots[0] = self.nonce
+        self.address = address_of(self._slots)
+        self.nonce = self._slots[0]
 
     def generation(self, slot: int) -> int:
         """What the slot shows now."""

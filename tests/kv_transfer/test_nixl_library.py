@@ -1,0 +1,82 @@
+"""Around ``nixl``: when it is there, when ``auto`` offers it, what it is told of the machine and of memory."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from contract.errors import SettingError
+from kv_transfer.leases import Sessions
+from kv_transfer.testing import ByteMemory
+from kv_transfer.transport import BlockViews, address_of
+from kv_transfer.transports.nixl_library import load, why_missing
+from kv_transfer.transports.nixl_memory import Region
+from kv_transfer.transports.nixl_owner import NixlOwner
+from kv_transfer.transports.nixl_receiver import agent_name
+from kv_transfer.transports.nixl_sender import NixlSender
+from kv_transfer.transports.registry import auto_names
+from kv_transfer.transports.settings import has_nvidia_gpu, has_rdma_device, interface_of
+from tests.kv_transfer.nixl_port import LAYOUT, context_for
+
+
+def test_views_are_known_as_blocks_of_the_pool_or_not_at_all() -> None:
+    """Many at once by their numbers, single ones by their addresses."""
+    pool, other = memoryview(bytearray(4096)), memoryview(bytearray(4096))
+    region = Region(address_of(pool), 512, 8)
+    for views in (BlockViews(pool, 512, [3, 1]), list(BlockViews(pool, 512, [3, 1]))):
+        found = region.find(views)
+        assert found is not None
+        assert found.tolist() == [3, 1]
+    assert region.find(BlockViews(other, 512, [3])) is None
+    assert region.find(BlockViews(pool, 256, [3])) is None
+    assert region.find([pool[:512], other[:512]]) is None
+    assert region.find([pool[256:768]]) is None
+
+
+@pytest.mark.parametrize(("can_be_best", "names"), [(True, ("shm", "nixl", "tcp")), (False, ("shm", "tcp"))])
+def test_auto_prefers_it_to_tcp_only_where_it_may_be_faster(
+    can_be_best: bool, names: tuple[str, ...]
+) -> None:
+    assert auto_names(can_be_best) == names
+
+
+def test_under_auto_a_pool_in_host_memory_without_an_rdma_card_is_not_offered() -> None:
+    """What the machine may have is known before, where the pool lies only now."""
+    owner = NixlOwner(load("127.0.0.1"), agent_name("auto"))
+    sender = NixlSender(replace(context_for("auto", Sessions(), []), is_auto=True), owner)
+    assert sender.why_not_offered == "the pool is not allocated yet"
+    sender.start(ByteMemory(LAYOUT, 4))
+    expected = (
+        None
+        if has_rdma_device()
+        else "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
+    )
+    assert sender.why_not_offered == expected
+    sender.close()
+    sender.close()
+
+
+def test_the_devices_of_a_machine(tmp_path: Path) -> None:
+    assert has_rdma_device(tmp_path / "none") is False
+    assert has_rdma_device(tmp_path) is False
+    (tmp_path / "mlx5_0").mkdir()
+    assert has_rdma_device(tmp_path) is True
+    assert has_nvidia_gpu(tmp_path / "version") is False
+
+
+@pytest.mark.parametrize(("host", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("0.0.0.0", None)])
+def test_the_library_keeps_to_the_interface_of_the_workers_host(host: str, interface: str | None) -> None:
+    assert interface_of(host) == interface
+
+
+def test_a_missing_library_says_what_to_install() -> None:
+    with pytest.raises(SettingError, match=r"pip install 'kvbaton\[nixl\]'") as caught:
+        load("127.0.0.1", ("no_such_library._api", "nor_this._api"))
+    assert caught.value.param == "transport"
+    assert why_missing(("no_such_library._api",)) == caught.value.message
+    assert why_missing(("no_such_library._api", "json")) is None
+
+
+def test_a_broken_library_says_so() -> None:
+    with pytest.raises(SettingError, match="cannot be loaded"):
+        load("127.0.0.1", ("json.no_such_module",))
