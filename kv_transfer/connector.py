@@ -143,7 +143,7 @@ def _send_desk(
             settings.parked_seconds,
             num_layer_groups=settings.num_layer_groups if me.side.num_ranks == 1 else 1,
         ),
-        SendPorts(links.send, lending.release, me.wake, links.wake),
+        SendPorts(links.send, lending.release, me.wake, links.look_by),
         counters,
         completions,
     )

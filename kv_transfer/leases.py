@@ -9,7 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.connector import KVMemory
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, read_views
+from kv_transfer.transport import (
+    BlockViews,
+    LeaseName,
+    ReadRequest,
+    StaleLeaseError,
+    flat_views,
+    is_flat,
+    read_views,
+)
 
 
 @dataclass
@@ -18,10 +26,19 @@ class _Lease:
     block_ids: npt.NDArray[np.int64]
     num_readers: int = 0
     num_revokes: int = 0
+    lent: BlockViews | None = None
+
+    def extend(self, block_ids: Sequence[int]) -> None:
+        self.block_ids = np.concatenate([self.block_ids, block_ids], dtype=np.int64)
+        if is_flat(self.memory):
+            self.lent = flat_views(self.memory, self.block_ids)
+            self.lent.keep_addresses()
 
     def read(self, request: ReadRequest) -> Sequence[memoryview]:
-        wanted = self.block_ids[request.within(len(self.block_ids))]
-        return read_views(self.memory, wanted, request.part)
+        wanted = request.within(len(self.block_ids))
+        if self.lent is not None and request.part is None:
+            return self.lent[wanted]
+        return read_views(self.memory, self.block_ids[wanted], request.part)
 
 
 class LeaseBook:
@@ -36,7 +53,7 @@ class LeaseBook:
         """Make ``block_ids`` readable as the next blocks of this lease."""
         with self._lock:
             lease = self._leases.setdefault(name, _Lease(memory, np.zeros(0, np.int64)))
-            lease.block_ids = np.concatenate([lease.block_ids, block_ids], dtype=np.int64)
+            lease.extend(block_ids)
 
     def revoke(self, name: LeaseName) -> None:
         """End the lease; ``on_idle`` is called once for each call, as soon as nobody reads."""

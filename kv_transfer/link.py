@@ -1,8 +1,14 @@
-"""One control link: a non-blocking socket, its handshake, and its frames in both directions. Used by one thread."""
+"""One control link: a non-blocking socket, its handshake, and its frames in both directions.
+
+It belongs to one thread. Only ``send_now`` and ``wants_write`` may be used by others.
+"""
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from contract.errors import TransferError
@@ -45,7 +51,9 @@ class Link:
         self._handshake = handshake
         self._max_frame_bytes = max_frame_bytes
         self._frames = FrameBuffer(MAX_HANDSHAKE_BYTES)
+        self._outbox_lock = threading.Lock()
         self._outbox = bytearray()
+        self._is_open = False
         self._waiting: list[Message] = []
         self._write_all(handshake.begin())
 
@@ -71,6 +79,30 @@ class Link:
         else:
             self._write_all([message])
 
+    def open(self) -> None:
+        """The peer is known everywhere: from now on ``send_now`` sends."""
+        with self._outbox_lock:
+            self._is_open = True
+
+    def close(self) -> None:
+        """Close the socket."""
+        with self._outbox_lock:
+            self._is_open = False
+            self.sock.close()
+
+    def send_now(self, message: Message) -> bool:
+        """Send a message behind all others, without its thread: what the socket does not take waits in ``wants_write``.
+
+        False: the link is not open (any more), and nothing was done. Raises TransferError when too much waits already.
+        """
+        with self._outbox_lock:
+            if not self._is_open or self.held_for is not None:
+                return False
+            self._append(message)
+            with suppress(OSError):  # what is left tells its thread
+                self._send_outbox(time.monotonic())
+            return True
+
     def refuse(self, message: Message) -> None:
         """Send a last word over a link that is not up; what does not fit the socket's buffer is lost."""
         self._write_all([message])
@@ -84,14 +116,9 @@ class Link:
 
     def flush(self, now: float) -> None:
         """Send as much as the socket takes."""
-        if self.is_connecting or self.held_for is not None:
-            return
-        try:
-            while self._outbox:
-                del self._outbox[: self.sock.send(self._outbox)]
-                self.sent_at = now
-        except BlockingIOError:
-            return
+        with self._outbox_lock:
+            if not self.is_connecting and self.held_for is None:
+                self._send_outbox(now)
 
     def receive(self, now: float) -> Iterator[Message]:
         """Take what arrived: handshake messages are answered here, others are given out.
@@ -119,7 +146,17 @@ class Link:
                 self._waiting.clear()
 
     def _write_all(self, messages: list[Message]) -> None:
-        for message in messages:
-            self._outbox += encode_frame(message, self._max_frame_bytes)
+        with self._outbox_lock:
+            for message in messages:
+                self._append(message)
+
+    def _append(self, message: Message) -> None:
+        self._outbox += encode_frame(message, self._max_frame_bytes)
         if len(self._outbox) > _MAX_WAITING_FRAMES * self._max_frame_bytes:
             raise TransferError(f"{len(self._outbox)} bytes wait for a peer that does not read them")
+
+    def _send_outbox(self, now: float) -> None:
+        with suppress(BlockingIOError):
+            while self._outbox:
+                del self._outbox[: self.sock.send(self._outbox)]
+                self.sent_at = now

@@ -11,7 +11,6 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from kv_transfer.counters import Counters
 from kv_transfer.framing import format_address, parse_address
 from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget, Session
 from kv_transfer.link import Link, LinkClosedError, PeerRef
+from kv_transfer.link_orders import LinkOrders
 from kv_transfer.listening import Listener
 from kv_transfer.messages import Message, Ping, Refused
 from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric
@@ -75,13 +75,18 @@ class LinkSettings:
 
 
 class LinkLoop:
-    """The I/O thread. ``send`` and ``wake`` may be called from any thread; everything else is its own."""
+    """The I/O thread. What is public may be called from any thread, for one peer by one at a time.
+
+    A message goes out in the thread that sends it, unless an order for its peer waits: the other side shall not wait until
+    this process has a core for the I/O thread too.
+    """
 
     def __init__(self, settings: LinkSettings, counters: Counters, resolver: Resolver | None = None) -> None:
         self._settings, self._counters = settings, counters
         self._listener = Listener(settings.host, settings.port)
         self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
-        self._commands: deque[Callable[[], None]] = deque()
+        self._orders = LinkOrders()
+        self._sleeps_until: float | None = None
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -99,13 +104,25 @@ class LinkLoop:
         self._thread.start()
 
     def send(self, ref: PeerRef, message: Message) -> None:
-        """Queue a message for a link that is up; without one it is dropped (the peer is dead)."""
-        self._commands.append(partial(self._send, ref, message))
-        self.wake()
+        """Send a message over a link that is up; without one it is dropped (the peer is dead)."""
+        link = self._by_ref.get(ref)
+        try:
+            is_sent = link is not None and not self._orders.are_open_for(ref) and link.send_now(message)
+        except KvbatonError:
+            is_sent = False  # it will fail again, and end the link with its reason
+        if not is_sent:
+            self._order(partial(self._send, ref, message), ref)
+        elif link is not None and link.wants_write:
+            self._order(partial(self._guard, link, lambda: None), ref)
 
     def dial_and_send(self, target: PeerTarget, message: Message) -> None:
         """Like ``send`` to ``target``, dialing it first where no link stands."""
-        self._commands.append(partial(self._dial_and_send, target, message))
+        ref = PeerRef(target.boot_id, is_dialed=True)
+        self._order(partial(self._dial_and_send, ref, target, message), ref)
+
+    def _order(self, act: Callable[[], None], ref: PeerRef | None = None) -> None:
+        """Have the I/O thread do it, before anything that is sent to this peer later."""
+        self._orders.add(act, ref)
         self.wake()
 
     def hold(self, ref: PeerRef, token: str) -> None:
@@ -114,8 +131,13 @@ class LinkLoop:
 
     def let_go(self, ref: PeerRef, token: str) -> None:
         """The session of a link that is held is known everywhere; without such a link nothing happens."""
-        self._commands.append(partial(self._let_go, ref, token))
-        self.wake()
+        self._order(partial(self._let_go, ref, token))
+
+    def look_by(self, deadline: float | None) -> None:
+        """Something is due then (monotonic): wake the thread, unless it looks at its deadlines before anyway."""
+        until = self._sleeps_until
+        if deadline is not None and (until is None or until > deadline):
+            self.wake()
 
     def wake(self) -> None:
         """Make the thread look at its commands and deadlines now."""
@@ -155,10 +177,14 @@ class LinkLoop:
         deadline: float | None = None
         while not self._is_stopping:
             self._listener.watch(self._selector, self._accept)
-            for key, _ in self._selector.select(_seconds_until(deadline)):
+            self._sleeps_until = deadline
+            ready = self._selector.select(_seconds_until(deadline))
+            self._sleeps_until = (
+                None  # before it asks for deadlines: one that comes now may be too late for that
+            )
+            for key, _ in ready:
                 key.data()
-            while self._commands:
-                self._commands.popleft()()
+            self._orders.carry_out()
             deadline = self._keep_time(time.monotonic())
 
     def _drain_wakes(self) -> None:
@@ -184,8 +210,7 @@ class LinkLoop:
         self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, link))
         return link
 
-    def _dial_and_send(self, target: PeerTarget, message: Message) -> None:
-        ref = PeerRef(target.boot_id, is_dialed=True)
+    def _dial_and_send(self, ref: PeerRef, target: PeerTarget, message: Message) -> None:
         if ref not in self._by_ref and ref not in self._lookups:
             try:
                 self._dial(ref, target)
@@ -203,8 +228,7 @@ class LinkLoop:
         lookup = _Lookup(target, time.monotonic())
 
         def then(outcome: Outcome) -> None:
-            self._commands.append(partial(self._looked_up, ref, lookup, outcome))
-            self.wake()
+            self._order(partial(self._looked_up, ref, lookup, outcome))
 
         self._resolver.start(host, port, then)
         self._lookups[ref] = lookup
@@ -278,6 +302,7 @@ class LinkLoop:
                 self._end(older, WorkerLostError(f"worker {session.worker_id} dialed again"))
             self._by_ref[link.ref] = link
         self._events.link_up(link.ref, session)
+        link.open()
         return True
 
     def _guard(self, link: Link, act: Callable[[], None]) -> None:
@@ -320,7 +345,7 @@ class LinkLoop:
         if link.ref is not None and self._by_ref.get(link.ref) is link:
             del self._by_ref[link.ref]
         self._selector.unregister(link.sock)
-        link.sock.close()
+        link.close()
 
     def _keep_time(self, now: float) -> float | None:
         """End silent links, ping idle ones; returns when to look again."""

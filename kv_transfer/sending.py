@@ -43,12 +43,12 @@ class SendSettings:
 
 @dataclass(frozen=True)
 class SendPorts:
-    """Where the effects go; each is called from any thread and does not block."""
+    """Where the effects go; each is called from any thread and does not block. look_by: call ``tick`` by then."""
 
     post: Callable[[PeerRef, msg.Message], None]
     release: Callable[[LeaseName], None]
     wake_core: Callable[[], None]
-    wake_links: Callable[[], None]
+    look_by: Callable[[float | None], None]
 
 
 @dataclass
@@ -182,8 +182,9 @@ class SendDesk(Desk):
     def finish(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See ``SchedulerConnector.finish_send``."""
         with self._acting():
-            self._apply(self._find(key), ev.SendFinished(tuple(first_tokens), self._clock()))
-            self._ports.wake_links()
+            lent = self._find(key)
+            self._apply(lent, ev.SendFinished(tuple(first_tokens), self._clock()))
+            self._ports.look_by(lent.send.deadline)
 
     def abandon(self, key: str, kind: str, message: str) -> None:
         """See ``SchedulerConnector.abandon_send``. A request that lends nothing (any more) is left alone."""

@@ -30,8 +30,8 @@ class SocketBlocks(Protocol):
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
         """Send ``frames``, and the blocks ``start``..``end`` - 1 behind them; in order, each of them once."""
 
-    def receive(self, sock: socket.socket, start: int, end: int) -> None:
-        """Fill the blocks ``start``..``end`` - 1. Raises ShortReadError."""
+    def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
+        """Fill ``frames``, and then the blocks ``start``..``end`` - 1. Raises ShortReadError."""
 
 
 def socket_blocks(views: Sequence[memoryview]) -> SocketBlocks:
@@ -62,9 +62,10 @@ class _ViewBlocks:
         """See SocketBlocks."""
         send_all(sock, [memoryview(frames), *self._views[start:end]])
 
-    def receive(self, sock: socket.socket, start: int, end: int) -> None:
+    def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
         """See SocketBlocks."""
-        receive_all(sock, list(self._views[start:end]), socket.MSG_WAITALL)
+        views = [memoryview(frames), *self._views[start:end]]
+        receive_all(sock, views if frames else views[1:], socket.MSG_WAITALL)
 
 
 class _VectorBlocks:
@@ -77,24 +78,34 @@ class _VectorBlocks:
         self._vectors[1:, 1] = views.view_bytes
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
-        """See SocketBlocks. The vector of the block before these, which is sent, becomes that of the frames."""
-        self._vectors[start] = np.frombuffer(frames, np.uint8).__array_interface__["data"][0], len(frames)
-        vectors, left = self._vectors[start : end + 1], len(frames) + (end - start) * self._views.view_bytes
+        """See SocketBlocks."""
+        vectors, left = self._behind(frames, start, end)
         while left:
             count = _call(_send, sock, vectors, socket.MSG_NOSIGNAL)
             left -= count
             vectors = vectors_behind(vectors, count) if left else vectors
 
-    def receive(self, sock: socket.socket, start: int, end: int) -> None:
+    def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
         """See SocketBlocks."""
-        vectors = self._vectors[start + 1 : end + 1]
-        wanted = left = (end - start) * self._views.view_bytes
+        vectors, wanted = self._behind(frames, start, end)
+        left = wanted
         while left:
             count = _call(_receive, sock, vectors, socket.MSG_WAITALL)
             if count == 0:
                 raise ShortReadError(wanted - left, wanted)
             left -= count
             vectors = vectors_behind(vectors, count) if left else vectors
+
+    def _behind(self, frames: bytes | bytearray, start: int, end: int) -> tuple[_Vectors, int]:
+        """The vectors of the frames, if any, and of the blocks; and how many bytes they have.
+
+        The vector of the block before these, with which nobody is concerned any more, becomes that of the frames.
+        """
+        num_bytes = (end - start) * self._views.view_bytes
+        if not frames:
+            return self._vectors[start + 1 : end + 1], num_bytes
+        self._vectors[start] = np.frombuffer(frames, np.uint8).__array_interface__["data"][0], len(frames)
+        return self._vectors[start : end + 1], len(frames) + num_bytes
 
 
 class _Header(ctypes.Structure):

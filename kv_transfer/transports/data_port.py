@@ -15,7 +15,13 @@ from kv_transfer.listening import Listener
 from kv_transfer.transport import Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import (
+    MAX_DATA_FRAME_BYTES,
+    DataHello,
+    DataReply,
+    DataStatus,
+    reply_frame,
+)
 
 logger = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
@@ -158,7 +164,7 @@ class DataPort:
         is_known = token in self._sessions
         status = DataStatus.OK if is_known else DataStatus.DENIED
         message = "" if is_known else "no control link stands behind this connection"
-        visit.stream.say(DataReply(status, message).padded())
+        visit.stream.send(reply_frame(status, message))
         return is_known
 
     def _end_session(self, token: str) -> None:

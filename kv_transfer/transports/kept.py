@@ -25,11 +25,16 @@ _K = TypeVar("_K", bound=Keepable)
 class Kept(Generic[_K]):
     """Owns one ``Keepable`` per source. It is closed by its user where that runs, else by whoever forgets it.
 
-    harmless: the error after which it can go on to be used; any other closes it.
+    harmless: the error after which it can go on to be used; any other closes it. has_ended: of one that nobody uses; it is
+    closed instead of used again.
     """
 
-    def __init__(self, harmless: type[KvbatonError] | None = None) -> None:
-        self._harmless = harmless
+    def __init__(
+        self,
+        harmless: type[KvbatonError] | None = None,
+        has_ended: Callable[[_K], bool] = lambda _: False,
+    ) -> None:
+        self._harmless, self._has_ended = harmless, has_ended
         self._lock = threading.Lock()
         self._kept: dict[Source, _K] = {}
         self._in_use: set[_K] = set()
@@ -60,14 +65,6 @@ class Kept(Generic[_K]):
                 return
         kept.close()
 
-    def forget_where(self, has_ended: Callable[[_K], bool]) -> None:
-        """Forget those that are not in use and have ended."""
-        with self._lock:
-            kept = [each for each in self._kept.items() if each[1] not in self._in_use and has_ended(each[1])]
-            for source, ended in kept:
-                del self._kept[source]
-                ended.close()
-
     def close(self) -> None:
         """Forget all, for good. Idempotent."""
         with self._lock:
@@ -81,6 +78,9 @@ class Kept(Generic[_K]):
             if self._is_closed:
                 raise TransferError("the receiver is closed")
             kept = self._kept.get(source)
+            if kept is not None and self._has_ended(kept):
+                kept.close()
+                kept = None
             if kept is None:
                 kept = self._kept[source] = make()
             self._in_use.add(kept)

@@ -20,19 +20,18 @@ import numpy as np
 
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.framing import HEADER, ShortReadError, check_body, length_in, receive_all, write_frame
+from kv_transfer.native.library import CopyBlocks, load_copy_blocks
 from kv_transfer.transport import (
     BlockViews,
     Read,
     ReadRequest,
     Source,
     StaleLeaseError,
-    address_of,
-    block_outside,
     block_span,
     blocks_per_piece,
     check_sizes,
 )
-from kv_transfer.transports.block_copy import BlockCopier, Ids, PoolItems
+from kv_transfer.transports.block_copy import BlockCopier
 from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES
 from kv_transfer.transports.kept import Kept
@@ -48,12 +47,12 @@ _Seen = set[tuple[int, int]]
 class _MappedPeer:
     """A sender's pool and table as this process sees them, and the socket whose end is the session's."""
 
-    def __init__(self, source: Source, timeout_seconds: float) -> None:
+    def __init__(self, source: Source, timeout_seconds: float, copy_blocks: CopyBlocks | None) -> None:
         self._source, self._timeout_seconds = source, timeout_seconds
         self._who = f"worker {source.worker_id}"
         self.is_connected = False
         self._is_interrupted = False
-        self._copier = BlockCopier()
+        self._copier, self._holds_lock = BlockCopier(copy_blocks), copy_blocks is None
         self._undo = ExitStack()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._undo.callback(self._sock.close)
@@ -102,11 +101,11 @@ class _MappedPeer:
         """Copy by pieces, the generation compared before the first and after each. Raises as ``ReceiverTransport.fetch``."""
         at, to = block_span(self._block_bytes, request.part)
         check_sizes(views, to - at, self._who)
-        block_ids, seen = self._granted(request)
+        blocks, seen = self._granted(request)
         self._check_alive()
         if self._is_over(seen):
             raise self._stale(request, "before its blocks")
-        copy = self._copying(block_ids, views, at, to, read)
+        copy = self._copying(blocks, views, read)
         count, step = len(views), blocks_per_piece(to - at)
         for start in range(0, count, step):
             end = min(start + step, count)
@@ -116,12 +115,13 @@ class _MappedPeer:
                 raise self._stale(request, f"while blocks {start}..{end - 1} of {count}")
             read.landed(end)
 
-    def _granted(self, request: ReadRequest) -> tuple[Ids, _Seen]:
+    def _granted(self, request: ReadRequest) -> tuple[BlockViews, _Seen]:
         """The sender's blocks that are wanted, and the leases that lend them."""
         block_ids, seen = granted_blocks(request, self._source.transport, self._who)
-        if (outside := block_outside(block_ids, self._num_blocks)) is not None:
-            raise TransferError(f"{self._who} granted block {outside} of a pool of {self._num_blocks}")
-        return block_ids, seen
+        try:
+            return BlockViews(self._pool, self._block_bytes, block_ids, request.part), seen
+        except IndexError as error:
+            raise TransferError(f"{self._who} granted {error}") from error
 
     def _is_over(self, seen: _Seen) -> bool:
         return any(self._table[slot] != generation for slot, generation in seen)
@@ -133,25 +133,24 @@ class _MappedPeer:
         )
 
     def _copying(
-        self, block_ids: Ids, views: Sequence[memoryview], at: int, to: int, read: Read
+        self, blocks: BlockViews, views: Sequence[memoryview], read: Read
     ) -> Callable[[int, int], None]:
-        """What copies the blocks from a first one to before a last one; by many at once where both ends are pools."""
-        size = self._block_bytes
-        if isinstance(views, BlockViews):
-            source = PoolItems(self._pool, self._pool_address, size, block_ids, at, to - at)
-            copy_items = self._copier.copying(source, PoolItems.of(views))
+        """What copies the blocks from a first one to before a last one; by one call where both ends are pools."""
+        is_long = self._holds_lock and blocks.view_bytes >= _LARGE_BYTES
+        if isinstance(views, BlockViews) and not is_long:
+            copy_all = self._copier.copying(blocks, views)
 
             def copy_piece(start: int, end: int) -> None:
                 read.check()
-                copy_items(start, end)
+                copy_all(start, end)
 
             return copy_piece
-        copy = _copy_unlocked if size >= _LARGE_BYTES else _copy_locked
+        copy = _copy_unlocked if blocks.view_bytes >= _LARGE_BYTES else _copy_locked
 
         def copy_each(start: int, end: int) -> None:
-            for block_id, view in zip(block_ids[start:end].tolist(), views[start:end], strict=True):
+            for number in range(start, end):
                 read.check()
-                copy(self._pool[block_id * size + at : block_id * size + to], view)
+                copy(blocks[number], views[number])  # no name keeps a view of the pool in an error's frames
 
         return copy_each
 
@@ -184,9 +183,8 @@ class _MappedPeer:
             raise
 
     def _map(self, welcome: ShmWelcome, pool: int, table: int, pidfd: int) -> None:
-        self._num_blocks, self._block_bytes = welcome.num_blocks, welcome.block_bytes
+        self._block_bytes = welcome.block_bytes
         self._pool = self._map_file(pool, welcome.num_blocks * welcome.block_bytes)
-        self._pool_address = address_of(self._pool)
         self._table = self._map_file(table, NUM_SLOTS * SLOT_BYTES).cast("Q")
         self._undo.callback(self._table.release)
         if self._table[0] != welcome.nonce:
@@ -212,7 +210,7 @@ class ShmReceiver:
     """Owns a mapping per peer. A stale lease leaves it as it is; any other error unmaps it."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._copy_blocks = timeout_seconds, load_copy_blocks()
         self._peers: Kept[_MappedPeer] = Kept(harmless=StaleLeaseError)
 
     def probe(self, source: Source, read: Read) -> None:
@@ -231,11 +229,14 @@ class ShmReceiver:
         """Unmap every pool."""
         self._peers.close()
 
+    def _new_peer(self, source: Source) -> _MappedPeer:
+        return _MappedPeer(source, self._timeout_seconds, self._copy_blocks)
+
     def _use(self, source: Source, read: Read, work: Callable[[_MappedPeer], None]) -> None:
         """Work with the mapped peer; whatever goes wrong is raised as ``fetch`` says."""
         read.check()
         try:
-            with self._peers.using(source, lambda: _MappedPeer(source, self._timeout_seconds)) as peer:
+            with self._peers.using(source, lambda: self._new_peer(source)) as peer:
                 if not peer.is_connected:
                     with read.interruptible(peer.stop_connecting):
                         peer.connect()

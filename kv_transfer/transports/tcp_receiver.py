@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from contract.errors import TransferError
-from kv_transfer.framing import ShortReadError
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.framing import FrameBuffer, ShortReadError, decode_body
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError, bytes_of_each
 from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks
 from kv_transfer.transports.data_port import dial, unconnected
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import OK, OK_FRAME, DataStatus
+from kv_transfer.transports.tcp_wire import ALIGNMENT, OK_FRAME, DataReply, DataStatus
 
 _TOLD_BYTES = 2**20
 
@@ -51,48 +51,65 @@ class _Connection:
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Ask once, and take what comes piece by piece."""
-        pieces = list(request.pieces(views[0].nbytes))
         self._stream.say(
             ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
         )
-        blocks = socket_blocks(views)
-        self._expect_ok([pieces[0][1]])
-        for number, (start, piece) in enumerate(pieces):
+        view_bytes = bytes_of_each(views)
+        blocks, pieces = socket_blocks(views), list(request.pieces(view_bytes))
+        answers = bytearray(ALIGNMENT)  # whether the first piece comes
+        for start, piece in pieces:
             read.check()
-            self._receive(piece, blocks, start, views[0].nbytes, read)
-            # Whether the lease was valid behind the last byte, and whether the next piece comes.
-            self._expect_ok([piece, *(later for _, later in pieces[number + 1 : number + 2])])
+            self._receive(piece, answers, blocks, start, view_bytes, read)
+            answers = bytearray(
+                2 * ALIGNMENT
+            )  # whether the lease was valid behind its last byte; and about the next one
+        self._hear_verdict(piece)
 
     def _receive(
-        self, piece: ReadRequest, blocks: SocketBlocks, start: int, view_bytes: int, read: Read
+        self,
+        piece: ReadRequest,
+        answers: bytearray,
+        blocks: SocketBlocks,
+        start: int,
+        view_bytes: int,
+        read: Read,
     ) -> None:
-        """The bytes of the next piece, into the blocks from ``start`` on; told while they are in the processor's cache."""
-        end, step, first = start + piece.num_blocks, max(1, _TOLD_BYTES // view_bytes), start
+        """Answers and the piece behind them, into the blocks from ``start`` on; told while its bytes are in the cache."""
+        end, at, left_out = start + piece.num_blocks, start, len(answers)
+        step = max(1, _TOLD_BYTES // view_bytes) if read.is_followed else piece.num_blocks
         try:
-            for first in range(start, end, step):
-                last = min(first + step, end)
-                self._stream.fill_blocks(blocks, first, last)
+            for at in range(start, end, step):
+                last = min(at + step, end)
+                self._stream.fill_blocks(answers if at == start else bytearray(), blocks, at, last)
+                if at == start:
+                    _expect_ok(answers, piece)
+                    left_out = 0
                 read.landed(last)
         except ShortReadError as error:
-            block = piece.first_block + first - start + error.num_bytes // view_bytes
+            if left_out:
+                _expect_ok(answers[: error.num_bytes], piece)
+            block = piece.first_block + at - start + max(0, error.num_bytes - left_out) // view_bytes
             raise TransferError(f"short read in block {block} of {_name(piece)}: {error.message}") from error
         except TimeoutError as error:
-            raise TransferError(
-                f"no byte for {self.timeout_seconds} s in blocks {piece.first_block}..{piece.end_block - 1}"
-                f" of {_name(piece)}"
-            ) from error
+            raise TransferError(f"no byte for {self.timeout_seconds} s in {_blocks(piece)}") from error
 
-    def _expect_ok(self, pieces: list[ReadRequest]) -> None:
-        """Hear an answer about each of them; a stale one is an error that ends the connection too."""
-        answers = self._stream.hear_answers(OK, OK_FRAME, len(pieces))
-        for piece in pieces:
-            where = f"blocks {piece.first_block}..{piece.end_block - 1} of {_name(piece)}"
-            try:
-                reply = next(answers)
-            except ShortReadError as error:
-                raise TransferError(f"short read before {where}: {error.message}") from error
-            if reply.status is not DataStatus.OK:
-                raise StaleLeaseError(f"{where} were refused as {reply.status}: {reply.message}")
+    def _hear_verdict(self, piece: ReadRequest) -> None:
+        try:
+            _expect_ok(self._stream.take(ALIGNMENT), piece)
+        except ShortReadError as error:
+            raise TransferError(f"short read behind {_blocks(piece)}: {error.message}") from error
+
+
+def _expect_ok(answers: bytearray, piece: ReadRequest) -> None:
+    """Of the answers that are whole. Anything else is an error that ends the connection too."""
+    count = len(answers) // ALIGNMENT
+    if answers == OK_FRAME * count:
+        return
+    for body in FrameBuffer(ALIGNMENT).feed(answers[: count * ALIGNMENT]):
+        reply = decode_body(body, DataReply)
+        if reply.status is not DataStatus.OK:
+            raise StaleLeaseError(f"{_blocks(piece)} were refused as {reply.status}")
+    raise TransferError(f"the peer's answer about {_blocks(piece)} is none")
 
 
 class TcpReceiver:
@@ -100,12 +117,11 @@ class TcpReceiver:
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        self._connections: Kept[_Connection] = Kept()
+        self._connections: Kept[_Connection] = Kept(has_ended=_Connection.has_ended)
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read piece by piece. Stopping shuts the connection down, so no byte can land afterwards."""
         read.check()
-        self._connections.forget_where(_Connection.has_ended)
         try:
             with self._connections.using(source, lambda: _Connection(source, self._timeout_seconds)) as found:
                 with read.interruptible(found.interrupt):
@@ -130,3 +146,7 @@ class TcpReceiver:
 
 def _name(piece: ReadRequest) -> str:
     return f"transfer {piece.name.transfer_id} (attempt {piece.name.attempt})"
+
+
+def _blocks(piece: ReadRequest) -> str:
+    return f"blocks {piece.first_block}..{piece.end_block - 1} of {_name(piece)}"

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 from engine.connector import KVMemory
 from kv_transfer.leases import LeaseBook
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, block_span
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, bytes_of_each
 from kv_transfer.transports.block_vectors import socket_blocks
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_port import DataPort, Visit, shut_down
-from kv_transfer.transports.tcp_wire import OK_FRAME, DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import OK_FRAME, STALE_FRAME
 
 
 class TcpSender:
@@ -49,21 +49,21 @@ class TcpSender:
             self._serve(visit, visit.stream.hear_question(ReadRequest))
 
     def _serve(self, visit: Visit, request: ReadRequest) -> None:
-        """Piece by piece: bytes only under a valid lease, and the verdict behind the last, with the next one's answer."""
-        first, end = block_span(self._memory.layout.block_bytes, request.part)
-        words = OK_FRAME
+        """Answer a question. Raises StaleLeaseError behind a stale answer, which ends the connection."""
+        answers = OK_FRAME
         try:
             with self._book.reading(request) as views, self._reading_for(visit, request.name):
                 blocks = socket_blocks(views)
-                for start, piece in request.pieces(end - first):
+                for start, piece in request.pieces(bytes_of_each(views)):
                     self._book.check(request.name)
-                    visit.stream.send_blocks(words, blocks, start, start + piece.num_blocks)
-                    words = 2 * OK_FRAME
+                    visit.stream.send_blocks(answers, blocks, start, start + piece.num_blocks)
+                    answers = 2 * OK_FRAME  # the verdict about this piece, and the next one's
+            answers = OK_FRAME
             self._book.check(request.name)
-            visit.stream.send(OK_FRAME)
-        except StaleLeaseError as error:
-            # Twice: between two pieces a reader waits for two words, and the first of them has to be whole.
-            visit.stream.send(2 * DataReply(DataStatus.STALE, error.message).frame)
+            visit.stream.send(answers)
+        except StaleLeaseError:
+            visit.stream.send(STALE_FRAME * (len(answers) // len(OK_FRAME)))
+            raise
 
     @contextmanager
     def _reading_for(self, visit: Visit, name: LeaseName) -> Iterator[None]:

@@ -8,21 +8,20 @@ import math
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import wraps
-from itertools import repeat
 from typing import Any, ParamSpec, TypeVar
 
-from contract.errors import TransferError
 from kv_transfer.framing import (
     FrameBuffer,
     ShortReadError,
     decode_body,
     encode_frame,
     read_frame,
+    receive_all,
 )
-from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks
-from kv_transfer.transports.tcp_wire import ALIGNMENT, MAX_DATA_FRAME_BYTES
+from kv_transfer.transports.block_vectors import SocketBlocks
+from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES
 
 _TIMEVAL = struct.Struct("@ll")
 _MAX_SECONDS = 10_000_000
@@ -89,37 +88,17 @@ class DataStream:
             self._unread.extend(self._questions.feed(data))
         return decode_body(self._unread.popleft(), message_type)
 
-    def hear_answers(self, usual: _T, usual_frame: bytes, count: int) -> Iterator[_T]:
-        """The next ``count`` frames, of which each has a length that is a multiple of ALIGNMENT; by one call, if short.
-
-        usual: what they say if they are ``usual_frame`` each, which need not be decoded.
-        """
-        answers, data = FrameBuffer(MAX_DATA_FRAME_BYTES), self._take(count * ALIGNMENT)
-        if data == usual_frame * count:
-            yield from repeat(usual, count)
-            return
-        while count:
-            for body in answers.feed(data):
-                count -= 1
-                if not count and not answers.is_empty:
-                    raise TransferError("what the peer said has another length than it should have")
-                yield decode_body(body, type(usual))
-            if count:
-                data = self._take(ALIGNMENT)
-
-    def _take(self, num_bytes: int) -> bytearray:
+    @_in_time
+    def take(self, num_bytes: int) -> bytearray:
+        """Receive so many bytes. Raises ShortReadError."""
         data = bytearray(num_bytes)
-        self.fill([memoryview(data)])
+        receive_all(self._sock, [memoryview(data)], socket.MSG_WAITALL)
         return data
 
-    def fill(self, views: Sequence[memoryview]) -> None:
-        """Receive until every view is full. Raises ShortReadError."""
-        self.fill_blocks(socket_blocks(views), 0, len(views))
-
     @_in_time
-    def fill_blocks(self, blocks: SocketBlocks, start: int, end: int) -> None:
-        """Receive until the blocks ``start``..``end`` - 1 are full. Raises ShortReadError."""
-        blocks.receive(self._sock, start, end)
+    def fill_blocks(self, frames: bytearray, blocks: SocketBlocks, start: int, end: int) -> None:
+        """Receive until ``frames`` and the blocks ``start``..``end`` - 1 behind them are full. Raises ShortReadError."""
+        blocks.receive(self._sock, frames, start, end)
 
 
 def _timeval(seconds: float) -> bytes:

@@ -93,7 +93,7 @@ class Lender:
         self.book = LeaseBook(self._idle)
         self.sends = SendDesk(
             SendSettings(MODEL, LAYOUT.block_size, LEASE_SECONDS, LEASE_SECONDS, max_parked=2),
-            SendPorts(self._post, self.book.revoke, lambda: None, lambda: None),
+            SendPorts(self._post, self.book.revoke, lambda: None, lambda _: None),
             Counters(),
             self.completions,
             clock,

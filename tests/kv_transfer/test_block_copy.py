@@ -1,12 +1,13 @@
-"""Blocks from pool to pool by runs and by lists of addresses: the same bytes as one by one, and no other byte."""
+"""Blocks from pool to pool by lists of addresses: the same bytes as one by one, and no other byte."""
 
 import random
 from collections.abc import Sequence
 
 import pytest
 
+from kv_transfer.native.library import load_copy_blocks
 from kv_transfer.transport import BlockPart, BlockViews
-from kv_transfer.transports.block_copy import BlockCopier, PoolItems
+from kv_transfer.transports.block_copy import BlockCopier
 
 BLOCK_BYTES, NUM_BLOCKS = 16384, 160
 RUN = list(range(40, 40 + NUM_BLOCKS // 2))
@@ -15,10 +16,12 @@ TWO_RUNS = [*range(100, 130), *range(20, 70)]
 CONTENT = random.Random(6).randbytes(BLOCK_BYTES * NUM_BLOCKS)
 
 
-def items_of(
-    pool: memoryview, block_ids: Sequence[int], part: BlockPart | None = None, block_bytes: int = BLOCK_BYTES
-) -> PoolItems:
-    return PoolItems.of(BlockViews(pool, block_bytes, block_ids, part))
+@pytest.fixture(scope="module", params=["compiled", "Python"])
+def copier(request: pytest.FixtureRequest) -> BlockCopier:
+    """One for all tests: its lists of addresses are used again for fewer blocks, for more, and for other sizes."""
+    copy_blocks = load_copy_blocks() if request.param == "compiled" else None
+    assert copy_blocks is not None or request.param == "Python", "these tests need a C compiler"
+    return BlockCopier(copy_blocks)
 
 
 def copied(
@@ -31,8 +34,8 @@ def copied(
     """The target pool after a copy in two pieces, out of a pool that nobody may write to."""
     target, middle = bytearray(len(CONTENT)), len(source_ids) // 3
     copy = copier.copying(
-        items_of(memoryview(CONTENT), source_ids, part, block_bytes),
-        items_of(memoryview(target), target_ids, part, block_bytes),
+        BlockViews(memoryview(CONTENT), block_bytes, source_ids, part),
+        BlockViews(memoryview(target), block_bytes, target_ids, part),
     )
     copy(0, middle)
     copy(middle, len(source_ids))
@@ -53,18 +56,17 @@ def expected(
     return bytes(target)
 
 
-@pytest.mark.parametrize("part", [None, BlockPart(0, 8), BlockPart(4096, 12288)])
+@pytest.mark.parametrize("part", [None, BlockPart(0, 8), BlockPart(4096, 12288), BlockPart(33, 5000)])
 @pytest.mark.parametrize("target_ids", [RUN, WORN, TWO_RUNS, RUN[::-1]], ids=["run", "worn", "two", "down"])
 @pytest.mark.parametrize("source_ids", [RUN, WORN, TWO_RUNS, RUN[::-1]], ids=["run", "worn", "two", "down"])
 def test_every_byte_arrives_where_it_should_and_no_other_changes(
-    source_ids: list[int], target_ids: list[int], part: BlockPart | None
+    copier: BlockCopier, source_ids: list[int], target_ids: list[int], part: BlockPart | None
 ) -> None:
-    assert copied(BlockCopier(), source_ids, target_ids, part) == expected(source_ids, target_ids, part)
+    assert copied(copier, source_ids, target_ids, part) == expected(source_ids, target_ids, part)
 
 
-def test_one_copier_serves_one_read_after_the_other() -> None:
-    """Its lists of addresses are used again: for fewer blocks, for more than they had room for, for other sizes."""
-    copier, small = BlockCopier(), BLOCK_BYTES // 32
+def test_one_copier_serves_one_read_after_the_other(copier: BlockCopier) -> None:
+    small = BLOCK_BYTES // 32
     many, others = (random.Random(seed).sample(range(32 * NUM_BLOCKS), 1100) for seed in (7, 8))
     reads: list[tuple[list[int], list[int], BlockPart | None, int]] = [
         (WORN, WORN[::-1], None, BLOCK_BYTES),
@@ -78,13 +80,28 @@ def test_one_copier_serves_one_read_after_the_other() -> None:
         assert copied(copier, *read) == expected(*read)
 
 
-def test_a_pool_can_be_closed_while_its_items_are_named() -> None:
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 2047, 2048, 2049, 2111, 5000])
+@pytest.mark.parametrize("offset", [0, 1, 15, 63])
+def test_blocks_of_any_size_lie_anywhere(copier: BlockCopier, size: int, offset: int) -> None:
+    """The compiled loop writes whole cache lines past the cache; what is before and behind them it does not."""
+    target = bytearray(8 * size + offset + 64)
+    source, into = memoryview(CONTENT)[offset:], memoryview(target)[offset:]
+    copy = copier.copying(BlockViews(source, size, [5, 2, 9]), BlockViews(into, size, [1, 7, 4]))
+    copy(0, 3)
+    wanted = bytearray(len(target))
+    for source_id, target_id in ((5, 1), (2, 7), (9, 4)):
+        at = offset + target_id * size
+        wanted[at : at + size] = source[source_id * size : (source_id + 1) * size]
+    assert target == wanted
+
+
+def test_a_pool_can_be_closed_while_its_blocks_are_named(copier: BlockCopier) -> None:
     """An error in the middle of a read keeps its frames, and the peer's pool is unmapped all the same."""
     pool = bytearray(BLOCK_BYTES * NUM_BLOCKS)
     view = memoryview(pool)
-    items, other = items_of(view, WORN), items_of(memoryview(CONTENT), RUN)
-    copy = BlockCopier().copying(other, items)
+    blocks = BlockViews(view, BLOCK_BYTES, WORN)
+    copy = copier.copying(BlockViews(memoryview(CONTENT), BLOCK_BYTES, RUN), blocks)
     copy(0, len(WORN))
     view.release()
     pool.clear()  # BufferError, if anything kept the pool's buffer
-    assert items.num_bytes == BLOCK_BYTES
+    assert blocks.view_bytes == BLOCK_BYTES

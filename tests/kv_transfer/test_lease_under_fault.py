@@ -37,7 +37,7 @@ class LendingDesk:
         self.released: list[LeaseName] = []
         self.desk = SendDesk(
             SendSettings(MODEL, LAYOUT.block_size, 30.0, 30.0, max_parked),
-            SendPorts(self._post, self.released.append, lambda: None, lambda: None),
+            SendPorts(self._post, self.released.append, lambda: None, lambda _: None),
             Counters(),
             Completions(),
             lambda: self.now,

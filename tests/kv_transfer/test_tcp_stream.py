@@ -7,17 +7,18 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
-from kv_transfer.framing import HEADER, ShortReadError, encode_frame, write_frame
+from kv_transfer.framing import HEADER, ShortReadError, encode_frame
 from kv_transfer.transport import LeaseName, ReadRequest
 from kv_transfer.transports.block_vectors import socket_blocks
 from kv_transfer.transports.tcp_stream import DataStream
 from kv_transfer.transports.tcp_wire import (
     ALIGNMENT,
     MAX_DATA_FRAME_BYTES,
-    OK,
     OK_FRAME,
+    STALE_FRAME,
     DataReply,
     DataStatus,
+    reply_frame,
 )
 
 WAIT = 30.0
@@ -40,46 +41,21 @@ def ends() -> Iterator[Ends]:
 
 def test_what_the_sender_says_keeps_the_blocks_aligned() -> None:
     for length in range(2 * ALIGNMENT):
-        reply = DataReply(DataStatus.STALE, "x" * length)
-        frame = encode_frame(reply.padded(), MAX_DATA_FRAME_BYTES)
+        frame = reply_frame(DataStatus.STALE, "x" * length)
         assert len(frame) % ALIGNMENT == 0
         read = msgspec.msgpack.decode(frame[HEADER.size :], type=DataReply)
-        assert (read.status, read.message) == (reply.status, reply.message)
+        assert (read.status, read.message) == (DataStatus.STALE, "x" * length)
+    assert {len(OK_FRAME), len(STALE_FRAME)} == {ALIGNMENT}
 
 
 def test_words_and_blocks_arrive_in_order_however_they_are_cut(ends: Ends) -> None:
     stream, peer = ends
-    reply = DataReply(DataStatus.OK)
-    write_frame(peer, reply, MAX_DATA_FRAME_BYTES)
-    for part in (b"abc", b"de", b"fghij", b"kl"):
+    for part in (b"wor", b"dsabc", b"de", b"fghij", b"klend"):
         peer.sendall(part)
-    write_frame(peer, reply, MAX_DATA_FRAME_BYTES)
-    blocks = [memoryview(bytearray(4)) for _ in range(3)]
-    assert stream.hear(DataReply) == reply
-    stream.fill(blocks)
-    assert [bytes(block) for block in blocks] == [b"abcd", b"efgh", b"ijkl"]
-    assert stream.hear(DataReply) == reply
-
-
-@pytest.mark.parametrize("lengths", [[0, 0], [0, 200], [200, 0], [70]])
-def test_answers_are_heard_whole_and_no_byte_behind_them(ends: Ends, lengths: list[int]) -> None:
-    stream, peer = ends
-    replies = [DataReply(DataStatus.STALE, "x" * length).padded() for length in lengths]
-    for reply in replies:
-        write_frame(peer, reply, MAX_DATA_FRAME_BYTES)
-    peer.sendall(b"blocks")
-    block = memoryview(bytearray(6))
-    assert list(stream.hear_answers(OK, OK_FRAME, len(replies))) == replies
-    stream.fill([block])
-    assert bytes(block) == b"blocks"
-
-
-def test_answers_that_would_shift_the_blocks_are_refused(ends: Ends) -> None:
-    stream, peer = ends
-    write_frame(peer, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
-    peer.sendall(bytes(ALIGNMENT))
-    with pytest.raises(TransferError, match="another length"):
-        list(stream.hear_answers(OK, OK_FRAME, 1))
+    words, blocks = bytearray(5), [memoryview(bytearray(4)) for _ in range(3)]
+    stream.fill_blocks(words, socket_blocks(blocks), 0, 3)
+    assert [bytes(each) for each in (words, *blocks)] == [b"words", b"abcd", b"efgh", b"ijkl"]
+    assert stream.take(3) == b"end"
 
 
 def test_questions_are_taken_as_they_come(ends: Ends) -> None:
@@ -112,10 +88,10 @@ def test_a_peer_that_says_nothing_or_takes_nothing_is_waited_for_so_long_and_no_
     with pytest.raises(TimeoutError):
         stream.hear(DataReply)
     with pytest.raises(TimeoutError):
-        stream.fill([block])
+        stream.fill_blocks(bytearray(), socket_blocks([block]), 0, 1)
     peer.sendall(b"half")
     with pytest.raises(TimeoutError):
-        stream.fill([block])
+        stream.fill_blocks(bytearray(), socket_blocks([block]), 0, 1)
     assert bytes(block[:4]) == b"half"
     with pytest.raises(TimeoutError):
         stream.send_blocks(b"", socket_blocks([memoryview(bytes(2**26))]), 0, 1)
@@ -126,7 +102,7 @@ def test_the_shortest_patience_is_no_eternity(ends: Ends) -> None:
     stream, _peer = ends
     stream.wait_at_most(1e-9, 1e-9)
     with pytest.raises(TimeoutError):
-        stream.fill([memoryview(bytearray(1))])
+        stream.take(1)
 
 
 def test_a_stream_that_ends_early_says_how_far_it_came(ends: Ends) -> None:
@@ -134,7 +110,9 @@ def test_a_stream_that_ends_early_says_how_far_it_came(ends: Ends) -> None:
     peer.sendall(b"12345")
     peer.close()
     with pytest.raises(ShortReadError) as caught:
-        stream.fill([memoryview(bytearray(4)), memoryview(bytearray(4))])
+        stream.fill_blocks(
+            bytearray(2), socket_blocks([memoryview(bytearray(4)), memoryview(bytearray(4))]), 0, 2
+        )
     assert caught.value.num_bytes == 5
     with pytest.raises(TransferError, match="closed after 0 of 8 bytes"):
         stream.hear(DataReply)

@@ -52,7 +52,7 @@ class PrefillSide(EngineSide):
                 post=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
                 release=lambda name: sink.ask("release", name),
                 wake_core=lambda: None,
-                wake_links=lambda: None,
+                look_by=lambda _: None,
             ),
             Counters(),
             self.completions,

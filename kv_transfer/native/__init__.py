@@ -1,0 +1,1 @@
+"""The few lines of C of this project, and what compiles and loads them."""

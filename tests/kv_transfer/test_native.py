@@ -1,0 +1,66 @@
+"""The compiled copy loop: made once and kept, safe from others, and done without where it cannot be had."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.native.library import compile_to, load_copy_blocks
+
+MISSING = Path("no such library")
+
+
+def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert load_copy_blocks(MISSING, folder) is not None
+    (kept,) = folder.iterdir()
+    made_at = kept.stat().st_mtime_ns
+    assert load_copy_blocks(MISSING, folder) is not None
+    assert list(folder.iterdir()) == [kept]
+    assert kept.stat().st_mtime_ns == made_at
+
+
+def test_what_lies_beside_the_source_is_taken_as_it_is(tmp_path: Path) -> None:
+    """An image has no compiler, and no folder to keep anything in."""
+    prebuilt, folder = tmp_path / "blocks.so", tmp_path / "cache"
+    compile_to(prebuilt)
+    assert load_copy_blocks(prebuilt, folder) is not None
+    assert not folder.exists()
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache"
+    assert load_copy_blocks(MISSING, folder) is not None
+    folder.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        assert load_copy_blocks(MISSING, folder) is None
+    assert "blocks are copied by Python" in caplog.text
+    assert "others may write to it" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"no library"])
+def test_what_is_no_library_is_done_without(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    prebuilt = tmp_path / "blocks.so"
+    prebuilt.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert load_copy_blocks(prebuilt) is None
+    assert "blocks are copied by Python" in caplog.text
+
+
+def test_a_machine_without_a_compiler_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert load_copy_blocks(MISSING, tmp_path, compiler="no-such-compiler") is None
+    assert "there is no C compiler (no-such-compiler)" in caplog.text
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert load_copy_blocks(MISSING, tmp_path, compiler="false") is None
+    assert "the C compiler failed" in caplog.text
+    assert list(tmp_path.iterdir()) == []
