@@ -85,15 +85,25 @@ class BlockViews(Sequence[memoryview]):
     """
 
     def __init__(
-        self, pool: memoryview, block_bytes: int, block_ids: BlockIds, part: BlockPart | None = None
+        self,
+        pool: memoryview,
+        block_bytes: int,
+        block_ids: BlockIds,
+        part: BlockPart | None = None,
+        address: int | None = None,
     ) -> None:
         ids, num_blocks = np.asarray(block_ids, np.int64), pool.nbytes // block_bytes
         if len(ids) and (outside := block_outside(ids, num_blocks)) is not None:
             raise IndexError(f"block {outside} of a pool of {num_blocks}")
         self.pool, self.block_bytes, self.block_ids, self.part = pool, block_bytes, block_ids, part
-        self.ids, self.address = ids, address_of(pool)
+        self.ids, self.address = ids, address_of(pool) if address is None else address
         self._span = block_span(block_bytes, part)
         self._kept_addresses: npt.NDArray[np.uint64] | None = None
+
+    @property
+    def first_address(self) -> int:
+        """Where the view of the pool's block 0 begins, or would."""
+        return self.address + self._span[0]
 
     @property
     def view_bytes(self) -> int:
@@ -111,7 +121,7 @@ class BlockViews(Sequence[memoryview]):
         if self._kept_addresses is not None:
             out[:] = self._kept_addresses
             return
-        put_addresses(out, self.ids, self.block_bytes, self.address + self._span[0])
+        put_addresses(out, self.ids, self.block_bytes, self.first_address)
 
     def __len__(self) -> int:
         """How many blocks."""

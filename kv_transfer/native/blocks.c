@@ -36,10 +36,12 @@ static void copy_block(char *to, const char *from, size_t size) {
 static void copy_block(char *to, const char *from, size_t size) { memcpy(to, from, size); }
 #endif
 
-/* `size` bytes from each of the `count` addresses in `from` to the one at the same place in `to`.
+/* The same `size` bytes of `count` blocks: from where `from_ids` says to where `to_ids` says.
  *
+ * `to` and `from` are where those bytes are in block 0 of each pool, and `step` is from one block to the next, in both.
  * Behind it all bytes are there for every thread, and whatever the caller reads next was read after the last of them. */
-void kvbaton_copy_blocks(char *const *to, const char *const *from, size_t count, size_t size) {
-    for (size_t i = 0; i < count; i++) copy_block(to[i], from[i], size);
+void kvbaton_copy_blocks(char *to, const int64_t *to_ids, const char *from, const int64_t *from_ids, size_t count,
+                         size_t step, size_t size) {
+    for (size_t i = 0; i < count; i++) copy_block(to + to_ids[i] * step, from + from_ids[i] * step, size);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }

@@ -21,8 +21,11 @@ SOURCE = Path(__file__).with_name("blocks.c")
 PREBUILT = SOURCE.with_suffix(".so")
 _COMPILER, _OPTIONS = "cc", ("-O2", "-fPIC", "-shared")
 _COMPILER_SECONDS = 60.0
-CopyBlocks = Callable[[int, int, int, int], None]
-"""(where the target addresses are, where the source addresses are, how many, bytes each); lets go of Python's lock."""
+CopyBlocks = Callable[[int, int, int, int, int, int, int], None]
+"""(target, where its ids are, source, where its ids are, how many, bytes of a block, bytes of it that are copied).
+
+Lets go of Python's lock. The ids, of 64 bits, are not checked.
+"""
 
 
 def load_copy_blocks(
@@ -39,7 +42,8 @@ def load_copy_blocks(
         logger.warning("blocks are copied by Python, which takes longer: %s", _why(error, compiler))
         return None
     copy_blocks.restype = None
-    copy_blocks.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+    address, number = ctypes.c_void_p, ctypes.c_size_t
+    copy_blocks.argtypes = (address, address, address, address, number, number, number)
     found: CopyBlocks = copy_blocks
     return found
 

@@ -14,7 +14,7 @@ from kv_transfer.native.library import CopyBlocks
 from kv_transfer.transport import BlockViews
 
 _MIN_ADDRESSES = 1024
-_ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
+_ADDRESS_BYTES, _ID_BYTES = ctypes.sizeof(ctypes.c_void_p), 8
 
 
 class BlockCopier:
@@ -28,18 +28,23 @@ class BlockCopier:
         self._from, self._to = _Addresses(), _Addresses()
 
     def copying(self, source: BlockViews, target: BlockViews) -> Callable[[int, int], None]:
-        """What copies the views from a first one to before a last one. Those of both have one size.
+        """What copies the views from a first one to before a last one. Blocks and views of both have one size.
 
         Neither pool is kept alive or exported by it. It is good until the next one is asked for.
         """
-        out_of, into, size = self._from.put(source), self._to.put(target), source.view_bytes
-        copy_blocks = self._copy_blocks
-        if copy_blocks is None:
-            items, targets = self._from.items(size), self._to.items(size)
+        if self._copy_blocks is None:
+            items, targets = self._from.items(source), self._to.items(target)
             return lambda start, end: _copy_data(targets[start:end], items[start:end])
-        return lambda start, end: copy_blocks(
-            into + start * _ADDRESS_BYTES, out_of + start * _ADDRESS_BYTES, end - start, size
-        )
+        copy_blocks, step, size = self._copy_blocks, source.block_bytes, source.view_bytes
+        out_of, into = source.first_address, target.first_address
+        ids = np.ascontiguousarray(source.ids), np.ascontiguousarray(target.ids)
+        out_of_ids, into_ids = (each.__array_interface__["data"][0] for each in ids)
+
+        def copy(start: int, end: int, _kept: object = ids) -> None:
+            at = start * _ID_BYTES
+            copy_blocks(into, into_ids + at, out_of, out_of_ids + at, end - start, step, size)
+
+        return copy
 
 
 class _Buffer(ctypes.Structure):
@@ -70,27 +75,17 @@ class _Addresses:
     """Owns a list of addresses."""
 
     def __init__(self) -> None:
-        self._item_bytes = 0
-        self._has_room_for(0)
-
-    def put(self, views: BlockViews) -> int:
-        """Where the list of these begins; good until the next call."""
-        count = len(views)
-        if count > len(self._addresses):
-            self._has_room_for(count)
-        views.put_addresses(self._addresses[:count])
-        return self._begin
-
-    def items(self, item_bytes: int) -> memoryview:
-        """What lies at the addresses, as a buffer of so large items (PEP 3118, suboffsets); good as long as the list."""
-        if item_bytes != self._item_bytes:
-            self._view, self._item_bytes = _buffer_of(self._addresses, item_bytes), item_bytes
-        return self._view
-
-    def _has_room_for(self, count: int) -> None:
-        self._addresses: npt.NDArray[np.int64] = np.zeros(max(count, _MIN_ADDRESSES), np.int64)
-        self._begin: int = self._addresses.__array_interface__["data"][0]
+        self._addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._view, self._item_bytes = memoryview(b""), 0
+
+    def items(self, views: BlockViews) -> memoryview:
+        """These, as the items of a buffer (PEP 3118, suboffsets); good until the next call."""
+        count, size = len(views), views.view_bytes
+        if count > len(self._addresses) or size != self._item_bytes:
+            self._addresses = np.zeros(max(count, len(self._addresses), _MIN_ADDRESSES), np.int64)
+            self._view, self._item_bytes = _buffer_of(self._addresses, size), size
+        views.put_addresses(self._addresses[:count])
+        return self._view
 
 
 def _buffer_of(addresses: npt.NDArray[np.int64], item_bytes: int) -> memoryview:

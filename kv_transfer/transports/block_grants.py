@@ -33,7 +33,8 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
 
 def unpack_ids(grants: Sequence[BlockGrant]) -> npt.NDArray[np.int64]:
     """The blocks of all of them, in order."""
-    return np.frombuffer(b"".join([grant.packed_ids for grant in grants]), np.int64)
+    packed = grants[0].packed_ids if len(grants) == 1 else b"".join([grant.packed_ids for grant in grants])
+    return np.frombuffer(packed, np.int64)
 
 
 _grants = msgspec.msgpack.Decoder(BlockGrant)

@@ -27,6 +27,7 @@ from kv_transfer.transport import (
     ReadRequest,
     Source,
     StaleLeaseError,
+    address_of,
     block_span,
     blocks_per_piece,
     check_sizes,
@@ -119,7 +120,9 @@ class _MappedPeer:
         """The sender's blocks that are wanted, and the leases that lend them."""
         block_ids, seen = granted_blocks(request, self._source.transport, self._who)
         try:
-            return BlockViews(self._pool, self._block_bytes, block_ids, request.part), seen
+            return BlockViews(
+                self._pool, self._block_bytes, block_ids, request.part, self._pool_address
+            ), seen
         except IndexError as error:
             raise TransferError(f"{self._who} granted {error}") from error
 
@@ -185,6 +188,7 @@ class _MappedPeer:
     def _map(self, welcome: ShmWelcome, pool: int, table: int, pidfd: int) -> None:
         self._block_bytes = welcome.block_bytes
         self._pool = self._map_file(pool, welcome.num_blocks * welcome.block_bytes)
+        self._pool_address = address_of(self._pool)
         self._table = self._map_file(table, NUM_SLOTS * SLOT_BYTES).cast("Q")
         self._undo.callback(self._table.release)
         if self._table[0] != welcome.nonce:
