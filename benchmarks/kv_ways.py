@@ -24,6 +24,7 @@ import msgspec
 from benchmarks.kv_pools import LEASE, Job, Shape, Way
 from engine.kv_cache.memory import MappedKVMemory
 from kv_transfer import events as ev
+from kv_transfer.block_views import address_of, write_views
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data import DataHalf
 from kv_transfer.digesting import digest_of
@@ -34,9 +35,7 @@ from kv_transfer.transport import (
     Read,
     ReadRequest,
     Source,
-    address_of,
     blocks_per_piece,
-    write_views,
 )
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.lending import Lending

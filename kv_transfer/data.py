@@ -16,13 +16,18 @@ from typing import Any, Protocol
 from contract.errors import ErrorKind, InternalError, KvbatonError, TransferError
 from engine.connector import KVMemory, LayerWatch
 from kv_transfer import events as ev
+from kv_transfer.block_views import (
+    BlockPart,
+    is_flat,
+    read_views,
+    write_views,
+)
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.digesting import UnfinishedBlocks, digests_of, split_points
 from kv_transfer.orders import CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata
 from kv_transfer.pulling import PullThreads
 from kv_transfer.staging import DEFAULT_STAGING_BYTES, Staging
 from kv_transfer.transport import (
-    BlockPart,
     LeaseName,
     ReadRequest,
     ReadStoppedError,
@@ -30,10 +35,7 @@ from kv_transfer.transport import (
     Source,
     blocks_per_piece,
     grants_within,
-    is_flat,
     may_heal,
-    read_views,
-    write_views,
 )
 from kv_transfer.transports.lending import Lending
 

@@ -85,6 +85,12 @@ def apply(mutant: Mutant, text: str) -> str:
     return text.replace(mutant.old, mutant.new)
 
 
+def check_syntax(mutant: Mutant, mutated: str) -> None:
+    """Raise SyntaxError for a mutant that is no Python any more: every test would see it."""
+    if mutant.file.endswith(".py"):
+        compile(mutated, mutant.file, "exec")
+
+
 def try_mutant(mutant: Mutant, copy: Path) -> Verdict:
     """Break the law in ``copy``, run the test there, and mend it again."""
     path = copy / mutant.file
@@ -93,7 +99,7 @@ def try_mutant(mutant: Mutant, copy: Path) -> Verdict:
     reason = ""
     try:
         mutated = apply(mutant, healthy)
-        compile(mutated, mutant.file, "exec")
+        check_syntax(mutant, mutated)
         path.write_text(mutated)
         ran = run_tests([mutant.test], copy)
         found = _REASON.search(ran.output)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.block_views import BlockViews
 from kv_transfer.native.library import CopyBlocks
-from kv_transfer.transport import BlockViews
 
 _MIN_ADDRESSES = 1024
 _ADDRESS_BYTES, _ID_BYTES = ctypes.sizeof(ctypes.c_void_p), 8

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from engine.connector import KVMemory
-from kv_transfer.transport import BlockPart, block_span, read_views
+from kv_transfer.block_views import BlockPart, block_span, read_views
 from kv_transfer.transports.nixl_memory import OnDevice
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.errors import SettingError, TransferError, WorkerLostError
-from kv_transfer.transport import BlockPart
+from kv_transfer.block_views import BlockPart
 from kv_transfer.transports.nixl_library import NixlLibrary
 from kv_transfer.transports.nixl_memory import Region
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.errors import KvbatonError
-from kv_transfer.transport import BlockPart
+from kv_transfer.block_views import BlockPart
 from kv_transfer.transports.nixl_agent import DescribedRegion, NixlAgent
 from kv_transfer.transports.nixl_peer import RemotePool
 

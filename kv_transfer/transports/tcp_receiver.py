@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from contract.errors import TransferError
+from kv_transfer.block_views import bytes_of_each
 from kv_transfer.framing import FrameBuffer, ShortReadError, decode_body
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError, bytes_of_each
+from kv_transfer.transport import (
+    Read,
+    ReadRequest,
+    ReadStoppedError,
+    Source,
+    StaleLeaseError,
+)
 from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks
 from kv_transfer.transports.data_port import dial, unconnected
 from kv_transfer.transports.kept import Kept
@@ -60,9 +67,7 @@ class _Connection:
         for start, piece in pieces:
             read.check()
             self._receive(piece, answers, blocks, start, view_bytes, read)
-            answers = bytearray(
-                2 * ALIGNMENT
-            )  # whether the lease was valid behind its last byte; and about the next one
+            answers = bytearray(2 * ALIGNMENT)  # the verdict about this piece, and whether the next one comes
         self._hear_verdict(piece)
 
     def _receive(
@@ -102,10 +107,10 @@ class _Connection:
 
 def _expect_ok(answers: bytearray, piece: ReadRequest) -> None:
     """Of the answers that are whole. Anything else is an error that ends the connection too."""
-    count = len(answers) // ALIGNMENT
-    if answers == OK_FRAME * count:
+    whole = answers[: len(answers) // ALIGNMENT * ALIGNMENT]
+    if whole == OK_FRAME * (len(whole) // ALIGNMENT):
         return
-    for body in FrameBuffer(ALIGNMENT).feed(answers[: count * ALIGNMENT]):
+    for body in FrameBuffer(ALIGNMENT).feed(whole):
         reply = decode_body(body, DataReply)
         if reply.status is not DataStatus.OK:
             raise StaleLeaseError(f"{_blocks(piece)} were refused as {reply.status}")

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.connector import KVMemory
+from kv_transfer.block_views import bytes_of_each
 from kv_transfer.leases import LeaseBook
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError, bytes_of_each
+from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.block_vectors import socket_blocks
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_port import DataPort, Visit, shut_down

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from kv_transfer.block_views import BlockPart, BlockViews
 from kv_transfer.native.library import load_copy_blocks
-from kv_transfer.transport import BlockPart, BlockViews
 from kv_transfer.transports.block_copy import BlockCopier
 
 BLOCK_BYTES, NUM_BLOCKS = 16384, 160

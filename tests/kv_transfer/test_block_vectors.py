@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kv_transfer.block_views import BlockPart, BlockViews
 from kv_transfer.framing import ShortReadError
-from kv_transfer.transport import BlockPart, BlockViews
 from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks, vectors_behind
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 64

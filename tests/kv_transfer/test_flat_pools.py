@@ -11,10 +11,10 @@ import pytest
 from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
+from kv_transfer.block_views import BlockViews, read_views, write_views
 from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transport import (
-    BlockViews,
     LeaseName,
     RangeGrant,
     Read,
@@ -24,8 +24,6 @@ from kv_transfer.transport import (
     StaleLeaseError,
     Transport,
     blocks_per_piece,
-    read_views,
-    write_views,
 )
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.registry import open_transport

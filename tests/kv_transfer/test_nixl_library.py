@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SettingError
+from kv_transfer.block_views import BlockViews, address_of
 from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import BlockViews, address_of
 from kv_transfer.transports.nixl_library import load, why_missing
 from kv_transfer.transports.nixl_memory import Region
 from kv_transfer.transports.nixl_owner import NixlOwner

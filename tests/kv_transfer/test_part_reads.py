@@ -10,16 +10,15 @@ from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.connector import KVMemory
 from engine.kv_cache.memory import MappedKVMemory
+from kv_transfer.block_views import BlockPart, write_views
 from kv_transfer.leases import LeaseBook, Sessions
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import (
-    BlockPart,
     LeaseName,
     RangeGrant,
     Read,
     ReadRequest,
     Source,
-    write_views,
 )
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.local import LocalHub

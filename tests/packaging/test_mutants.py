@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutants import REPOSITORY, Mutant, apply, choose, main, read_mutants, try_mutant
+from tools.mutants import REPOSITORY, Mutant, apply, check_syntax, choose, main, read_mutants, try_mutant
 
 MUTANTS = read_mutants(REPOSITORY / "tests" / "mutants.toml")
 EVERY = pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
@@ -43,7 +43,7 @@ def test_its_text_stands_once_in_its_file_and_can_be_replaced(mutant: Mutant) ->
     healthy = (REPOSITORY / mutant.file).read_text()
     mutated = apply(mutant, healthy)
     assert mutated != healthy
-    compile(mutated, mutant.file, "exec")
+    check_syntax(mutant, mutated)
 
 
 @EVERY

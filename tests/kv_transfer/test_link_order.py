@@ -1,0 +1,127 @@
+"""Words that go out in the thread that has them: in order behind what the I/O thread still has to do, and none lost."""
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from contract.errors import KvbatonError, TransferError
+from contract.identity import Role
+from kv_transfer.counters import Counters
+from kv_transfer.handshake import Accepting, LocalIdentity, PeerTarget, Session
+from kv_transfer.link import Link, PeerRef
+from kv_transfer.links import LinkLoop, LinkSettings
+from kv_transfer.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
+from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
+
+WAIT = 30.0
+LENDER, READER = PeerRef("lender", is_dialed=True), PeerRef("reader", is_dialed=False)
+
+
+class Side:
+    """A link loop and what it hears. ``busy_with``: its I/O thread hears these words, and waits until ``go_on``."""
+
+    def __init__(self, boot_id: str, role: str) -> None:
+        self.loop = LinkLoop(LinkSettings("127.0.0.1", 0, None, 300.0, 2**20), Counters())
+        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.busy_with: Message | None = None
+        self.is_busy, self.go_on = threading.Event(), threading.Event()
+        offers = [Offer("tcp", "127.0.0.1:1")]
+        me = LocalIdentity(boot_id[0], boot_id, role, SECRET, MODEL, LAYOUT, ("tcp",), 300.0, lambda: offers)
+        self.loop.start(me, self)
+
+    def link_up(self, ref: PeerRef, session: Session) -> None: ...
+
+    def link_message(self, ref: PeerRef, message: Message) -> None:
+        self.heard.put(message)
+        if message == self.busy_with:
+            self.is_busy.set()
+            assert self.go_on.wait(WAIT)
+
+    def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None: ...
+
+    def tick(self, now: float) -> float | None:
+        return None
+
+    def thread_failed(self, thread: str, error: BaseException) -> None: ...
+
+
+@contextmanager
+def two_sides() -> Iterator[tuple[Side, Side]]:
+    """(reader, lender), with a link between them."""
+    lender, reader = Side("lender", Role.PREFILL), Side("reader", Role.DECODE)
+    try:
+        reader.loop.dial_and_send(target(lender), FetchBlocks("first", 0))
+        assert lender.heard.get(timeout=WAIT) == FetchBlocks("first", 0)
+        yield reader, lender
+    finally:
+        for side in (reader, lender):
+            side.go_on.set()
+            side.loop.close()
+
+
+def target(lender: Side) -> PeerTarget:
+    return PeerTarget("l", "lender", lender.loop.address)
+
+
+def test_words_do_not_wait_for_the_io_thread() -> None:
+    with two_sides() as (reader, lender):
+        lender.busy_with = CancelFetch("busy", 0)
+        reader.loop.send(LENDER, lender.busy_with)
+        assert lender.is_busy.wait(WAIT)
+        lender.loop.send(READER, TransferFailed("t", 0, "internal", "while its I/O thread is busy"))
+        assert reader.heard.get(timeout=WAIT) == TransferFailed(
+            "t", 0, "internal", "while its I/O thread is busy"
+        )
+
+
+def test_no_word_overtakes_what_was_ordered_before() -> None:
+    """A fetch waits for the I/O thread, which may have to dial; its cancellation comes behind it."""
+    with two_sides() as (reader, lender):
+        reader.busy_with = TransferFailed("busy", 0, "internal", "")
+        lender.loop.send(READER, reader.busy_with)
+        assert reader.is_busy.wait(WAIT)
+        words: list[Message] = [FetchBlocks("t", 0), CancelFetch("t", 0), CancelFetch("u", 0)]
+        reader.loop.dial_and_send(target(lender), words[0])
+        for word in words[1:]:
+            reader.loop.send(LENDER, word)
+        reader.go_on.set()
+        assert [lender.heard.get(timeout=WAIT) for _ in words] == words
+
+
+def test_more_than_a_socket_takes_arrives_whole_and_in_order() -> None:
+    with two_sides() as (reader, lender):
+        reader.busy_with = TransferFailed("busy", 0, "internal", "")
+        lender.loop.send(READER, reader.busy_with)
+        assert reader.is_busy.wait(WAIT)
+        words: list[Message] = [
+            TransferFailed(str(number), 0, "internal", "x" * 500_000) for number in range(12)
+        ]
+        for word in words:
+            lender.loop.send(READER, word)
+        reader.go_on.set()
+        assert reader.heard.get(timeout=WAIT) == reader.busy_with
+        assert [reader.heard.get(timeout=WAIT) for _ in words] == words
+
+
+def test_a_link_that_is_not_open_yet_or_any_more_takes_no_words() -> None:
+    identity = LocalIdentity("p", "boot", Role.PREFILL, SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.setblocking(False)
+        link = Link(ours, Accepting(identity), 2**20, now=0.0)
+        word = CancelFetch("t", 0)
+        assert not link.send_now(word)
+        link.open()
+        link.held_for = "token"
+        assert not link.send_now(word)
+        link.held_for = None
+        assert link.send_now(word)
+        assert not link.wants_write
+        with pytest.raises(TransferError, match="a frame of"):
+            link.send_now(TransferFailed("t", 0, "internal", "x" * 2**21))
+        link.close()
+        assert not link.send_now(word)
