@@ -7,8 +7,9 @@ between runs that are milliseconds apart, and what else the machine does hits bo
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
@@ -176,6 +177,19 @@ def ratio(seconds: Mapping[str, list[float]], ours: str, theirs: str, goal: floa
         "quartiles": [round(low, 3), round(high, 3)],
         "of_medians": round(of_medians, 3),
         "of_bests": round(min(seconds[theirs]) / min(seconds[ours]), 3),
+        "goal": goal,
+        "is_reached": middle >= goal,
+    }
+
+
+def over_launches(ratios: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """The same ratio of several launches: the median of their medians, and each of these."""
+    medians = [each["median"] for each in ratios]
+    middle, goal = statistics.median(medians), ratios[0]["goal"]
+    return {
+        "of": ratios[0]["of"],
+        "median": middle,
+        "by_launch": medians,
         "goal": goal,
         "is_reached": middle >= goal,
     }

@@ -3,7 +3,8 @@
 Sections, all of them unless ``--only shm,tcp`` says which: ``shm`` beside memcpy, in loops in Python and in C, over the same
 two memfd-backed pools and the same blocks; ``tcp`` beside a bare loop over sockets and NIXL's TCP; ``nixl`` beside a bare
 NIXL script; ``overlap`` through real workers. Ways take turns, and the first and the last round of each are checked byte by
-byte.
+byte. Everything is launched several times, with processes and pools of its own: where the pages of a pool happen to lie is
+worth a tenth of a ratio. A ratio is the median over the launches of the median over the rounds.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from benchmarks.facts import write_result
 from benchmarks.kv_held import held_up
 from benchmarks.kv_nixl import TCP_ONLY, over_bare_nixl
 from benchmarks.kv_overlap import measure_overlap
-from benchmarks.kv_pools import SHAPES, Job, Way, compare, job_of, ratio, speeds
+from benchmarks.kv_pools import SHAPES, Job, Shape, Way, compare, job_of, over_launches, ratio, speeds
 from benchmarks.kv_ways import memcpy_in_c, memcpy_in_python, over_bare_sockets, over_transport
 from kv_transfer.transports.nixl_library import why_missing
 
@@ -35,40 +36,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="shm,tcp,nixl,overlap", help="sections, separated by commas")
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--model", help="overlap: a checkpoint's folder; the demo model without it")
     parser.add_argument("--prompt-tokens", type=int, default=1500, help="overlap: length of the prompts")
     parser.add_argument("--requests", type=int, default=15, help="overlap: how many are measured")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"num_rounds": given.rounds, "load_average": {"start": os.getloadavg()}}
+    figures: dict[str, Any] = {
+        "num_rounds": given.rounds,
+        "num_launches": given.launches,
+        "load_average": {"start": os.getloadavg()},
+    }
     for section in given.only.split(","):
         if section == "overlap":
             figures[section] = measure_overlap(given.model, given.prompt_tokens, given.requests)
         else:
-            figures[section] = _all_shapes(section, _SECTIONS[section], given.rounds)
+            figures[section] = _all_shapes(section, given.rounds, given.launches)
         figures["load_average"][section] = os.getloadavg()
         _print(section, figures[section])
     sys.stdout.write(f"{write_result('kv_transfer', figures)}\n")
 
 
-def _all_shapes(name: str, section: Section, num_rounds: int) -> dict[str, Any]:
+def _all_shapes(name: str, num_rounds: int, num_launches: int) -> dict[str, Any]:
     missing = why_missing() if name == "nixl" else None
     if missing is not None:
         return {"left out": missing}
-    found = {shape.name: section(job_of(shape), num_rounds) for shape in SHAPES}
-    if name == "shm":  # the only one for which it makes a difference
-        found |= {
-            f"{shape.name}, in runs": section(job_of(shape, in_runs=True), num_rounds) for shape in SHAPES[:2]
-        }
+
+    def launched(shape: Shape, in_runs: bool = False) -> dict[str, Any]:
+        launches = [_SECTIONS[name](job_of(shape, in_runs), num_rounds) for _ in range(num_launches)]
+        ratios = zip(*(launch["ratios"] for launch in launches), strict=True)
+        return {"ratios": [over_launches(each) for each in ratios], "launches": launches}
+
+    found = {shape.name: launched(shape) for shape in SHAPES}
+    if name == "shm":
+        found |= {f"{shape.name}, in runs": launched(shape, in_runs=True) for shape in SHAPES[:2]}
     return found
 
 
 def _print(section: str, found: dict[str, Any]) -> None:
     for name, part in found.items():
         lines = part.get("ratios") or [part.get("medians")] if isinstance(part, dict) else [part]
-        for line in [*lines, part.get("held_up_microseconds") if isinstance(part, dict) else None]:
-            if line is not None:
-                sys.stdout.write(f"{section} {name}: {json.dumps(line)}\n")
+        for line in filter(None, lines):
+            sys.stdout.write(f"{section} {name}: {json.dumps(line)}\n")
 
 
 def _shm(job: Job, num_rounds: int) -> dict[str, Any]:
