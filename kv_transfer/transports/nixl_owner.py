@@ -61,7 +61,7 @@ class NixlOwner:
         self._agent: NixlAgent | None = None
         self._posted: list[NixlRead] = []
         self._pools: set[RemotePool] = set()
-        self._num_serving, self._active_at = 0, 0.0
+        self._num_serving, self._serves_until, self._active_at = 0, 0.0, 0.0
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self._is_closed = False
@@ -109,6 +109,10 @@ class NixlOwner:
     def end_serving(self) -> None:
         """It does not any more; called once for each ``begin_serving``. Does not block."""
         self._tell(partial(self._serve, -1))
+
+    def serve_on(self, seconds: float) -> None:
+        """A peer cannot say any more whether it reads: drive the library on for so long. Does not block."""
+        self._tell(partial(self._serve_on, time.monotonic() + seconds))
 
     def settle(self) -> None:
         """Until the thread has done all that it was told before."""
@@ -159,7 +163,7 @@ class NixlOwner:
         """The next command, or one that does nothing when it is time to look again; None after ``close``."""
         command = None
         try:
-            if not self._posted and not self._num_serving:
+            if not self._posted and not self._is_serving:
                 command = self._commands.get()
             else:
                 idle = time.monotonic() - self._active_at
@@ -181,7 +185,7 @@ class NixlOwner:
                 self._advance(read)
             else:
                 read.look_at_clock()
-        if self._num_serving:
+        if self._is_serving:
             _quietly(self._alive().progress)
 
     def _begin(self, read: NixlRead) -> None:
@@ -258,6 +262,13 @@ class NixlOwner:
 
     def _serve(self, change: int) -> None:
         self._num_serving += change
+
+    def _serve_on(self, until: float) -> None:
+        self._serves_until = max(self._serves_until, until)
+
+    @property
+    def _is_serving(self) -> bool:
+        return self._num_serving > 0 or time.monotonic() < self._serves_until
 
 
 def _look_again() -> None:

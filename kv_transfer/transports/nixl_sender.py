@@ -22,6 +22,9 @@ from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk
 from kv_transfer.transports.settings import has_rdma_device
 from kv_transfer.transports.tcp_wire import DataStatus
 
+_UNHEARD_SECONDS = 60.0
+"""A peer whose connection has ended is helped for so long: a read of its may be open, and it cannot ask any more."""
+
 
 class NixlSender:
     """Owns the data port, the leases and their table; ends ``owner``, the agent that it shares with the receiver.
@@ -114,6 +117,7 @@ class NixlSender:
         finally:
             with self._lock:
                 self._visits.discard(visit)
+            self._owner.serve_on(_UNHEARD_SECONDS)
 
     def _end_session(self, token: str) -> None:
         with self._lock:
