@@ -29,14 +29,7 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.data import DataHalf
 from kv_transfer.digesting import digest_of
 from kv_transfer.leases import Sessions
-from kv_transfer.transport import (
-    LeaseName,
-    RangeGrant,
-    Read,
-    ReadRequest,
-    Source,
-    blocks_per_piece,
-)
+from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source, blocks_per_piece
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transport

@@ -16,12 +16,7 @@ from kv_transfer.alternatives import Alternatives
 from kv_transfer.counters import Counters
 from kv_transfer.handshake import Session
 from kv_transfer.orders import PullJob
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    ReceiverTransport,
-    Source,
-)
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,7 @@ from typing import Any, Protocol
 from contract.errors import ErrorKind, InternalError, KvbatonError, TransferError
 from engine.connector import KVMemory, LayerWatch
 from kv_transfer import events as ev
-from kv_transfer.block_views import (
-    BlockPart,
-    is_flat,
-    read_views,
-    write_views,
-)
+from kv_transfer.block_views import BlockPart, is_flat, read_views, write_views
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.digesting import UnfinishedBlocks, digests_of, split_points
 from kv_transfer.orders import CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata

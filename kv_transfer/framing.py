@@ -59,15 +59,6 @@ class FrameBuffer:
 
     def feed(self, data: bytes | bytearray) -> Iterator[bytes]:
         """Add bytes and take the bodies that are whole now. Raises TransferError for one over the bound, or damaged."""
-        if (
-            not self._bytes
-            and len(data) >= HEADER.size
-            and len(data) == HEADER.size + length_in(data, self.max_bytes)
-        ):
-            body = bytes(data[HEADER.size :])  # one whole frame, as nearly always
-            check_body(data, body)
-            yield body
-            return
         self._bytes += data
         while len(self._bytes) >= HEADER.size:
             end = HEADER.size + length_in(self._bytes, self.max_bytes)

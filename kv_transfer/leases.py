@@ -9,12 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.connector import KVMemory
-from kv_transfer.block_views import (
-    BlockViews,
-    flat_views,
-    is_flat,
-    read_views,
-)
+from kv_transfer.block_views import BlockViews, flat_views, is_flat, read_views
 from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
 
 

@@ -8,12 +8,7 @@ from contract.block_hash import all_block_hashes
 from contract.requests import EngineRequest
 from kv_transfer.block_views import BlockPart
 from kv_transfer.plan import TransferPlan
-from kv_transfer.transport import (
-    LeaseName,
-    RangeGrant,
-    Read,
-    Source,
-)
+from kv_transfer.transport import LeaseName, RangeGrant, Read, Source
 
 
 class PublishOrder(msgspec.Struct, frozen=True):

@@ -10,13 +10,7 @@ from kv_transfer.block_views import BlockPart
 from kv_transfer.link import PeerRef
 from kv_transfer.orders import Ahead, Conversion, PullJob
 from kv_transfer.states import Fetch, Rung
-from kv_transfer.transport import (
-    LeaseName,
-    RangeGrant,
-    Read,
-    Source,
-    grants_within,
-)
+from kv_transfer.transport import LeaseName, RangeGrant, Read, Source, grants_within
 
 WireKey = tuple[PeerRef, str, int]
 """How the sender's words name it."""

@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from contract.errors import InternalError
 from kv_transfer.choosing import Probing
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    ReceiverTransport,
-    Source,
-)
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 
 
 class OfRanks:

@@ -7,12 +7,7 @@ from functools import partial
 
 from contract.errors import InternalError, TransferError
 from kv_transfer.ranks.words import Stop, ToRank, Tried, TryPeer
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    ReceiverTransport,
-    Source,
-)
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 
 
 @dataclass

@@ -11,12 +11,7 @@ from contract.errors import InternalError
 from kv_transfer import events as ev
 from kv_transfer.messages import Offer
 from kv_transfer.orders import Conversion, PullJob, Share
-from kv_transfer.transport import (
-    LeaseName,
-    RangeGrant,
-    Read,
-    Source,
-)
+from kv_transfer.transport import LeaseName, RangeGrant, Read, Source
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.block_views import BlockViews
-from kv_transfer.native.library import CopyBlocks
+from kv_transfer.native.compiling import CopyBlocks
 
 _MIN_ADDRESSES = 1024
 _ADDRESS_BYTES, _ID_BYTES = ctypes.sizeof(ctypes.c_void_p), 8

@@ -78,7 +78,8 @@ class Kept(Generic[_K]):
             if self._is_closed:
                 raise TransferError("the receiver is closed")
             kept = self._kept.get(source)
-            if kept is not None and self._has_ended(kept):
+            if kept is not None and kept not in self._in_use and self._has_ended(kept):
+                del self._kept[source]
                 kept.close()
                 kept = None
             if kept is None:

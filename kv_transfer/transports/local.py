@@ -6,13 +6,7 @@ from collections.abc import Callable, Sequence
 from contract.errors import WorkerLostError
 from engine.connector import KVMemory
 from kv_transfer.leases import LeaseBook, Sessions
-from kv_transfer.transport import (
-    LeaseName,
-    Read,
-    ReadRequest,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 
 
 class LocalHub:

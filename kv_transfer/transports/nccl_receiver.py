@@ -10,12 +10,7 @@ from contextlib import contextmanager
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.block_views import block_span
 from kv_transfer.framing import read_frame, write_frame
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.data_port import dial, shut_down, unconnected
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.nccl_group import RECEIVER, PairGroup, join

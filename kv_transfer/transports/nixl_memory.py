@@ -10,13 +10,7 @@ import numpy.typing as npt
 
 from contract.errors import TransferError
 from engine.connector import KVMemory
-from kv_transfer.block_views import (
-    BlockPart,
-    BlockViews,
-    FlatMemory,
-    address_of,
-    block_span,
-)
+from kv_transfer.block_views import BlockPart, BlockViews, FlatMemory, address_of, block_span
 
 _END_OF_MEMORY = 2**63
 _MAX_BLOCKS = 2**31 - 1

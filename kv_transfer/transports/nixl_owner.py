@@ -120,7 +120,7 @@ class NixlOwner:
 
     def is_driving(self) -> bool:
         """Something is read, from here or by this worker, so that the thread does not rest."""
-        return self._ask(lambda: bool(self._posted or self._num_serving))
+        return self._ask(lambda: bool(self._posted or self._is_serving))
 
     def close(self) -> None:
         """End the agent and the thread; reads that are not terminal fail. Idempotent."""

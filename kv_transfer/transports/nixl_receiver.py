@@ -19,19 +19,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.block_views import (
-    BlockPart,
-    block_outside,
-    block_span,
-    check_sizes,
-)
+from kv_transfer.block_views import BlockPart, block_outside, block_span, check_sizes
 from kv_transfer.framing import read_frame, write_frame
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.data_port import dial, shut_down, unconnected
 from kv_transfer.transports.kept import Kept

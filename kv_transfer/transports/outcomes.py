@@ -2,12 +2,7 @@
 
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.framing import ShortReadError
-from kv_transfer.transport import (
-    Read,
-    ReadStoppedError,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import Read, ReadStoppedError, Source, StaleLeaseError
 
 
 def as_outcome(

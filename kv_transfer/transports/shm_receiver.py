@@ -19,21 +19,10 @@ import msgspec
 import numpy as np
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.block_views import (
-    BlockViews,
-    address_of,
-    block_span,
-    check_sizes,
-)
+from kv_transfer.block_views import BlockViews, address_of, block_span, check_sizes
 from kv_transfer.framing import HEADER, ShortReadError, check_body, length_in, receive_all, write_frame
-from kv_transfer.native.library import CopyBlocks, load_copy_blocks
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    Source,
-    StaleLeaseError,
-    blocks_per_piece,
-)
+from kv_transfer.native.compiling import CopyBlocks, load_copy_blocks
+from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError, blocks_per_piece
 from kv_transfer.transports.block_copy import BlockCopier
 from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES

@@ -8,13 +8,7 @@ from contextlib import suppress
 from contract.errors import TransferError
 from kv_transfer.block_views import bytes_of_each
 from kv_transfer.framing import FrameBuffer, ShortReadError, decode_body
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    ReadStoppedError,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
 from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks
 from kv_transfer.transports.data_port import dial, unconnected
 from kv_transfer.transports.kept import Kept

@@ -15,13 +15,7 @@ from contract.layout import KVLayout
 from kv_transfer.block_views import write_views
 from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import (
-    LeaseName,
-    RangeGrant,
-    Read,
-    ReadRequest,
-    Source,
-)
+from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.nixl_library import NixlLibrary, load
 from kv_transfer.transports.nixl_owner import NixlOwner

@@ -27,12 +27,7 @@ from kv_transfer.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.sending import SendDesk, SendPorts, SendSettings
 from kv_transfer.states import Rung
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import (
-    LeaseName,
-    ReadRequest,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import LeaseName, ReadRequest, Source, StaleLeaseError
 from tests.kv_transfer.builders import MODEL, block_content, request_of
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")

@@ -16,13 +16,7 @@ from contract.errors import KvbatonError
 from contract.layout import KVLayout
 from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory, GatedRead
-from kv_transfer.transport import (
-    LeaseName,
-    RangeGrant,
-    Read,
-    ReadRequest,
-    Source,
-)
+from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.shm_receiver import ShmReceiver
 from kv_transfer.transports.shm_sender import ShmSender

@@ -20,12 +20,7 @@ from kv_transfer.handshake import Session
 from kv_transfer.messages import Offer
 from kv_transfer.orders import PullJob
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import (
-    LeaseName,
-    Read,
-    ReadRequest,
-    Source,
-)
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.lending import IdleTogether
 from tests.kv_transfer.builders import (
     LAYOUT,

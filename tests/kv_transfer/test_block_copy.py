@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from kv_transfer.block_views import BlockPart, BlockViews
-from kv_transfer.native.library import load_copy_blocks
+from kv_transfer.native.compiling import load_copy_blocks
 from kv_transfer.transports.block_copy import BlockCopier
 
 BLOCK_BYTES, NUM_BLOCKS = 16384, 160

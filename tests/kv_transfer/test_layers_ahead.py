@@ -11,12 +11,7 @@ from kv_transfer.digesting import split_points
 from kv_transfer.states import Fetch, FetchState, Send, SendState
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transitions import advance_fetch, advance_send
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    ReceiverTransport,
-    Source,
-)
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 from tests.kv_transfer.builders import (
     LAYOUT,
     TOKENS,

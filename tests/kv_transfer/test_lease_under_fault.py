@@ -17,13 +17,7 @@ from kv_transfer.leases import LeaseBook, Sessions
 from kv_transfer.link import PeerRef
 from kv_transfer.sending import SendDesk, SendPorts, SendSettings
 from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transport import (
-    LeaseName,
-    Read,
-    ReadRequest,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender

@@ -11,14 +11,7 @@ from contract.layout import KVLayout
 from kv_transfer.framing import parse_address, read_frame, write_frame
 from kv_transfer.leases import LeaseBook, Sessions
 from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transport import (
-    LeaseName,
-    Read,
-    ReadRequest,
-    ReadStoppedError,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import LeaseName, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender

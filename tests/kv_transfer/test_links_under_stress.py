@@ -18,13 +18,7 @@ from kv_transfer.link import Link
 from kv_transfer.links import LinkLoop, LinkSettings
 from kv_transfer.messages import TransferFailed
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import (
-    LeaseName,
-    Read,
-    ReadRequest,
-    ReadStoppedError,
-    Source,
-)
+from kv_transfer.transport import LeaseName, Read, ReadRequest, ReadStoppedError, Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender

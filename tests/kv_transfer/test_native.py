@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.native.library import compile_to, load_copy_blocks
+from kv_transfer.native.compiling import compile_to, load_copy_blocks
 
 MISSING = Path("no such library")
 

@@ -12,12 +12,7 @@ import pytest
 
 from contract.errors import KvbatonError, TransferError, WorkerLostError
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    ReadStoppedError,
-    StaleLeaseError,
-)
+from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, StaleLeaseError
 from kv_transfer.transports.nccl_pool import GroupPool
 from kv_transfer.transports.nccl_receiver import check_welcome
 from kv_transfer.transports.nccl_wire import NcclWelcome

@@ -241,6 +241,15 @@ def test_the_library_is_driven_only_while_something_is_read(port: NixlPort, read
     assert seen == [False, False]
 
 
+def test_a_reader_that_can_ask_no_more_is_helped_on(port: NixlPort, reader: Reader) -> None:
+    """A read of its may be open: without the sender's thread it might never become terminal."""
+    reader.receiver.probe(port.source, Read())
+    assert not port.owner.is_driving()
+    reader.receiver.forget(port.source)
+    port.sender._port.close()  # joins the thread of the connection
+    assert port.owner.is_driving()
+
+
 def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort, reader: Reader) -> None:
     """As when a control link breaks and comes up again while the old one's reads are not terminal."""
     port.sessions.begin("second")

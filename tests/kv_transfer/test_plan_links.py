@@ -19,12 +19,7 @@ from kv_transfer.orders import Conversion
 from kv_transfer.plan import TransferPlan
 from kv_transfer.staging import Staging
 from kv_transfer.testing import CorruptingReceiver, GatedMemory
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    ReceiverTransport,
-    Source,
-)
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 from kv_transfer.transports.local import LocalHub
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, settings_for, worker
 from tests.kv_transfer.test_plan_converting import as_bytes, cut, prompt_kv

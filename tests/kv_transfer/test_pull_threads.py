@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from contract.identity import Role
 from kv_transfer.orders import PullJob
 from kv_transfer.pulling import PullThreads
-from kv_transfer.transport import (
-    LeaseName,
-    Read,
-    ReadRequest,
-    ReceiverTransport,
-    Source,
-)
+from kv_transfer.transport import LeaseName, Read, ReadRequest, ReceiverTransport, Source
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 
 WAIT = 30.0

@@ -16,13 +16,7 @@ from kv_transfer.link import PeerRef
 from kv_transfer.messages import BlocksPublished
 from kv_transfer.orders import PullJob
 from kv_transfer.testing import CorruptingReceiver
-from kv_transfer.transport import (
-    Read,
-    ReadRequest,
-    ReceiverTransport,
-    Source,
-    StaleLeaseError,
-)
+from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source, StaleLeaseError
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,

@@ -19,13 +19,7 @@ from kv_transfer.orders import CommitJob, PullJob, Share
 from kv_transfer.ranks import words
 from kv_transfer.ranks.halves import RankDataHalves
 from kv_transfer.ranks.joined import rank_settings
-from kv_transfer.transport import (
-    LeaseName,
-    Read,
-    ReadStoppedError,
-    Source,
-    rank_boot_id,
-)
+from kv_transfer.transport import LeaseName, Read, ReadStoppedError, Source, rank_boot_id
 from tests.kv_transfer.builders import settings_for
 from tests.kv_transfer.played_ranks import PlayedRank
 

@@ -15,13 +15,7 @@ from engine.testing import start_fake_executor
 from kv_transfer.connector import TransferFactory
 from kv_transfer.leases import Sessions
 from kv_transfer.orders import CommitJob
-from kv_transfer.transport import (
-    LeaseName,
-    Read,
-    ReadRequest,
-    ReceiverTransport,
-    Source,
-)
+from kv_transfer.transport import LeaseName, Read, ReadRequest, ReceiverTransport, Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.nixl_library import load
 from kv_transfer.transports.nixl_owner import NixlOwner

@@ -1,7 +1,7 @@
 """Compiles ``blocks.c`` when it is first needed on a machine, keeps it for this user, and does without where it must.
 
 A library beside the source is taken as it is: that is how an image without a compiler comes to it
-(``python -m kv_transfer.native.library FILE`` makes one).
+(``python -m kv_transfer.native.compiling FILE`` makes one).
 """
 
 import ctypes
