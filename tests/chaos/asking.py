@@ -21,6 +21,7 @@ MODEL = "demo"
 CONNECTION = "connection"
 """The kind of an error that the service did not say: its connection broke."""
 VOCABULARY = range(300, 1400)
+_GRPC_OPTIONS = [("grpc.max_reconnect_backoff_ms", 1000)]
 
 
 def pools(num_prefill: int, num_decode: int) -> tuple[str, ...]:
@@ -111,8 +112,14 @@ class Answer:
 class Client:
     """Asks one service in every way. Made by ``connected``."""
 
-    def __init__(self, stub: Any, session: aiohttp.ClientSession, http: str) -> None:
-        self._stub, self._session, self._http = stub, session, http
+    def __init__(self, channel: grpc.aio.Channel, session: aiohttp.ClientSession, http: str) -> None:
+        self._channel, self._session, self._http = channel, session, http
+        self._stub: Any = inference_pb2_grpc.InferenceStub(channel)
+
+    async def until_connected(self) -> None:
+        """Until gRPC has reached the service again: behind a broken connection it tries more and more seldom."""
+        async with asyncio.timeout(30):
+            await self._channel.channel_ready()
 
     async def ask(
         self,
@@ -203,10 +210,10 @@ async def connected(http: str, grpc_address: str) -> AsyncIterator[Client]:
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        grpc.aio.insecure_channel(grpc_address) as channel,
+        grpc.aio.insecure_channel(grpc_address, _GRPC_OPTIONS) as channel,
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
     ):
-        yield Client(inference_pb2_grpc.InferenceStub(channel), session, http)
+        yield Client(channel, session, http)
 
 
 def _take_event(answer: Answer, line: bytes) -> bool:

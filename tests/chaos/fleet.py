@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from contract.errors import UnavailableError
 from contract.identity import Role
 from tests.chaos.books import State, count, read_metrics, read_states
 from tests.chaos.settings import process_environment
@@ -25,11 +26,21 @@ WORKER_HOST = "127.0.0.2"
 LINK_HOST = "127.0.0.3"
 
 
+_PORTS = range(20000, 32768)
+"""Below those that the kernel gives to connections on their way out, which could take a port before its owner does."""
+_taken: set[int] = set()
+
+
 def free_port(host: str) -> int:
-    """A port that nobody listens on now; a process that starts soon may take it."""
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody listens on now, and never the same one twice; a process that starts soon may take it."""
+    while True:
+        port = _PORTS[secrets.randbelow(len(_PORTS))]
+        if port in _taken:
+            continue
+        _taken.add(port)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind((host, port))
+            return port
 
 
 @dataclass
@@ -59,8 +70,12 @@ class Fleet:
         self.children[name] = await launch(spec, {})
 
     async def ready(self, name: str) -> None:
-        """Wait until it is ready; raises UnavailableError when it ends before, and its log says why."""
-        self.facts[name] = await self.children[name].wait_ready()
+        """Wait until it is ready; raises UnavailableError with the end of its log when it ends before."""
+        try:
+            self.facts[name] = await self.children[name].wait_ready()
+        except UnavailableError as error:
+            log = (self.folder / f"{name}.log").read_text()[-2000:]
+            raise UnavailableError(f"{name}: {error.message}\n{log}") from error
 
     async def start_worker(self, name: str, role: Role, **flags: Any) -> None:
         """Start a worker of this fleet's router on the demo model, and wait until it is attached."""

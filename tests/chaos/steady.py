@@ -1,8 +1,9 @@
 """Questions whose right answer does not hang on rounding.
 
 Equal logits give equal tokens, but float32 logits differ by some 1e-6 between batch shapes, and a seeded draw that lies
-closer than that to a boundary falls on either side. So an answer is computed again, all positions at once, by models
-whose weights are off by ten times as much: one that they do not agree on is no measure, and its question is drawn anew.
+closer than that to a boundary falls on either side. So an answer is computed again, all positions at once, by the model
+itself and by models whose weights are off by ten times as much: one that they do not agree on is no measure, and its
+question is drawn anew. The model itself is among them, since by chance all the others may be off to the same side.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from engine.sampling import SamplingRow, sample
 from tests.chaos.asking import Answer, Client, draw_questions, undisturbed
 
 _NOISE = 2e-5
-_NUM_MODELS = 5
+_NUM_SHAKEN = 5
 _MAX_ROUNDS = 8
 
 
@@ -31,7 +32,7 @@ async def steady_answers(
 
     Raises AssertionError where the service gives an answer that every one of the models contradicts.
     """
-    models = await asyncio.to_thread(_shaken_models)
+    models = await asyncio.to_thread(_models)
     steady: list[Answer] = []
     for _ in range(_MAX_ROUNDS):
         answers = await undisturbed(client, draw_questions(rng, count, **ranges))
@@ -41,15 +42,15 @@ async def steady_answers(
     raise AssertionError(f"only {len(steady)} of {count} questions do not hang on rounding")
 
 
-def _shaken_models() -> list[Any]:
+def _models() -> list[Any]:
     folder = Path(str(resources.files("kvbaton"))) / "demo_model"
     noise = torch.Generator().manual_seed(1)
     models = []
-    for _ in range(_NUM_MODELS):
+    for strength in (0.0, *(_NOISE for _ in range(_NUM_SHAKEN))):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             for weights in model.parameters():
-                weights.mul_(1 + _NOISE * torch.randn(weights.shape, generator=noise))
+                weights.mul_(1 + strength * torch.randn(weights.shape, generator=noise))
         models.append(model)
     return models
 

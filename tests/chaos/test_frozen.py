@@ -44,6 +44,7 @@ async def test_a_router_that_is_killed_and_comes_back(tmp_path: Path) -> None:
         assert before.wrong == []
         assert before.errors != []
         await scene.until_calm(4)
+        await scene.client.until_connected()
         after = await scene.during(lambda: until_streaming(scene.fleet))
         assert (after.wrong, after.errors) == ([], [])
         await scene.until_calm(4)
