@@ -55,20 +55,17 @@ def _request(number: int, num_tokens: int) -> pb.GenerateRequest:
 def _summary(answers: list[Answer]) -> dict[str, Any]:
     """Medians and raw samples, in seconds.
 
-    An answer tells how much copying was over before the last range was published, and the time from there until all was
-    verified (which has waiting in it), but not how much of that was copying. So the hidden share lies between
-    hidden_share_at_least (none of it was) and hidden_share_at_most (all of it was).
+    hidden_share: 1 - (last range published → last byte verified) / seconds of copying.
     """
     timings = [answer.timings for answer in answers if answer.timings is not None]
     gaps = [timing.transfer + timing.first_decode_step for timing in timings]
     between = [timing.decode / (_NUM_TOKENS - 2) for timing in timings]
-    moved = [timing for timing in timings if timing.transfer_hidden > 0]
     extra = [gap - itl for gap, itl in zip(gaps, between, strict=True)]
     raw = {
-        "hidden_share_at_least": [max(0.0, 1 - one.transfer / one.transfer_hidden) for one in moved],
-        "hidden_share_at_most": [1 - one.transfer / (one.transfer_hidden + one.transfer) for one in moved],
+        "hidden_share": [max(0.0, 1 - one.transfer / one.transfer_copying) for one in timings],
         "transfer_exposed": [timing.transfer for timing in timings],
         "transfer_hidden": [timing.transfer_hidden for timing in timings],
+        "transfer_copying": [timing.transfer_copying for timing in timings],
         "prefill": [timing.prefill for timing in timings],
         "first_decode_step": [timing.first_decode_step for timing in timings],
         "gap_token_0_to_1": gaps,
@@ -78,7 +75,7 @@ def _summary(answers: list[Answer]) -> dict[str, Any]:
     medians = {name: statistics.median(samples) for name, samples in raw.items()}
     return {
         "medians": medians,
-        "is_hidden": medians["hidden_share_at_least"] >= _MIN_HIDDEN_SHARE,
+        "is_hidden": medians["hidden_share"] >= _MIN_HIDDEN_SHARE,
         "is_gap_small": medians["gap_minus_inter_token_latency"] <= _MAX_GAP_SECONDS,
         "gap_over_inter_token_latency": medians["gap_token_0_to_1"] / medians["inter_token_latency"],
         "samples": raw,

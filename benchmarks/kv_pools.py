@@ -1,7 +1,8 @@
 """Two pools of KV blocks on one machine, the same scattered blocks on both sides, and rounds that compare ways to copy.
 
-What is compared takes turns: a round runs every way once, and each round begins with another one. So a ratio is
-between runs that are milliseconds apart, and what else the machine does hits both.
+What is compared takes turns: a round runs every way once, in an order that is drawn anew. So a ratio is between runs that
+are milliseconds apart, what else the machine does hits both, and none is always the one that finds the caches full of
+bytes which have to be written back, or of bytes which were only read.
 """
 
 import random
@@ -130,10 +131,9 @@ def compare(job: Job, ways: Mapping[str, Way], num_rounds: int) -> dict[str, lis
     """Seconds of every way in every round. The first and the last round of each are checked; the first is not counted."""
     _check_all(job, ways)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for number in range(num_rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+    order = random.Random(num_rounds)
+    for _ in range(num_rounds):
+        for name in order.sample(list(ways), len(ways)):
             begin = time.perf_counter()
             own = ways[name]()
             seconds[name].append(time.perf_counter() - begin if own is None else own)

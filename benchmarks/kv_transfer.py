@@ -101,13 +101,13 @@ def _tcp(job: Job, num_rounds: int) -> dict[str, Any]:
     with ExitStack() as stack:
         fetch, pull = stack.enter_context(over_transport("tcp", job))
         bare = stack.enter_context(over_bare_sockets(job))
-        seconds = compare(job, {"bare sockets": bare, "tcp": fetch, "tcp, digests": pull}, num_rounds)
+        found, ratios = _beside(
+            job,
+            ("bare sockets", bare),
+            [("tcp", fetch, _MUST), ("tcp, digests", pull, _MUST_WITH_DIGESTS)],
+            num_rounds,
+        )
         held = held_up(fetch)
-        ratios = [
-            ratio(seconds, "tcp", "bare sockets", _MUST),
-            ratio(seconds, "tcp, digests", "bare sockets", _MUST_WITH_DIGESTS),
-        ]
-        found = speeds(job.shape, seconds)
         if why_missing() is None:  # by itself: the script's sender polls, which would cost the others
             nixl = stack.enter_context(over_bare_nixl(job, TCP_ONLY))
             beside = compare(job, {"tcp": fetch}, num_rounds) | compare(
@@ -120,9 +120,24 @@ def _tcp(job: Job, num_rounds: int) -> dict[str, Any]:
 
 def _nixl(job: Job, num_rounds: int) -> dict[str, Any]:
     with over_transport("nixl", job) as (fetch, pull), over_bare_nixl(job) as bare:
-        seconds = compare(job, {"bare NIXL": bare, "nixl": fetch, "nixl, digests": pull}, num_rounds)
-    ratios = [ratio(seconds, "nixl", "bare NIXL", _MUST), ratio(seconds, "nixl, digests", "bare NIXL", 0.0)]
-    return {"speeds": speeds(job.shape, seconds), "ratios": ratios}
+        found, ratios = _beside(
+            job, ("bare NIXL", bare), [("nixl", fetch, _MUST), ("nixl, digests", pull, 0.0)], num_rounds
+        )
+    return {"speeds": found, "ratios": ratios}
+
+
+def _beside(
+    job: Job, bare: tuple[str, Way], ours: list[tuple[str, Way, float]], num_rounds: int
+) -> tuple[dict[str, Any], list[dict[str, object]]]:
+    """Speeds and ratios. Each of ours by itself with what is bare: both find the caches full of each other's bytes."""
+    found: dict[str, Any] = {}
+    ratios = []
+    for name, way, goal in ours:
+        seconds = compare(job, {bare[0]: bare[1], name: way}, num_rounds)
+        measured = speeds(job.shape, seconds)
+        found |= {f"{bare[0]}, beside {name}": measured[bare[0]], name: measured[name]}
+        ratios.append(ratio(seconds, name, bare[0], goal))
+    return found, ratios
 
 
 _SECTIONS: dict[str, Section] = {"shm": _shm, "tcp": _tcp, "nixl": _nixl}

@@ -162,13 +162,14 @@ class TransferReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What it took to get a prompt's KV from another worker.
 
     exposed_seconds: last range published → verified. hidden_seconds: of copying before that. num_bytes: what crossed.
-    num_pieces: copies that were made, one after the other or beside each other.
+    num_pieces: copies that were made, one after the other or beside each other. copying_seconds: that these took.
     """
 
     exposed_seconds: float = 0.0
     hidden_seconds: float = 0.0
     num_bytes: int = 0
     num_pieces: int = 0
+    copying_seconds: float = 0.0
 
 
 class RequestTimings(msgspec.Struct, frozen=True, omit_defaults=True):

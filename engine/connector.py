@@ -165,8 +165,14 @@ class KVMemory(Protocol):
         """Everything that was launched before this call is what ``read_view`` shall wait for."""
 
 
-LayerWatch = Callable[[int], None]
-"""Told, amid a forward pass, that the first so many layers of all its tokens are computed. Does not block."""
+class LayerWatch(Protocol):
+    """Hears of one forward pass while it runs. Nothing in it blocks."""
+
+    def stored(self, num_layers: int) -> None:
+        """The KV of the first so many layers of all its tokens is written; called for each layer, before its attention."""
+
+    def computed(self) -> None:
+        """The pass is over. No token is sampled yet."""
 
 
 class RankConnector(Protocol):
@@ -176,7 +182,7 @@ class RankConnector(Protocol):
         """The pool is allocated; called exactly once, before any other method."""
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
-        """Called before a step's forward pass: who wants to hear during it which layers are computed; None: nobody."""
+        """Called before a step's forward pass: who wants to hear during it which layers' KV is written; None: nobody."""
 
     def execute(self, metadata: Any) -> None:
         """Carry out a step's orders, after that step's forward pass has been computed. Does not block."""

@@ -172,7 +172,10 @@ class ModelRunner:
         inputs = prepare_inputs(batch, scheduled)
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
         drawing = [index for index, state in enumerate(states) if inputs.seq_lens[index] >= state.num_tokens]
-        logits = self._forward(inputs, drawing, has_cache=True, watch=self._layer_watch(scheduled))
+        watch = self._layer_watch(scheduled)
+        logits = self._forward(inputs, drawing, has_cache=True, watch=watch)
+        if watch is not None:
+            watch.computed()
         samples = self._draw(logits, [batch.sampling_row(states[index].req_id) for index in drawing])
         for index, token_id in zip(drawing, samples.token_ids, strict=True):
             if token_id is not None:

@@ -8,7 +8,6 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,12 +17,14 @@ from engine.connector import KVMemory, LayerWatch
 from kv_transfer import events as ev
 from kv_transfer.block_views import BlockPart, is_flat, read_views, write_views
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.digesting import UnfinishedBlocks, digests_of, split_points
-from kv_transfer.orders import CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata
+from kv_transfer.digesting import Landing, UnfinishedBlocks, digests_of
+from kv_transfer.layer_watch import SplitOrders
+from kv_transfer.orders import Ahead, CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata
 from kv_transfer.pulling import PullThreads
 from kv_transfer.staging import DEFAULT_STAGING_BYTES, Staging
 from kv_transfer.transport import (
     LeaseName,
+    Read,
     ReadRequest,
     ReadStoppedError,
     ReceiverTransport,
@@ -73,6 +74,7 @@ class DataHalf:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._current: CommitJob | None = None
         self._unfinished: dict[str, UnfinishedBlocks] = {}
+        self._split: SplitOrders | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
         self._staging = Staging(counters, max_staging_bytes)
@@ -94,34 +96,30 @@ class DataHalf:
         self._thread.start()
 
     def execute(self, metadata: Any) -> None:
-        """Digest and publish what the step that just ran has computed."""
+        """Digest and publish what the step that just ran has computed, but for what was published in the meantime."""
+        split, self._split = self._split, None
         for order in _orders_of(metadata):
-            self._jobs.put(partial(self._publish, order))
+            if split is None or not split.has_published(order):
+                self._jobs.put(partial(self._publish, order))
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
         """Who makes the first layers of this step's blocks readable while the others are computed, if any are to be."""
-        layout, due = self._memory.layout, defaultdict[int, list[PublishOrder]](list)
-        for order in _orders_of(metadata):
-            for num_layers in split_points(layout.num_layers, order.num_parts):
-                due[num_layers].append(order)
-
-        def computed(num_layers: int) -> None:
-            if num_layers not in due:
-                return
-            self._memory.mark_computed()
-            for order in due[num_layers]:
-                num_bytes = layout.block_bytes // layout.num_layers * num_layers
-                self._jobs.put(partial(self._publish_layers, order, num_bytes))
-
-        return computed if due else None
+        orders = [order for order in _orders_of(metadata) if order.num_parts > 1]
+        if orders:
+            self._split = SplitOrders(
+                orders, self._memory, self._jobs.put, self._publish_layers, self._publish
+            )
+        return self._split
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Keys (sent, received) since the last call."""
         return self._completions.take()
 
     def post_pull(self, job: PullJob) -> None:
-        """Queue a read; it ends with PieceVerified, JobFailed or JobStopped."""
-        if not self._pulls.post(job):
+        """Queue a read; it ends with PieceVerified, JobFailed or JobStopped. At once where nothing is left to be read."""
+        if job.is_here(self._memory.layout.block_bytes):
+            self._pull(job)
+        elif not self._pulls.post(job):
             failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be had to read with")
             outcome = ev.JobStopped() if self._is_closing else failed
             self._jobs.put(partial(self._reports.fetch_event, job.key, outcome))
@@ -175,7 +173,7 @@ class DataHalf:
     def _publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
         """The first so many bytes of each block are computed: digest them, and make them readable."""
         is_new = order.key not in self._unfinished
-        unfinished = self._unfinished.setdefault(order.key, UnfinishedBlocks(order))
+        unfinished = self._unfinished.setdefault(order.key, UnfinishedBlocks(order.block_ids, order.seeds))
         try:
             unfinished.advance(self._memory, num_bytes)
             for start, end in self._ranges(order):
@@ -246,36 +244,38 @@ class DataHalf:
         self._reports.fetch_event(job.key, outcome)
 
     def _move_and_verify(self, job: PullJob) -> ev.FetchEvent:
-        views = write_views(self._memory, job.block_ids)
         begin = time.monotonic()
         if job.conversion is not None:
-            self._convert(job, job.conversion, views)
+            self._convert(job, job.conversion, write_views(self._memory, job.block_ids))
             end = time.monotonic()
+        elif job.ahead is not None and job.ahead.is_of_use:
+            begin, end = self._read_rest(job, job.ahead)
         else:
+            views = write_views(self._memory, job.block_ids)
             begin, end = self._read(job, job.shares[0], job.first_block, views)
-        self._reports.fetch_event(job.key, ev.PieceLanded(len(views), begin, end))
-        return ev.PieceVerified(len(views), end)
+        self._reports.fetch_event(job.key, ev.PieceLanded(len(job.block_ids), begin, end))
+        return ev.PieceVerified(len(job.block_ids), end)
 
     def _read_ahead(self, job: PullJob) -> ev.FetchEvent:
-        """What fails here is read with the rest of its block."""
-        begin, part, ahead = time.monotonic(), job.part, job.ahead
+        """Read a part of each block, and go on with the digests. After a failure the blocks are read as a whole."""
+        part, ahead = job.part, job.ahead
         if part is None or ahead is None:
             raise InternalError("a read ahead says what it reads")
-        request = ReadRequest(job.name, job.first_block, len(job.block_ids), job.grants, part)
+        if ahead.has_failed:
+            return ev.ReadAheadOver(None)
+        views = write_views(self._memory, job.block_ids, part)
+        request = ReadRequest(job.name, job.first_block, len(views), job.grants, part)
+        landing = Landing(lambda start, end: ahead.digests.go_on(views[start:end], start))
         try:
-            self._receiver.fetch(
-                job.source, request, write_views(self._memory, job.block_ids, part), job.read
-            )
+            self._fetch(job.source, request, views, job.read, landing)
         except ReadStoppedError:
             raise
         except KvbatonError as error:
+            ahead.has_failed = True
             logger.debug("reading ahead for %s failed: %s", job.key, error.message)
             return ev.ReadAheadOver(None)
-        if ahead.num_read == part.start_byte:
-            ahead.num_read += part.num_bytes
-        num_bytes = request.num_blocks * part.num_bytes
-        self._counters.add("transfer_bytes_total", num_bytes, transport=job.source.transport)
-        return ev.ReadAheadOver((begin, time.monotonic()))
+        ahead.num_read += part.num_bytes
+        return ev.ReadAheadOver((landing.begin, time.monotonic()))
 
     def _convert(self, job: PullJob, conversion: Conversion, views: Sequence[memoryview]) -> None:
         """Piece by piece: read the sender's blocks into staging, verify them there, and only then write ours."""
@@ -308,49 +308,68 @@ class DataHalf:
         first_block: int,
         views: Sequence[memoryview],
     ) -> tuple[float, float]:
-        """Read, and verify each piece as it lands: while the next one is on its way, and this one is still in cache.
+        """Read, and verify each piece as it lands.
 
         Returns when the copy began and when all of it was verified; what verifying took is left out of the time between.
         """
-        count, transport = len(views), job.source.transport
-        num_verified, begin = 0, time.monotonic()
-
-        def verify(num_landed: int) -> None:
-            nonlocal num_verified, begin
-            if num_landed > num_verified:
-                landed_at = time.monotonic()
-                self._verify(job, share, first_block + num_verified, views[num_verified:num_landed])
-                num_verified, begin = num_landed, begin + (time.monotonic() - landed_at)
-
+        count, offset = len(views), first_block - job.first_block
         grants = grants_within(job.grants, first_block, first_block + count)
         of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
-        part, missing = self._part_to_read(job, views)
-        request = ReadRequest(job.name, first_block, count, of_rank, part)
-        with job.read.telling(verify):
-            self._receiver.fetch(job.source.of_rank(share.rank), request, missing, job.read)
-        verify(count)
-        end = time.monotonic()
-        self._counters.add("transfer_blocks_total", count, transport=transport)
-        self._counters.add("transfer_bytes_total", count * missing[0].nbytes, transport=transport)
-        return begin, end
 
-    def _part_to_read(
-        self, job: PullJob, views: Sequence[memoryview]
-    ) -> tuple[BlockPart | None, Sequence[memoryview]]:
-        """What of the blocks was not read ahead, and where it goes."""
-        num_read = 0 if job.ahead is None else job.ahead.num_read
-        if not num_read:
-            return None, views
-        part = BlockPart(num_read, self._memory.layout.block_bytes - num_read)
-        return part, write_views(self._memory, job.block_ids, part)
+        def verify(start: int, end: int) -> None:
+            job.read.check()
+            found = digests_of(views[start:end], job.seeds[offset + start : offset + end])
+            self._compare(job, share, first_block + start, found)
 
-    def _verify(self, job: PullJob, share: Share, first_block: int, views: Sequence[memoryview]) -> None:
-        job.read.check()
-        offset, end = first_block - job.first_block, first_block - job.first_block + len(views)
-        announced = share.digests[offset:end]
-        found = digests_of(views, job.seeds[offset:end])
+        landing = Landing(verify)
+        request = ReadRequest(job.name, first_block, count, of_rank)
+        self._fetch(job.source.of_rank(share.rank), request, views, job.read, landing)
+        self._counters.add("transfer_blocks_total", count, transport=job.source.transport)
+        return landing.begin, time.monotonic()
+
+    def _read_rest(self, job: PullJob, ahead: Ahead) -> tuple[float, float]:
+        """The same for blocks whose beginning is here, or all of them."""
+        count, at = len(job.block_ids), job.first_block - ahead.first_block
+        num_missing = self._memory.layout.block_bytes - ahead.num_read
+        views: Sequence[memoryview] = ()
+
+        def verify(start: int, end: int) -> None:
+            job.read.check()
+            ahead.digests.go_on(views[start:end], at + start)
+            self._compare(
+                job, job.shares[0], job.first_block + start, ahead.digests.values(at + start, at + end)
+            )
+
+        landing = Landing(verify)
+        if num_missing:
+            part = BlockPart(ahead.num_read, num_missing)
+            views = write_views(self._memory, job.block_ids, part)
+            request = ReadRequest(job.name, job.first_block, count, job.grants, part)
+            self._fetch(job.source, request, views, job.read, landing)
+        landing.landed(count)
+        self._counters.add("transfer_blocks_total", count, transport=job.source.transport)
+        return landing.begin, time.monotonic()
+
+    def _fetch(
+        self,
+        source: Source,
+        request: ReadRequest,
+        views: Sequence[memoryview],
+        read: Read,
+        landing: Landing,
+    ) -> None:
+        with read.telling(landing.landed):
+            self._receiver.fetch(source, request, views, read)
+        landing.landed(len(views))
+        num_bytes = len(views) * views[0].nbytes
+        self._counters.add("transfer_bytes_total", num_bytes, transport=source.transport)
+
+    def _compare(self, job: PullJob, share: Share, first_block: int, found: tuple[int, ...]) -> None:
+        """Raise TransferError unless the blocks' digests are those that were announced."""
+        offset = first_block - job.first_block
+        announced = share.digests[offset : offset + len(found)]
         if found != announced:
-            bad = next(at for at in range(len(views)) if found[at] != announced[at])
+            bad = next(at for at in range(len(found)) if found[at] != announced[at])
             self._counters.add("transfer_digest_mismatches_total")
             of_rank = f" of rank {share.rank}" if job.source.num_ranks > 1 else ""
             raise TransferError(

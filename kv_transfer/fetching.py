@@ -137,7 +137,11 @@ class FetchDesk(Desk):
         return Received(
             first_tokens=list(fetch.first_tokens or ()),
             report=TransferReport(
-                fetch.exposed_seconds, fetch.hidden_seconds, wanted.num_bytes, len(fetch.copies)
+                fetch.exposed_seconds,
+                fetch.hidden_seconds,
+                wanted.num_bytes,
+                len(fetch.copies),
+                fetch.copying_seconds,
             ),
         )
 
@@ -324,12 +328,20 @@ class FetchDesk(Desk):
         match action:
             case ev.Pull() | ev.ReadAhead():
                 wanted.source = wanted.source or self._sources[wanted.ref]
-                self._ports.pull(wanted.job(action, self._settings.block_bytes))
+                job = wanted.job(action, self._settings.block_bytes)
+                if job.is_here(self._settings.block_bytes) and wanted.fetch.num_posted == 1:
+                    self._later.append(
+                        partial(self._ports.pull, job)
+                    )  # it will be over, and reported, at once
+                else:
+                    self._ports.pull(job)
             case ev.ReadAgain():
                 self._read_again(wanted, action.rung)
             case ev.CommitBlocks():
-                job = CommitJob(wanted.key, action.block_ids, wanted.read)
-                self._later.append(partial(self._ports.commit, job))  # it may be done, and reported, at once
+                commit = CommitJob(wanted.key, action.block_ids, wanted.read)
+                self._later.append(
+                    partial(self._ports.commit, commit)
+                )  # it may be done, and reported, at once
             case ev.StopReads():
                 self._later.append(wanted.read.stop)
 
@@ -352,8 +364,8 @@ class FetchDesk(Desk):
         """Words for the sender and for the scheduler."""
         wire = (wanted.transfer_id, wanted.attempt)
         match action:
-            case ev.AskRelease():
-                self._ports.post(wanted.ref, msg.ReleaseLease(*wire))
+            case ev.AskRelease():  # behind the wake of this worker's core: the sender's may take the processor
+                self._later.append(partial(self._ports.post, wanted.ref, msg.ReleaseLease(*wire)))
                 return
             case ev.AskCancel():
                 self._ports.post(wanted.ref, msg.CancelFetch(*wire))

@@ -7,6 +7,7 @@ import msgspec
 from contract.block_hash import all_block_hashes
 from contract.requests import EngineRequest
 from kv_transfer.block_views import BlockPart
+from kv_transfer.digesting import RunningDigests
 from kv_transfer.plan import TransferPlan
 from kv_transfer.transport import LeaseName, RangeGrant, Read, Source
 
@@ -15,7 +16,7 @@ class PublishOrder(msgspec.Struct, frozen=True):
     """After the forward pass: digest these blocks of a lease, then make them readable.
 
     first_block: index of ``block_ids[0]`` in the transfer. seeds: what each block's digest is seeded with. num_parts: into
-    how many groups of layers the forward pass is cut, of which all but the last are made readable while it runs.
+    how many groups of layers the forward pass is cut, which are made readable while it runs; 1: none is.
     """
 
     key: str
@@ -69,14 +70,26 @@ class Share:
 
 @dataclass
 class Ahead:
-    """What was read of the blocks ``first_block``..``end_block`` - 1 before their digests were known: their first bytes.
+    """What was read of the blocks ``first_block``..``end_block`` - 1 before they were announced: their first bytes.
 
-    num_read: bytes of each block that have arrived; written and read in the pull thread of one source alone.
+    num_read: bytes of each block that have arrived. digests: of these bytes. has_failed: nothing of it is used any more.
+    But for the blocks, all of it is written and read in the pull thread of one source alone.
     """
 
     first_block: int
     end_block: int
+    digests: RunningDigests
     num_read: int = 0
+    has_failed: bool = False
+
+    def has_all(self, block_bytes: int) -> bool:
+        """Nothing is left to be read."""
+        return self.num_read == block_bytes and not self.has_failed
+
+    @property
+    def is_of_use(self) -> bool:
+        """The rest of the blocks is all that is still to be read."""
+        return self.num_read > 0 and not self.has_failed
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,10 @@ class PullJob:
     rank: int = 0
     ahead: Ahead | None = None
     part: BlockPart | None = None
+
+    def is_here(self, block_bytes: int) -> bool:
+        """All of it was read ahead, so that it has to be verified only."""
+        return self.part is None and self.ahead is not None and self.ahead.has_all(block_bytes)
 
     @property
     def shares(self) -> list[Share]:

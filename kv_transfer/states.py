@@ -184,3 +184,8 @@ class Fetch:
     def hidden_seconds(self) -> float:
         """Seconds of copying before the last announcement."""
         return sum(max(0.0, min(end, self.announced_at) - begin) for begin, end in self.copies)
+
+    @property
+    def copying_seconds(self) -> float:
+        """Seconds of copying, one copy counted like another where they ran beside each other."""
+        return sum(end - begin for begin, end in self.copies)

@@ -190,7 +190,8 @@ class TransferDriver:
     def _compute(self, watch: LayerWatch) -> None:
         for number in range(1, self.memory.layout.num_layers + 1):
             self.compute_layer(number)
-            watch(number)
+            watch.stored(number)
+        watch.computed()
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout_seconds: float = 30.0) -> None:
         """Step whenever woken until ``condition`` holds. Raises TimeoutError that says what did not happen."""

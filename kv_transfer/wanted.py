@@ -7,6 +7,7 @@ from contract.requests import EngineRequest
 from kv_transfer import events as ev
 from kv_transfer.announced import AnnouncedBlocks, SourceRange
 from kv_transfer.block_views import BlockPart
+from kv_transfer.digesting import RunningDigests
 from kv_transfer.link import PeerRef
 from kv_transfer.orders import Ahead, Conversion, PullJob
 from kv_transfer.states import Fetch, Rung
@@ -101,7 +102,7 @@ class Wanted:
         first, end = action.first_block, action.first_block + len(action.block_ids)
         known = self._ahead_of(first, end)
         if known is None:
-            known = Ahead(first, end)
+            known = Ahead(first, end, RunningDigests(self.seeds[first:end]))
             self.ahead.append(known)
         return PullJob(
             key=self.key,

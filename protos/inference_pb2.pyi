@@ -339,6 +339,7 @@ class Timings(_message.Message):
     TRANSFER_HIDDEN_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_PIECES_FIELD_NUMBER: _builtins.int
+    TRANSFER_COPYING_FIELD_NUMBER: _builtins.int
     queue: _builtins.float
     """Arrival until the prompt's first chunk runs."""
     prefill: _builtins.float
@@ -357,6 +358,8 @@ class Timings(_message.Message):
     """Bytes of KV that crossed."""
     transfer_pieces: _builtins.int
     """Copies that they crossed in."""
+    transfer_copying: _builtins.float
+    """What these took. The hidden share of the transfer is 1 - transfer / transfer_copying."""
     def __init__(
         self,
         *,
@@ -369,10 +372,11 @@ class Timings(_message.Message):
         transfer_hidden: _builtins.float = ...,
         transfer_bytes: _builtins.int = ...,
         transfer_pieces: _builtins.int = ...,
+        transfer_copying: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end_to_end", b"end_to_end", "first_decode_step", b"first_decode_step", "prefill", b"prefill", "queue", b"queue", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_hidden", b"transfer_hidden", "transfer_pieces", b"transfer_pieces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end_to_end", b"end_to_end", "first_decode_step", b"first_decode_step", "prefill", b"prefill", "queue", b"queue", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_copying", b"transfer_copying", "transfer_hidden", b"transfer_hidden", "transfer_pieces", b"transfer_pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

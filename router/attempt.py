@@ -257,6 +257,7 @@ def _transfer_report_of(timings: pb.LegTimings) -> TransferReport:
         timings.transfer_hidden_seconds,
         timings.transfer_bytes,
         timings.transfer_pieces,
+        timings.transfer_copying_seconds,
     )
 
 

@@ -18,6 +18,7 @@ class Timings:
     transfer_hidden: float
     transfer_bytes: int
     transfer_pieces: int
+    transfer_copying: float
 
     @property
     def end_to_end(self) -> float:
@@ -36,6 +37,7 @@ class Timings:
             "transfer_hidden": self.transfer_hidden,
             "transfer_bytes": self.transfer_bytes,
             "transfer_pieces": self.transfer_pieces,
+            "transfer_copying": self.transfer_copying,
         }
 
 
@@ -80,4 +82,5 @@ class Stopwatch:
             transfer_hidden=self.transfer.hidden_seconds,
             transfer_bytes=self.transfer.num_bytes,
             transfer_pieces=self.transfer.num_pieces,
+            transfer_copying=self.transfer.copying_seconds,
         )

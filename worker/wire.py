@@ -85,6 +85,7 @@ def _timings_to(timings: RequestTimings | None) -> pb.LegTimings | None:
         transfer_hidden_seconds=timings.transfer.hidden_seconds,
         transfer_bytes=timings.transfer.num_bytes,
         transfer_pieces=timings.transfer.num_pieces,
+        transfer_copying_seconds=timings.transfer.copying_seconds,
     )
 
 

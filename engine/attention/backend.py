@@ -23,14 +23,19 @@ class LayerShape:
 class AttentionStep(Protocol):
     """The attention of one forward pass; valid for that pass alone."""
 
+    def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
+        """Write the tokens' keys and values, ``[num_tokens, num_kv_heads, head_dim]``, into a layer's part of the pool.
+
+        cache: a view of it, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
+        """
+
     def attend(
         self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
     ) -> Tensor:
-        """Store the tokens' keys and values, then mix the values of everything each token may see.
+        """Mix the values of everything each token may see, which ``cache`` holds by now.
 
-        query ``[num_tokens, num_heads, head_dim]``; key, value ``[num_tokens, num_kv_heads, head_dim]``; cache
-        ``[num_blocks, 2, num_kv_heads, block_size, head_dim]`` (a view of the pool, written in place). Without a
-        cache (the profile run) the tokens of a request see each other alone. Returns query's shape.
+        query ``[num_tokens, num_heads, head_dim]``; key, value and cache as in ``store``. Without a cache (the profile
+        run) the tokens of a request see each other alone. Returns query's shape.
         """
 
 

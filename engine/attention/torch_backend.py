@@ -36,6 +36,12 @@ class TorchStep:
             for rows in _groups_of_like_length(inputs, np.flatnonzero(is_decode), block_size)
         ]
 
+    def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
+        """See AttentionStep."""
+        keys, values = cache.unbind(1)
+        self._slots.write(keys, key)
+        self._slots.write(values, value)
+
     def attend(
         self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
     ) -> Tensor:
@@ -44,8 +50,6 @@ class TorchStep:
         if cache is None:
             return self._attend_in_batch(shape, query, key, value, output)
         keys, values = cache.unbind(1)
-        self._slots.write(keys, key)
-        self._slots.write(values, value)
         for row in self._prefill_rows:
             row.attend(shape, query, keys, values, output)
         for group in self._decode_groups:

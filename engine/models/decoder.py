@@ -5,7 +5,8 @@ attention step knows. Numerics follow transformers, so that float32 answers are 
 built for one rank: the config has its share of heads, MLP width and vocabulary (``engine.models.sharding``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +20,8 @@ from engine.models.sharding import embedding, row_parallel
 from engine.ranks.group import RankGroup
 
 Rotation = tuple[Tensor, Tensor]
+Stored = Callable[[], None]
+"""Called when a layer's KV is written: before its attention, which takes most of its time."""
 
 
 class SelfAttention(nn.Module):
@@ -37,13 +40,18 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.shape = LayerShape(config.head_dim**-0.5, config.sliding_windows[layer])
 
-    def forward(self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None) -> Tensor:
-        """``[num_tokens, hidden_size]`` to the same shape; writes the tokens' KV into ``cache``."""
+    def forward(
+        self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None, stored: Stored
+    ) -> Tensor:
+        """``[num_tokens, hidden_size]`` to the same shape; writes the tokens' KV into ``cache``, and says when it is."""
         query, key, value = (
             projection(states).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(self.q_norm(query), *turn), rotate(self.k_norm(key), *turn)
+        if cache is not None:
+            step.store(key, value, cache)
+        stored()
         mixed = step.attend(self.shape, query, key, value, cache)
         output: Tensor = self.o_proj(mixed.flatten(-2))
         return output
@@ -59,9 +67,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, group)
 
-    def forward(self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None) -> Tensor:
+    def forward(
+        self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None, stored: Stored
+    ) -> Tensor:
         """``[num_tokens, hidden_size]`` to the same shape."""
-        states = states + self.self_attn(self.input_layernorm(states), turn, step, cache)
+        states = states + self.self_attn(self.input_layernorm(states), turn, step, cache, stored)
         widened: Tensor = self.mlp(self.post_attention_layernorm(states))
         return states + widened
 
@@ -91,11 +101,14 @@ class Decoder(nn.Module):
         states: Tensor = self.embed_tokens(input_ids)
         turn = rotation(self.frequencies, positions, states.dtype)
         for index, layer in enumerate(self.layers):
-            states = layer(states, turn, step, None if caches is None else caches[index])
-            if watch is not None:
-                watch(index + 1)
+            stored = _nobody if watch is None else partial(watch.stored, index + 1)
+            states = layer(states, turn, step, None if caches is None else caches[index], stored)
         normed: Tensor = self.norm(states)
         return normed
+
+
+def _nobody() -> None:
+    """Nobody wants to hear."""
 
 
 class CausalLM(nn.Module):

@@ -171,7 +171,7 @@ def _commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:
     fetch = _count_down(fetch)
     if fetch.has_ended:
         return _drained(fetch)
-    return _enter_fetch(fetch, FetchState.COMMITTED), [ev.AskRelease(), ev.TellReceived()]
+    return _enter_fetch(fetch, FetchState.COMMITTED), [ev.TellReceived(), ev.AskRelease()]
 
 
 def _count_down(fetch: Fetch) -> Fetch:

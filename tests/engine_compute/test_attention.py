@@ -96,6 +96,7 @@ def test_mixed_batches_equal_the_loop(work: list[tuple[int, int]], window: int |
     query, key, value = random_states(inputs)
     cache = pool_with_garbage(inputs)
     step = create_backend("torch").plan(inputs, BLOCK_SIZE, CPU)
+    step.store(key, value, cache)
     output = step.attend(LayerShape(SCALE, window), query, key, value, cache)
     for token, (block, offset) in enumerate(zip(inputs.block_numbers, inputs.block_offsets, strict=True)):
         assert torch.equal(cache[block, 0, :, offset], key[token])
@@ -106,11 +107,9 @@ def test_mixed_batches_equal_the_loop(work: list[tuple[int, int]], window: int |
 def test_a_fresh_block_is_cleared_behind_its_tokens() -> None:
     """What an earlier owner left does not leave with a partly filled block; other blocks stay as they were."""
     inputs = make_inputs([(0, 5)])
-    query, key, value = random_states(inputs)
+    _, key, value = random_states(inputs)
     cache = torch.full((NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), 7.0)
-    create_backend("torch").plan(inputs, BLOCK_SIZE, CPU).attend(
-        LayerShape(SCALE, None), query, key, value, cache
-    )
+    create_backend("torch").plan(inputs, BLOCK_SIZE, CPU).store(key, value, cache)
     first, last = inputs.block_table[0, :2].tolist()
     assert not cache[last, :, :, 1:].any()
     others = [block for block in range(NUM_BLOCKS) if block not in (first, last)]
@@ -125,9 +124,9 @@ def test_without_a_cache_requests_see_their_own_tokens(window: int | None) -> No
     backend, shape = create_backend("torch"), LayerShape(SCALE, window)
     bare = backend.plan(profile_inputs(lengths), BLOCK_SIZE, CPU).attend(shape, query, key, value, None)
     cached_inputs = make_inputs([(0, length) for length in lengths])
-    cached = backend.plan(cached_inputs, BLOCK_SIZE, CPU).attend(
-        shape, query, key, value, pool_with_garbage(cached_inputs)
-    )
+    step, cache = backend.plan(cached_inputs, BLOCK_SIZE, CPU), pool_with_garbage(cached_inputs)
+    step.store(key, value, cache)
+    cached = step.attend(shape, query, key, value, cache)
     torch.testing.assert_close(bare, cached)
 
 

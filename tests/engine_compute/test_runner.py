@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import engine
 from contract.errors import InternalError, SettingError
 from contract.requests import SamplingParams
+from engine.attention.torch_backend import TorchStep
 from engine.connector import KVMemory, LayerWatch
 from engine.device import resolve_device
 from engine.executor import create_executor
 from engine.outputs import SchedulerOutput
 from engine.runner import ModelRunner
+from engine.sampling import Samples, sample
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, add_cached, greedy
@@ -35,15 +38,18 @@ class RecordingConnector:
         self.calls.append("start")
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
-        return self.hear if metadata == "watch" else None
+        return self if metadata == "watch" else None
 
-    def hear(self, num_layers: int) -> None:
+    def stored(self, num_layers: int) -> None:
         """Which layers of block 1 hold anything now."""
         assert self.memory is not None
         view, size = self.memory.read_view(1), self.memory.layout.num_layers
         step = view.nbytes // size
         computed = [layer for layer in range(size) if any(view[layer * step : (layer + 1) * step])]
         self.calls.append((num_layers, computed))
+
+    def computed(self) -> None:
+        self.calls.append("computed")
 
     def execute(self, metadata: Any) -> None:
         assert self.memory is not None
@@ -104,15 +110,30 @@ def test_orders_reach_the_connector_after_the_forward(folder: Path) -> None:
     assert connector.calls == ["start", ("publish", True)]
 
 
-def test_who_watches_hears_of_each_layer_when_its_kv_is_there(folder: Path) -> None:
-    driver, connector = Driver(folder), RecordingConnector()
+def test_who_watches_hears_of_each_layer_when_its_kv_is_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the layer's attention, which takes far longer than its KV."""
+    driver, connector, attend = Driver(folder), RecordingConnector(), TorchStep.attend
+
+    def attend_noted(step: TorchStep, *args: Any) -> Tensor:
+        connector.calls.append("attend")
+        return attend(step, *args)
+
+    def sample_noted(*args: Any) -> Samples:
+        connector.calls.append("sample")
+        return sample(*args)
+
+    monkeypatch.setattr(TorchStep, "attend", attend_noted)
+    monkeypatch.setattr("engine.runner.sample", sample_noted)
     driver.executor.set_connector(connector)
     driver.add("a", PROMPT)
     scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)
     driver.schedule(scheduled, "a", driver.sequences["a"], 21)
     scheduled.kv_connector_metadata = "watch"
     driver.executor.execute_model(scheduled)
-    assert connector.calls == ["start", (1, [0]), (2, [0, 1]), ("watch", True)]
+    assert connector.calls[:3] == ["start", (1, [0]), "attend"]
+    assert connector.calls[3:] == [(2, [0, 1]), "attend", "computed", "sample", ("watch", True)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from contract.requests import TransferReport
 from router.timings import Stopwatch, Timings
 
-MOVED = {"transfer_bytes": 4096, "transfer_pieces": 3}
+MOVED = {"transfer_bytes": 4096, "transfer_pieces": 3, "transfer_copying": 0.75}
 seconds = st.floats(0, 1000, allow_nan=False)
 
 
@@ -17,7 +17,7 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
 ) -> None:
     watch = Stopwatch(arrival)
     watch.prefill_seconds = reported[0]
-    watch.transfer = TransferReport(reported[1], reported[2], 4096, 3)
+    watch.transfer = TransferReport(reported[1], reported[2], 4096, 3, 0.75)
     watch.tokens(0, 1, arrival + first)
     finish = arrival + first
     if num_tokens > 1:
@@ -33,7 +33,7 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
 
 def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
     watch = Stopwatch(10.0)
-    watch.prefill_seconds, watch.transfer = prefill, TransferReport(exposed, 0.25, 4096, 3)
+    watch.prefill_seconds, watch.transfer = prefill, TransferReport(exposed, 0.25, 4096, 3, 0.75)
     watch.tokens(0, 1, 14.0)
     if num_tokens > 1:
         watch.tokens(1, 1, 16.0)
