@@ -127,9 +127,9 @@ def be_reader(shape: Shape) -> None:
             state = own.agent.transfer(handle)
             while state == "PROC":
                 state = own.agent.check_xfer_state(handle)
+            own.agent.release_xfer_handle(handle)
             seconds = time.perf_counter() - begin
             assert state == "DONE", state
-            own.agent.release_xfer_handle(handle)
             _say(str(seconds))
     os._exit(0)
 
