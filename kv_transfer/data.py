@@ -117,7 +117,7 @@ class DataHalf:
 
     def post_pull(self, job: PullJob) -> None:
         """Queue a read; it ends with PieceVerified, JobFailed or JobStopped. At once where nothing is left to be read."""
-        if job.is_here(self._memory.layout.block_bytes):
+        if job.is_here:
             self._pull(job)
         elif not self._pulls.post(job):
             failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be had to read with")
@@ -336,9 +336,8 @@ class DataHalf:
         def verify(start: int, end: int) -> None:
             job.read.check()
             ahead.digests.go_on(views[start:end], at + start)
-            self._compare(
-                job, job.shares[0], job.first_block + start, ahead.digests.values(at + start, at + end)
-            )
+            found = ahead.digests.values(at + start, at + end)
+            self._compare(job, job.shares[0], job.first_block + start, found)
 
         landing = Landing(verify)
         if num_missing:

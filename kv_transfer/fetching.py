@@ -329,7 +329,7 @@ class FetchDesk(Desk):
             case ev.Pull() | ev.ReadAhead():
                 wanted.source = wanted.source or self._sources[wanted.ref]
                 job = wanted.job(action, self._settings.block_bytes)
-                if job.is_here(self._settings.block_bytes) and wanted.fetch.num_posted == 1:
+                if job.is_here:
                     self._later.append(
                         partial(self._ports.pull, job)
                     )  # it will be over, and reported, at once

@@ -98,7 +98,8 @@ class PullJob:
 
     first_block, digests, seeds, grants: by the sender's blocks. conversion: None where those are ours, one for one.
     digests: of the sender's rank ``rank``; others: of further ranks that are read. grants: of all of them. ahead: what of
-    these blocks is here already. part: read this part ahead of the digests, which are empty, and verify nothing.
+    these blocks is here already; is_here: all of it, and no read of it is open: verify only. part: read this part ahead of
+    the digests, which are empty, and verify nothing.
     """
 
     key: str
@@ -115,10 +116,7 @@ class PullJob:
     rank: int = 0
     ahead: Ahead | None = None
     part: BlockPart | None = None
-
-    def is_here(self, block_bytes: int) -> bool:
-        """All of it was read ahead, so that it has to be verified only."""
-        return self.part is None and self.ahead is not None and self.ahead.has_all(block_bytes)
+    is_here: bool = False
 
     @property
     def shares(self) -> list[Share]:

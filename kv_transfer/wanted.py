@@ -74,14 +74,13 @@ class Wanted:
 
     def _pull_job(self, pull: ev.Pull, block_bytes: int) -> PullJob:
         end = pull.first_block + len(pull.block_ids)
-        blocks, conversion = (
-            SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end]),
-            None,
-        )
+        blocks = SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end])
+        conversion: Conversion | None = None
         if (announced := self.announced) is not None:
             blocks, block_bytes = announced.sources_of(pull.first_block, end), announced.plan.crossing_bytes
             if not announced.plan.is_direct:
                 conversion = Conversion(announced.plan, pull.first_block, end, announced.num_tokens)
+        ahead = None if announced is not None else self._ahead_of(pull.first_block, end)
         self.num_bytes += len(blocks.digests) * block_bytes
         return PullJob(
             key=self.key,
@@ -95,7 +94,8 @@ class Wanted:
             conversion=conversion,
             grants=tuple(grants_within(self.grants, blocks.first_block, blocks.end_block)),
             others=blocks.others,
-            ahead=None if announced is not None else self._ahead_of(pull.first_block, end),
+            ahead=ahead,
+            is_here=ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1,
         )
 
     def _ahead_job(self, action: ev.ReadAhead) -> PullJob:

@@ -8,6 +8,7 @@ lane on which its help is needed.
 import base64
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,11 @@ class NixlPort:
         self.sender.start(self.memory)
         self.source = Source("p", boot_id, self.sender.address, TOKEN, "nixl")
         self.grants: dict[LeaseName, tuple[RangeGrant, ...]] = {}
+
+    def until_resting(self) -> None:
+        """Until the word that no help is needed has come."""
+        while self.owner.is_driving():
+            time.sleep(0.001)
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> tuple[RangeGrant, ...]:
         """All that the lease has handed out so far, as the control link would bring it."""

@@ -6,20 +6,30 @@ from functools import partial
 import pytest
 
 from contract.errors import TransferError
+from contract.requests import ReceiveTransfer
 from kv_transfer import events as ev
+from kv_transfer.alternatives import Alternatives
+from kv_transfer.counters import Completions, Counters
 from kv_transfer.digesting import split_points
+from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
+from kv_transfer.handshake import Session
+from kv_transfer.link import PeerRef
+from kv_transfer.messages import BlocksPublished, LayersReadable
+from kv_transfer.orders import PullJob
 from kv_transfer.states import Fetch, FetchState, Send, SendState
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transitions import advance_fetch, advance_send
 from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 from tests.kv_transfer.builders import (
     LAYOUT,
+    MODEL,
     TOKENS,
     Pair,
     Sides,
     block_content,
     pair_of,
     prompt_of,
+    request_of,
 )
 
 NUM_BLOCKS = 13
@@ -201,6 +211,41 @@ def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
     send, _ = advance_send(send, ev.PeerGone("peer", "gone"))
     after, actions = advance_send(send, ev.LayersReady(2, 6, 64))
     assert (actions, after.num_revokes) == ([ev.Revoke()], send.num_revokes + 1)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_over: bool) -> None:
+    """Else the thread that reads would report about a fetch that has ended meanwhile."""
+    jobs: list[PullJob] = []
+
+    def ignore(*_: object) -> None:
+        return
+
+    def choose(session: Session, _tell: object) -> Source:
+        return Source(session.worker_id, session.boot_id, "there", session.token, "tcp")
+
+    desk = FetchDesk(
+        FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
+        FetchPorts(ignore, ignore, jobs.append, ignore, ignore, choose, Alternatives(Counters())),
+        Counters(),
+        Completions(),
+    )
+    fetch = request_of("r", prompt_of(2), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
+    ref = PeerRef("b", is_dialed=True)
+    desk.start(fetch)
+    desk.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
+    desk.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
+    desk.receive_into(fetch.key, [5, 6], 0)
+    desk.fetch_event(fetch.key, ev.PieceLanded(1, 0.0, 0.0))
+    desk.fetch_event(fetch.key, ev.PieceVerified(1, 0.0))
+    desk.message(ref, LayersReadable("t", 0, "lease", 1, 1, LAYOUT.block_bytes))
+    ahead = jobs[1].ahead
+    assert ahead is not None
+    ahead.num_read = LAYOUT.block_bytes
+    if is_over:
+        desk.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
+    desk.message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
+    assert [job.is_here for job in jobs] == [False, False, is_over]
 
 
 def test_at_most_so_many_groups_of_layers() -> None:

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -245,8 +244,7 @@ def test_the_library_is_driven_only_while_something_is_read(port: NixlPort, read
 def test_a_reader_that_can_ask_no_more_is_helped_on(port: NixlPort, reader: Reader) -> None:
     """A read of its may be open: without the sender's thread it might never become terminal."""
     reader.receiver.probe(port.source, Read())
-    while port.owner.is_driving():  # the word that no help is needed is on its way
-        time.sleep(0.001)
+    port.until_resting()
     reader.receiver.forget(port.source)
     port.sender._port.close()  # joins the thread of the connection
     assert port.owner.is_driving()

@@ -1,5 +1,7 @@
 """The latency split."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from contract.requests import TransferReport
 from router.timings import Stopwatch, Timings
 
-MOVED = {"transfer_bytes": 4096, "transfer_pieces": 3, "transfer_copying": 0.75}
+MOVED: dict[str, Any] = {"transfer_bytes": 4096, "transfer_pieces": 3, "transfer_copying": 0.75}
 seconds = st.floats(0, 1000, allow_nan=False)
 
 
