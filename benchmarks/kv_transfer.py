@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--only", default="shm,tcp,nixl,overlap", help="sections, separated by commas")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--model", help="overlap: a checkpoint's folder; the demo model without it")
+    parser.add_argument("--model", help="overlap: a checkpoint's folder, which names the file too; else the demo model")
     parser.add_argument("--prompt-tokens", type=int, default=1500, help="overlap: length of the prompts")
     parser.add_argument("--requests", type=int, default=15, help="overlap: how many are measured")
     given = parser.parse_args()
@@ -54,7 +54,8 @@ def main() -> None:
             figures[section] = _all_shapes(section, given.rounds, given.launches)
         figures["load_average"][section] = os.getloadavg()
         _print(section, figures[section])
-    sys.stdout.write(f"{write_result('kv_transfer', figures)}\n")
+    name = "kv_transfer" if given.model is None else f"kv_transfer_{Path(given.model).name}"
+    sys.stdout.write(f"{write_result(name, figures)}\n")
 
 
 def _all_shapes(name: str, num_rounds: int, num_launches: int) -> dict[str, Any]:
