@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--only", default="shm,tcp,nixl,overlap", help="sections, separated by commas")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--model", help="overlap: a checkpoint's folder, which names the file too; else the demo model")
+    parser.add_argument(
+        "--model", help="overlap: a checkpoint's folder, which names the file too; else the demo model"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=1500, help="overlap: length of the prompts")
     parser.add_argument("--requests", type=int, default=15, help="overlap: how many are measured")
     given = parser.parse_args()

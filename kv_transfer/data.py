@@ -105,10 +105,10 @@ class DataHalf:
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
         """Who makes the first layers of this step's blocks readable while the others are computed, if any are to be."""
         orders = [order for order in _orders_of(metadata) if order.num_parts > 1]
+        self._split = None
         if orders:
-            self._split = SplitOrders(
-                orders, self._memory, self._jobs.put, self._publish_layers, self._publish
-            )
+            post = self._jobs.put
+            self._split = SplitOrders(orders, self._memory, post, self._publish_layers, self._publish)
         return self._split
 
     def take_finished(self) -> tuple[set[str], set[str]]:
