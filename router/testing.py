@@ -93,7 +93,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except grpc.aio.AioRpcError:
+        except BaseException:  # also where it is cancelled: a server must not outlive its event loop
             await self.stop()
             raise
         return self
