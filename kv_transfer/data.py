@@ -261,7 +261,7 @@ class DataHalf:
         part, ahead = job.part, job.ahead
         if part is None or ahead is None:
             raise InternalError("a read ahead says what it reads")
-        if ahead.has_failed:
+        if not ahead.goes_on_with(job.first_block, len(job.block_ids), part.start_byte):
             return ev.ReadAheadOver(None)
         views = write_views(self._memory, job.block_ids, part)
         request = ReadRequest(job.name, job.first_block, len(views), job.grants, part)

@@ -82,6 +82,11 @@ class Ahead:
     num_read: int = 0
     has_failed: bool = False
 
+    def goes_on_with(self, first_block: int, num_blocks: int, start_byte: int) -> bool:
+        """A read of these blocks from there on takes up where the one before it ended."""
+        is_same = (first_block, first_block + num_blocks) == (self.first_block, self.end_block)
+        return is_same and start_byte == self.num_read and not self.has_failed
+
     def has_all(self, block_bytes: int) -> bool:
         """Nothing is left to be read."""
         return self.num_read == block_bytes and not self.has_failed

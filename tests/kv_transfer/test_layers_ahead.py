@@ -10,12 +10,12 @@ from contract.requests import ReceiveTransfer
 from kv_transfer import events as ev
 from kv_transfer.alternatives import Alternatives
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.digesting import split_points
+from kv_transfer.digesting import RunningDigests, split_points
 from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
 from kv_transfer.handshake import Session
 from kv_transfer.link import PeerRef
 from kv_transfer.messages import BlocksPublished, LayersReadable
-from kv_transfer.orders import PullJob
+from kv_transfer.orders import Ahead, PullJob
 from kv_transfer.states import Fetch, FetchState, Send, SendState
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transitions import advance_fetch, advance_send
@@ -53,6 +53,15 @@ class UnreadyReceiver:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class LateFailure(UnreadyReceiver):
+    """Fails every read of a block's second layer alone, when all of it has landed."""
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        self._inner.fetch(source, request, views, read)
+        if request.part is not None and request.part.start_byte:
+            raise TransferError("too late")
 
 
 class SpoilingReceiver:
@@ -134,6 +143,20 @@ def test_a_read_ahead_that_fails_costs_nothing_but_time() -> None:
         assert decode.scheduler.take_received(fetch).report.num_bytes == num_bytes(pair)
         assert pair.decode.holds("t-r", TARGET_IDS)
         assert decode.failed == {}
+
+
+def test_what_landed_of_a_read_ahead_that_failed_is_not_digested_twice() -> None:
+    with pair_of(Sides(decode={"decorate": LateFailure})) as pair:
+        send, fetch = begin(pair)
+        driver, decode = pair.prefill.driver, pair.decode.driver
+        pair.prefill.lend("t-r", SOURCE_IDS)
+        driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
+        driver.step()
+        driver.scheduler.finish_send(send, TOKENS)
+        decode.wait_for(lambda: fetch in decode.received, "received")
+        assert pair.decode.holds("t-r", TARGET_IDS)
+        assert pair.decode.count("transfer_digest_mismatches_total") == 0
+        assert pair.decode.count("transfer_failures_total") == 0
 
 
 @pytest.mark.parametrize("number", range(1, LAYOUT.num_layers + 1))
@@ -246,6 +269,20 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
         desk.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
     desk.message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
     assert [job.is_here for job in jobs] == [False, False, is_over]
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "start"), [(3, 5, 64), (4, 4, 0), (3, 2, 0)], ids=["a gap", "within", "fewer"]
+)
+def test_only_what_takes_up_where_the_last_one_ended_is_read_ahead(
+    first: int, count: int, start: int
+) -> None:
+    """Else the digests would be of other bytes than those that came."""
+    ahead = Ahead(3, 8, RunningDigests(range(5)))
+    assert ahead.goes_on_with(3, 5, 0)
+    assert not ahead.goes_on_with(first, count, start)
+    ahead.has_failed = True
+    assert not ahead.goes_on_with(3, 5, 0)
 
 
 def test_at_most_so_many_groups_of_layers() -> None:

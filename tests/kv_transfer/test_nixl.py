@@ -116,7 +116,7 @@ def watch() -> Watch:
 
 @pytest.fixture
 def watched(watch: Watch) -> Iterator[Reader]:
-    made = Reader(watch.library())
+    made = Reader(watch.watched())
     yield made
     watch.may_end.set()
     made.close()

@@ -27,7 +27,7 @@ class Watch:
         self.seen.clear()
         self.has_posted.clear()
 
-    def library(self) -> NixlLibrary:
+    def watched(self) -> NixlLibrary:
         library = load("127.0.0.1")
         self.may_end.set()
         return replace(library, api=_Api(library.api, self))
