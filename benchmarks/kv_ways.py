@@ -7,7 +7,6 @@ import ctypes
 import mmap
 import multiprocessing
 import os
-import queue
 import shutil
 import socket
 import struct
@@ -23,6 +22,7 @@ import msgspec
 
 from benchmarks.kv_pools import LEASE, Job, Shape, Way
 from engine.kv_cache.memory import MappedKVMemory
+from engine.mailbox import Mailbox
 from kv_transfer import events as ev
 from kv_transfer.block_views import address_of, write_views
 from kv_transfer.counters import Completions, Counters
@@ -131,11 +131,11 @@ class _Reports:
     """What a data half tells; see ``kv_transfer.data.DataReports``."""
 
     def __init__(self) -> None:
-        self._ends: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._ends = Mailbox[object]()
 
     def expect_verified(self) -> None:
         """Wait for the end of the one pull that runs. Raises AssertionError for any other end."""
-        end = self._ends.get(timeout=_WAIT_SECONDS)
+        end = self._ends.get(_WAIT_SECONDS)
         if not isinstance(end, ev.PieceVerified):
             raise AssertionError(f"a pull ended with {end}")
 

@@ -5,7 +5,6 @@ One thread digests what is lent and makes visible what has arrived; each peer th
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, TransferError
 from engine.connector import KVMemory, LayerWatch
+from engine.mailbox import Mailbox
 from kv_transfer import events as ev
 from kv_transfer.block_views import BlockPart, is_flat, read_views, write_views
 from kv_transfer.counters import Completions, Counters
@@ -71,7 +71,7 @@ class DataHalf:
     ) -> None:
         self._receiver, self._counters, self._completions = receiver, counters, completions
         self._transport_names = tuple(transport_names)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs = Mailbox[Callable[[], None] | None]()
         self._current: CommitJob | None = None
         self._unfinished: dict[str, UnfinishedBlocks] = {}
         self._split: SplitOrders | None = None
@@ -155,7 +155,7 @@ class DataHalf:
         return {
             "transports": list(self._transport_names),
             "is_alive": self._thread.is_alive(),
-            "queued_jobs": self._jobs.qsize() + self._pulls.num_queued,
+            "queued_jobs": self._jobs.num_waiting + self._pulls.num_queued,
             "num_pull_threads": self._pulls.num_threads,
             "current": self._pulls.current_keys + ([] if commit is None else [commit.key]),
         }

@@ -1,11 +1,12 @@
 """The threads that read from peers: one per source, so that a peer that is stuck holds up nobody but itself."""
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty
 
+from engine.mailbox import Mailbox
 from kv_transfer.orders import PullJob
 from kv_transfer.transport import Source
 
@@ -22,7 +23,7 @@ class _Lane:
     jobs: deque[PullJob] = field(default_factory=deque)
     current: PullJob | None = None
     is_ending: bool = False
-    wake: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    wake: Mailbox[None] = field(default_factory=Mailbox)
 
 
 class PullThreads:
@@ -140,8 +141,8 @@ class PullThreads:
                     self._remove(lane)
                     return None
             try:
-                lane.wake.get(timeout=self._idle_seconds)
-            except queue.Empty:
+                lane.wake.get(self._idle_seconds)
+            except Empty:
                 is_idle = True
 
     def _remove(self, lane: _Lane) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
-import queue
 import shutil
 import signal
 import sys
@@ -162,7 +161,7 @@ def engine_main(plan: EnginePlan, sockets: Sockets) -> None:
     _die_with_parent()
     sys.setswitchinterval(_SWITCH_SECONDS)
     plan.prepare()
-    inbox: Inbox = queue.SimpleQueue()
+    inbox = Inbox()
     encoder = msgspec.msgpack.Encoder()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     output = context.socket(zmq.PUSH)

@@ -5,9 +5,9 @@ differ. ``run_engine`` is the one boundary where any exception is caught: a step
 """
 
 import logging
-import queue
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import Empty
 from typing import Literal
 
 from contract.errors import ErrorKind, KvbatonError
@@ -29,12 +29,13 @@ from engine.hosting.messages import (
     Stopped,
     ToEngine,
 )
+from engine.mailbox import Mailbox
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
 WAKE: Literal["wake"] = "wake"
-Inbox = queue.SimpleQueue[ToEngine | Literal["wake"] | Exception]
+Inbox = Mailbox[ToEngine | Literal["wake"] | Exception]
 """Input from any thread. WAKE: the connector has news. An exception: the input itself is broken."""
 Emit = Callable[[FromEngine], None]
 
@@ -87,7 +88,7 @@ class StepLoop:
         send_outputs(self._core.step(), self._emit)
 
     def _drain(self) -> None:
-        while not self._inbox.empty():
+        while self._inbox.num_waiting:
             self._handle(self._inbox.get())
 
     def _wait(self) -> None:
@@ -95,8 +96,8 @@ class StepLoop:
         until_deadline = self._core.seconds_to_deadline()
         is_deadline_first = until_deadline is not None and until_deadline < self._idle_seconds
         try:
-            item = self._inbox.get(timeout=until_deadline if is_deadline_first else self._idle_seconds)
-        except queue.Empty:
+            item = self._inbox.get(until_deadline if is_deadline_first else self._idle_seconds)
+        except Empty:
             if is_deadline_first:
                 self._was_woken = True
             else:

@@ -14,16 +14,16 @@ before. Ending the agent itself makes every read terminal.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
+from queue import Empty
 from typing import TypeVar
 
 from contract.errors import KvbatonError, TransferError
+from engine.mailbox import Mailbox
 from kv_transfer.transports.nixl_agent import DescribedRegion, NixlAgent
 from kv_transfer.transports.nixl_library import NixlLibrary
 from kv_transfer.transports.nixl_memory import Region
@@ -62,7 +62,7 @@ class NixlOwner:
         self._posted: list[NixlRead] = []
         self._pools: set[RemotePool] = set()
         self._num_serving, self._serves_until, self._active_at = 0, 0.0, 0.0
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands = Mailbox[Callable[[], None] | None]()
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
@@ -168,8 +168,8 @@ class NixlOwner:
             else:
                 idle = time.monotonic() - self._active_at
                 pause = min(max(idle / _IDLE_PER_PAUSE, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
-                command = self._commands.get(idle >= _SPIN_SECONDS, pause)
-        except queue.Empty:
+                command = self._commands.get(pause if idle >= _SPIN_SECONDS else 0.0)
+        except Empty:
             return _look_again
         self._active_at = time.monotonic()
         return command
@@ -230,10 +230,9 @@ class NixlOwner:
             agent.close()
         for read in ended:
             read.end(TransferError("the NIXL agent was closed"))
-        with suppress(queue.Empty):
-            while True:
-                if (command := self._commands.get_nowait()) is not None:
-                    command()
+        while self._commands.num_waiting:
+            if (command := self._commands.get()) is not None:
+                command()
 
     def _alive(self) -> NixlAgent:
         if self._agent is None:

@@ -1,16 +1,17 @@
 """A read that is posted to the NIXL library, step by step, and the wait for its end."""
 
-import queue
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from contract.errors import KvbatonError
+from engine.mailbox import Mailbox
 from kv_transfer.block_views import BlockPart
 from kv_transfer.transports.nixl_agent import DescribedRegion, NixlAgent
 from kv_transfer.transports.nixl_peer import RemotePool
@@ -66,7 +67,7 @@ class NixlRead:
         self.is_terminal = self.is_late = False
         self._opened_at = time.monotonic()
         self._error: KvbatonError | None = None
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._news = Mailbox[None]()
 
     def post_next(self, agent: NixlAgent) -> bool:
         """The step before is terminal: post the next one, and those behind it as long as each is done at once.
@@ -98,8 +99,8 @@ class NixlRead:
 
     def hear(self, timeout_seconds: float) -> bool:
         """Wait until there is something to look at; False: there was nothing for so long."""
-        with suppress(queue.Empty):
-            self._news.get(timeout=timeout_seconds)
+        with suppress(Empty):
+            self._news.get(timeout_seconds)
             return True
         return False
 

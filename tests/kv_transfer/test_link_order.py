@@ -1,6 +1,5 @@
 """Words that go out in the thread that has them: in order behind what the I/O thread still has to do, and none lost."""
 
-import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ import pytest
 
 from contract.errors import KvbatonError, TransferError
 from contract.identity import Role
+from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.handshake import Accepting, LocalIdentity, PeerTarget, Session
 from kv_transfer.link import Link, PeerRef
@@ -26,7 +26,7 @@ class Side:
 
     def __init__(self, boot_id: str, role: str) -> None:
         self.loop = LinkLoop(LinkSettings("127.0.0.1", 0, None, 300.0, 2**20), Counters())
-        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.heard = Mailbox[Message]()
         self.busy_with: Message | None = None
         self.is_busy, self.go_on = threading.Event(), threading.Event()
         offers = [Offer("tcp", "127.0.0.1:1")]
@@ -55,7 +55,7 @@ def two_sides() -> Iterator[tuple[Side, Side]]:
     lender, reader = Side("lender", Role.PREFILL), Side("reader", Role.DECODE)
     try:
         reader.loop.dial_and_send(target(lender), FetchBlocks("first", 0))
-        assert lender.heard.get(timeout=WAIT) == FetchBlocks("first", 0)
+        assert lender.heard.get(WAIT) == FetchBlocks("first", 0)
         yield reader, lender
     finally:
         for side in (reader, lender):
@@ -73,9 +73,7 @@ def test_words_do_not_wait_for_the_io_thread() -> None:
         reader.loop.send(LENDER, lender.busy_with)
         assert lender.is_busy.wait(WAIT)
         lender.loop.send(READER, TransferFailed("t", 0, "internal", "while its I/O thread is busy"))
-        assert reader.heard.get(timeout=WAIT) == TransferFailed(
-            "t", 0, "internal", "while its I/O thread is busy"
-        )
+        assert reader.heard.get(WAIT) == TransferFailed("t", 0, "internal", "while its I/O thread is busy")
 
 
 def test_no_word_overtakes_what_was_ordered_before() -> None:
@@ -89,7 +87,7 @@ def test_no_word_overtakes_what_was_ordered_before() -> None:
         for word in words[1:]:
             reader.loop.send(LENDER, word)
         reader.go_on.set()
-        assert [lender.heard.get(timeout=WAIT) for _ in words] == words
+        assert [lender.heard.get(WAIT) for _ in words] == words
 
 
 def test_more_than_a_socket_takes_arrives_whole_and_in_order() -> None:
@@ -103,8 +101,8 @@ def test_more_than_a_socket_takes_arrives_whole_and_in_order() -> None:
         for word in words:
             lender.loop.send(READER, word)
         reader.go_on.set()
-        assert reader.heard.get(timeout=WAIT) == reader.busy_with
-        assert [reader.heard.get(timeout=WAIT) for _ in words] == words
+        assert reader.heard.get(WAIT) == reader.busy_with
+        assert [reader.heard.get(WAIT) for _ in words] == words
 
 
 def test_a_link_that_is_not_open_yet_or_any_more_takes_no_words() -> None:

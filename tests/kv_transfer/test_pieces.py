@@ -1,6 +1,5 @@
 """Publishing and reading by pieces: what is verified while the rest still moves, and what one bad piece does to it."""
 
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ import xxhash
 
 from contract.identity import Role
 from contract.layout import KVLayout
+from engine.mailbox import Mailbox
 from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data import DataHalf
@@ -87,10 +87,10 @@ class Reports:
     """What the data half tells, in order."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._events = Mailbox[object]()
 
     def next(self) -> object:
-        return self._events.get(timeout=WAIT)
+        return self._events.get(WAIT)
 
     def until_end(self) -> list[object]:
         """A pull's events up to its terminal one."""

@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from contract.errors import ErrorKind, InternalError, SettingError, TransferError
 from contract.identity import Role
+from engine.mailbox import Mailbox
 from kv_transfer import events as ev
 from kv_transfer.counters import Counters
 from kv_transfer.messages import Offer
@@ -32,7 +32,7 @@ FAILURE = ev.JobFailed(ErrorKind.TRANSFER_FAILED, "a block was damaged")
 class Heard:
     """Fulfils ``DataReports``."""
 
-    events: SimpleQueue[tuple[str, Any]] = field(default_factory=SimpleQueue)
+    events: Mailbox[tuple[str, Any]] = field(default_factory=Mailbox)
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         self.events.put((key, event))
@@ -47,7 +47,7 @@ class Heard:
         self.events.put((thread, str(error)))
 
     def next(self) -> tuple[str, Any]:
-        return self.events.get(timeout=30)
+        return self.events.get(30)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 import fcntl
 import logging
 import os
-import queue
 import resource
 import selectors
 import socket
@@ -16,6 +15,7 @@ import pytest
 
 from contract.errors import KvbatonError
 from contract.identity import Role
+from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.framing import parse_address
 from kv_transfer.handshake import LocalIdentity, PeerTarget, Session
@@ -139,7 +139,7 @@ class LinkRecord:
     """What an I/O thread tells."""
 
     def __init__(self) -> None:
-        self.ends: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self.ends = Mailbox[tuple[str, str]]()
 
     def link_up(self, ref: PeerRef, session: Session) -> None: ...
 
@@ -183,9 +183,9 @@ def test_a_slow_name_server_does_not_hold_the_links_up() -> None:
         loop.dial_and_send(PeerTarget("named", "slow", f"some.name:{port}"), FetchBlocks("t", 0))
         loop.send(PeerRef("slow", is_dialed=True), CancelFetch("t", 0))
         loop.dial_and_send(PeerTarget("numbered", "quick", f"127.0.0.1:{port}"), FetchBlocks("t", 0))
-        assert record.ends.get(timeout=WAIT)[0] == "quick"
+        assert record.ends.get(WAIT)[0] == "quick"
         gate.set()
-        boot_id, message = record.ends.get(timeout=WAIT)
+        boot_id, message = record.ends.get(WAIT)
         assert boot_id == "slow"
         assert "refused" in message
 
@@ -199,13 +199,13 @@ def test_a_look_up_that_takes_too_long_or_fails_is_the_peers_loss() -> None:
 
     with link_loop(lookup, 0.2) as (loop, record):
         loop.dial_and_send(PeerTarget("one", "late", "slow:1"), FetchBlocks("t", 0))
-        assert record.ends.get(timeout=WAIT) == (
+        assert record.ends.get(WAIT) == (
             "late",
             "worker one cannot be dialed: its name was not found within 0.2 s",
         )
         gate.set()
         loop.dial_and_send(PeerTarget("two", "bad", "bad:1"), FetchBlocks("t", 0))
-        assert record.ends.get(timeout=WAIT) == ("bad", "worker two cannot be dialed: no such name")
+        assert record.ends.get(WAIT) == ("bad", "worker two cannot be dialed: no such name")
 
 
 def test_numbers_need_no_look_up() -> None:

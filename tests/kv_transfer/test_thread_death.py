@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, cast
 
 import pytest
@@ -11,6 +10,7 @@ from contract.errors import InternalError, KvbatonError, TransferError
 from contract.identity import Role
 from contract.requests import ReceiveTransfer
 from engine.client import InProcessClient, ProcessClient
+from engine.mailbox import Mailbox
 from engine.testing import start_fake_executor
 from kv_transfer.connector import TransferFactory
 from kv_transfer.leases import Sessions
@@ -87,7 +87,7 @@ class BuggySessions(Sessions):
 
 def test_the_thread_of_shm(tmp_path: Path) -> None:
     """The connector is told by the transport, and tells the engine as it does of its own threads."""
-    failed: SimpleQueue[tuple[str, BaseException]] = SimpleQueue()
+    failed = Mailbox[tuple[str, BaseException]]()
     context = TransportContext(
         "127.0.0.1",
         None,
@@ -104,18 +104,18 @@ def test_the_thread_of_shm(tmp_path: Path) -> None:
         with pytest.raises(KvbatonError):
             source = Source("p", "b", opened.sender.address, "token", "shm")
             opened.receiver.fetch(source, ReadRequest(LeaseName("t", 0, "l"), 0, 1), [], Read())
-        assert failed.get(timeout=30)[0] == "kv-shm"
+        assert failed.get(30)[0] == "kv-shm"
     finally:
         opened.receiver.close()
         opened.sender.close()
 
 
 def test_the_thread_of_nixl() -> None:
-    failed: SimpleQueue[tuple[str, BaseException]] = SimpleQueue()
+    failed = Mailbox[tuple[str, BaseException]]()
     owner = NixlOwner(load("127.0.0.1"), "kvbaton-b", lambda thread, error: failed.put((thread, error)))
     try:
         owner.disconnect(cast(Any, "no pool"))
-        assert failed.get(timeout=30)[0] == "kv-nixl"
+        assert failed.get(30)[0] == "kv-nixl"
         with pytest.raises(TransferError, match="is closed"):
             owner.is_driving()
     finally:
