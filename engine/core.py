@@ -84,6 +84,7 @@ class EngineCore:
         self.executor, num_blocks = start(settings)
         self._clock = clock
         self._connector: ConnectorPair | RanksConnectorPair | None = None
+        self._take_finished: Callable[[], tuple[set[str], set[str]]] = lambda: (set(), set())
         with ExitStack() as undo:
             undo.callback(self.close)
             self._connect(connector_factory, settings.tensor_parallel_size, wake)
@@ -92,7 +93,11 @@ class EngineCore:
             undo.pop_all()
 
     def step(self) -> dict[int, list[EngineOutput]]:
-        """One step (A19): every running request advances by one token, or by a chunk of its prompt."""
+        """One step (A19): every running request advances by one token, or by a chunk of its prompt.
+
+        A request whose KV has arrived since the last one is among them.
+        """
+        self.scheduler.hear_finished(*self._take_finished())
         scheduled = self.scheduler.schedule()
         computed = self.executor.execute_model(scheduled)
         return self.scheduler.update_from_output(scheduled, computed)
@@ -154,7 +159,7 @@ class EngineCore:
         layout, fingerprint = self.executor.layout, self.executor.model_info.fingerprint
         if not isinstance(self.executor, JoinsRanks):
             pair = factory(layout, fingerprint, wake)
-            self._connector = pair
+            self._connector, self._take_finished = pair, pair.rank.take_finished
             self.executor.set_connector(pair.rank)
             return
         ranks_factory: object = factory
@@ -164,7 +169,7 @@ class EngineCore:
                 param="tensor_parallel_size",
             )
         joined = ranks_factory.for_ranks(Side(layout, num_ranks), fingerprint, wake)
-        self._connector = joined
+        self._connector, self._take_finished = joined, joined.ranks.take_finished
         self.executor.join_ranks(joined.ranks)
 
     def _schedule_with(self, settings: EngineSettings, num_blocks: int) -> tuple[EngineInfo, Scheduler]:

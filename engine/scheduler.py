@@ -8,7 +8,7 @@ its deadline; whatever the way, it ends in ``_finish``, once.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError, TransferError
 from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
@@ -77,16 +77,20 @@ class Scheduler:
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> dict[int, list[EngineOutput]]:
         """Take in a step's results; returns what each client must hear, by client index (B7)."""
-        if self.sender and runner_output.finished_sending:
-            self.sender.take_back(runner_output.finished_sending)
-            self._has_news = True
-        if self.receiver and runner_output.finished_recving:
-            for request, received in self.receiver.take_arrived(runner_output.finished_recving):
-                self._welcome(request, received)
+        self.hear_finished(runner_output.finished_sending or (), runner_output.finished_recving or ())
         for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
             if running := self.requests.get(key):
                 self._advance(running, num_tokens, runner_output)
         return self._outbox.take()
+
+    def hear_finished(self, sent: Collection[str], received: Collection[str]) -> None:
+        """Transfers of which the ranks are done: nobody reads ``sent`` any more, and of ``received`` all has arrived."""
+        if self.sender and sent:
+            self.sender.take_back(sent)
+            self._has_news = True
+        if self.receiver and received:
+            for request, arrived in self.receiver.take_arrived(received):
+                self._welcome(request, arrived)
 
     # Requests come and go.
 
@@ -333,9 +337,10 @@ class Scheduler:
     def _index_computed(self, request: Request) -> None:
         """Full blocks that are computed may be found by others from now on (law 1)."""
         num_full = request.num_computed_tokens // self.pool.block_size
-        for position in range(request.num_indexed_blocks, num_full):
-            self.pool.enter(request.key, position, request.block_hashes[position])
-        request.num_indexed_blocks = num_full
+        if num_full > request.num_indexed_blocks:
+            start = request.num_indexed_blocks
+            self.pool.enter(request.key, start, request.block_hashes[start:num_full])
+            request.num_indexed_blocks = num_full
 
 
 def _ending_of(failure: Failed) -> Ending:

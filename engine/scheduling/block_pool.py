@@ -90,10 +90,10 @@ class BlockPool:
         )
         return sum(1 for _ in same)
 
-    def enter(self, holder: str, position: int, block_hash: BlockHash) -> None:
-        """The holder's block at ``position`` is full, and computed or verified: it may be found by its content."""
+    def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> None:
+        """The holder's blocks from its ``start``-th on are full, and computed or verified: they may be found by content."""
         if self._caches_prefixes:
-            self._index.enter(self._tables[holder][position], block_hash)
+            self._index.enter(self._tables[holder][start : start + len(hashes)], hashes)
 
     def forget_content(self, holder: str) -> None:
         """Nobody shall find the content of the holder's blocks any more (it is corrupt)."""

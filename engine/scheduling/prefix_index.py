@@ -1,6 +1,6 @@
 """Which block holds which content: a two-way map between canonical block hashes and block ids."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from contract.block_hash import BlockHash
 
@@ -28,11 +28,13 @@ class PrefixIndex:
             found.append(block_id)
         return found
 
-    def enter(self, block_id: int, block_hash: BlockHash) -> None:
-        """Remember that ``block_id`` holds this content, unless another block does already."""
-        if block_hash not in self._block_by_hash and block_id not in self._hash_by_block:
-            self._block_by_hash[block_hash] = block_id
-            self._hash_by_block[block_id] = block_hash
+    def enter(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """Remember that each block holds this content, unless another block does already."""
+        block_by_hash, hash_by_block = self._block_by_hash, self._hash_by_block
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if block_hash not in block_by_hash and block_id not in hash_by_block:
+                block_by_hash[block_hash] = block_id
+                hash_by_block[block_id] = block_hash
 
     def evict(self, block_id: int) -> None:
         """Forget the content of a block that is about to be written (nothing to do for an unknown one)."""

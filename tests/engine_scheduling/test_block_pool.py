@@ -17,8 +17,7 @@ def fill(pool: BlockPool, holder: str, tokens: list[int]) -> list[int]:
     chain = hashes(tokens)
     cached = pool.find_cached(chain)
     blocks = pool.allocate(holder, len(chain) - len(cached), cached)
-    for position, block_hash in enumerate(chain):
-        pool.enter(holder, position, block_hash)
+    pool.enter(holder, 0, chain)
     pool.check_integrity()
     return blocks
 
@@ -76,7 +75,7 @@ def test_of_two_equal_blocks_the_first_stays_indexed() -> None:
     chain = hashes([1, 2, 3, 4])
     for holder in ("a", "b"):
         pool.allocate(holder, 1)
-        pool.enter(holder, 0, chain[0])
+        pool.enter(holder, 0, chain[:1])
     assert pool.find_cached(chain) == [1]
     pool.free("b")
     assert pool.find_cached(chain) == [1]

@@ -84,7 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
         holder = data.draw(st.sampled_from(behind))
         position = self.num_full[holder]
         block, block_hash = self.tables[holder][position], self.chains[holder][position]
-        self.pool.enter(holder, position, block_hash)
+        self.pool.enter(holder, position, [block_hash])
         if block_hash not in self.contents.values():
             self.contents[block] = block_hash
         self.num_full[holder] += 1

@@ -126,7 +126,7 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
     assert engine.pool.num_blocks_of(key) == 3 and engine.connector.fetches[key].block_ids == [1, 2, 3]
     engine.connector.land(key)
-    engine.step()
+    engine.scheduler.hear_finished(*engine.connector.rank.take_finished())
     assert request.status.name == "WAITING" and request.num_computed_tokens == 10
     scheduled = engine.scheduler.schedule()
     new = scheduled.scheduled_new_reqs[0]
@@ -147,6 +147,19 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     assert (timings.transfer.exposed_seconds, timings.transfer.hidden_seconds) == (0.25, 0.5)
     assert timings.prefill_seconds == 0.0
     assert engine.pool.holders() == {}
+
+
+def test_what_has_arrived_joins_the_step_that_hears_of_it() -> None:
+    """No step without work stands between the last byte and the token after token 0."""
+    engine = SteppedEngine()
+    key = receiving(engine)
+    engine.connector.publish_peer(key)
+    engine.run()
+    engine.connector.land(key)
+    num_before = engine.executor.runner.num_forward_passes
+    engine.step()
+    assert engine.executor.runner.num_forward_passes == num_before + 1
+    assert engine.tokens(key) == fake_answer(PROMPT, 2)[1:]
 
 
 def test_token_0_is_the_decode_legs_input_and_is_not_said_again() -> None:

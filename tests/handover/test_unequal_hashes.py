@@ -85,7 +85,6 @@ def test_a_reservation_finds_only_blocks_of_the_kind_that_is_fetched() -> None:
         peer.publish_as(request.key, origin)
         receiver.take_events()
         receiver.reserve(0, None)
-        for position, block_hash in enumerate(request.block_hashes):
-            pool.enter(request.key, position, block_hash)
+        pool.enter(request.key, 0, request.block_hashes)
         pool.check_integrity()
     assert peer.cached == [0, 0, 2, 2]

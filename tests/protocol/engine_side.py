@@ -135,7 +135,8 @@ class EngineSide:
             self.scheduler.abort_request(asked.request_id, asked.attempt)
 
     def step(self) -> None:
-        """Decide, compute, take in."""
+        """Hear, decide, compute, take in."""
+        self.scheduler.hear_finished(*self.completions.take())
         output = self.scheduler.schedule()
         computed = self._compute(output)
         self.take_metadata(output.kv_connector_metadata)
