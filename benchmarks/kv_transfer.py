@@ -2,9 +2,10 @@
 
 Sections, all of them unless ``--only shm,tcp`` says which: ``shm`` beside memcpy, in loops in Python and in C, over the same
 two memfd-backed pools and the same blocks; ``tcp`` beside a bare loop over sockets and NIXL's TCP; ``nixl`` beside a bare
-NIXL script; ``overlap`` through real workers. Ways take turns, and the first and the last round of each are checked byte by
-byte. Everything is launched several times, with processes and pools of its own: where the pages of a pool happen to lie is
-worth a tenth of a ratio. A ratio is the median over the launches of the median over the rounds.
+NIXL script, each in a process that does nothing else; ``overlap`` through real workers. Ways take turns, and the first and
+the last round of each are checked byte by byte. Everything is launched several times, with processes and pools of its own:
+where the pages of a pool happen to lie is worth a tenth of a ratio. A ratio is the median over the launches of the median
+over the rounds.
 """
 
 import argparse
@@ -24,7 +25,13 @@ from benchmarks.kv_held import held_up
 from benchmarks.kv_nixl import TCP_ONLY, over_bare_nixl
 from benchmarks.kv_overlap import measure_overlap
 from benchmarks.kv_pools import SHAPES, Job, Shape, Way, compare, job_of, over_launches, ratio, speeds
-from benchmarks.kv_ways import memcpy_in_c, memcpy_in_python, over_bare_sockets, over_transport
+from benchmarks.kv_ways import (
+    memcpy_in_c,
+    memcpy_in_python,
+    over_bare_sockets,
+    over_transport,
+    over_transport_elsewhere,
+)
 from kv_transfer.transports.nixl_library import why_missing
 
 _MUST, _MUST_WITH_DIGESTS, _MUST_OF_NIXL_TCP = 0.9, 0.8, 2.0
@@ -122,7 +129,7 @@ def _tcp(job: Job, num_rounds: int) -> dict[str, Any]:
 
 
 def _nixl(job: Job, num_rounds: int) -> dict[str, Any]:
-    with over_transport("nixl", job) as (fetch, pull), over_bare_nixl(job) as bare:
+    with over_transport_elsewhere("nixl", job) as (fetch, pull), over_bare_nixl(job) as bare:
         found, ratios = _beside(
             job, ("bare NIXL", bare), [("nixl", fetch, _MUST), ("nixl, digests", pull, 0.0)], num_rounds
         )

@@ -1,6 +1,6 @@
 """The ways to move blocks that are compared: memcpy, bare sockets, and this project's transports.
 
-Whoever lends has a process of its own, started by ``lender``; what it shall do next is told through a pipe.
+Whoever lends has a process of its own, started by ``other_process``; what it shall do next is told through a pipe.
 """
 
 import ctypes
@@ -12,15 +12,18 @@ import socket
 import struct
 import subprocess
 import tempfile
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import torch
 
-from benchmarks.kv_pools import LEASE, Job, Shape, Way
+from benchmarks.kv_pools import LEASE, Job, Shape, Way, job_of
 from engine.kv_cache.memory import MappedKVMemory
 from engine.mailbox import Mailbox
 from kv_transfer import events as ev
@@ -86,7 +89,7 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
     """
     with (
         tempfile.TemporaryDirectory() as folder,
-        lender(_lend, name, job.shape, Path(folder), job.source_ids) as pipe,
+        other_process(_lend, name, job.shape, Path(folder), job.source_ids) as pipe,
     ):
         address = pipe.recv_bytes().decode()
         digests = array("Q", pipe.recv_bytes())
@@ -116,6 +119,39 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
             yield fetch, pull
         finally:
             data.close()
+
+
+@contextmanager
+def over_transport_elsewhere(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
+    """The same, read in a process that does nothing else, as a bare script is; it measures itself."""
+    with other_process(_read, name, job.shape, is_parent=True) as pipe:
+
+        def ask(word: str) -> float:
+            pipe.send_bytes(word.encode())
+            if not pipe.poll(_WAIT_SECONDS):
+                raise AssertionError(f"{name}: no answer to {word}")
+            return float(pipe.recv_bytes())
+
+        ask("fetch"), ask("check"), ask("pull"), ask("check")
+        yield partial(ask, "fetch"), partial(ask, "pull")
+        ask("check")
+
+
+def _read(pipe: Connection, name: str, shape: Shape) -> None:
+    """The reader's process: carries out what it is told, and says how many seconds that took."""
+    torch.set_num_threads(1)
+    job = job_of(shape)
+    with over_transport(name, job) as (fetch, pull), suppress(EOFError):
+        do: dict[bytes, Callable[[], object]] = {
+            b"fetch": fetch,
+            b"pull": pull,
+            b"check": lambda: job.check(name),
+        }
+        while True:
+            work = do[pipe.recv_bytes()]
+            begin = time.perf_counter()
+            work()
+            pipe.send_bytes(str(time.perf_counter() - begin).encode())
 
 
 def _mapped(path: str, num_bytes: int) -> memoryview:
@@ -164,7 +200,7 @@ def over_bare_sockets(job: Job) -> Iterator[Way]:
     pieces = _pieces(job.target, job.target_ids)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        with lender(_send_bare, job.shape, address, job.source_ids), listener.accept()[0] as sock:
+        with other_process(_send_bare, job.shape, address, job.source_ids), listener.accept()[0] as sock:
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(_WAIT_SECONDS), 0))
 
@@ -216,11 +252,16 @@ def _after(piece: list[memoryview], count: int) -> list[memoryview]:
 
 
 @contextmanager
-def lender(work: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """A process that runs ``work(its end of a pipe, *arguments)``; told to end by the pipe's closing."""
+def other_process(
+    work: Callable[..., None], *arguments: object, is_parent: bool = False
+) -> Iterator[Connection]:
+    """A process that runs ``work(its end of a pipe, *arguments)``; told to end by the pipe's closing.
+
+    is_parent: it starts processes of its own.
+    """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=work, args=(theirs, *arguments), daemon=True)
+    process = spawn.Process(target=work, args=(theirs, *arguments), daemon=not is_parent)
     process.start()
     theirs.close()
     try:

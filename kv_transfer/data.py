@@ -15,7 +15,7 @@ from contract.errors import ErrorKind, InternalError, KvbatonError, TransferErro
 from engine.connector import KVMemory, LayerWatch
 from engine.mailbox import Mailbox
 from kv_transfer import events as ev
-from kv_transfer.block_views import BlockPart, is_flat, read_views, write_views
+from kv_transfer.block_views import BlockPart, KeptViews, is_flat, read_views, write_views
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.digesting import Landing, UnfinishedBlocks, digests_of
 from kv_transfer.layer_watch import SplitOrders
@@ -92,6 +92,7 @@ class DataHalf:
     def start(self, memory: KVMemory) -> None:
         """Begin to work on ``memory``."""
         self._memory = memory
+        self._kept_views = KeptViews(memory) if is_flat(memory) else None
         self._lending.start(memory)
         self._thread.start()
 
@@ -209,7 +210,7 @@ class DataHalf:
         if unfinished is not None:  # it is lent already
             return ev.RangeReady(first, unfinished.finish(self._memory, start, end))
         block_ids = order.block_ids[start:end]
-        digests = digests_of(read_views(self._memory, block_ids), order.seeds[start:end])
+        digests = digests_of(self._contents(block_ids), order.seeds[start:end])
         return ev.RangeReady(first, digests, self._lending.publish(order.name, block_ids))
 
     def _pull(self, job: PullJob) -> None:
@@ -252,7 +253,8 @@ class DataHalf:
             begin, end = self._read_rest(job, job.ahead)
         else:
             views = write_views(self._memory, job.block_ids)
-            begin, end = self._read(job, job.shares[0], job.first_block, views)
+            contents = views if self._kept_views is None else self._kept_views.of(job.block_ids)
+            begin, end = self._read(job, job.shares[0], job.first_block, views, contents)
         self._reports.fetch_event(job.key, ev.PieceLanded(len(job.block_ids), begin, end))
         return ev.PieceVerified(len(job.block_ids), end)
 
@@ -299,7 +301,7 @@ class DataHalf:
         """Read these blocks of one of the sender's ranks."""
         size = content.nbytes // len(blocks)
         staged = [content[start : start + size] for start in range(0, content.nbytes, size)]
-        self._read(job, share, blocks.start, staged)
+        self._read(job, share, blocks.start, staged, staged)
 
     def _read(
         self,
@@ -307,8 +309,9 @@ class DataHalf:
         share: Share,
         first_block: int,
         views: Sequence[memoryview],
+        contents: Sequence[memoryview],
     ) -> tuple[float, float]:
-        """Read, and verify each piece as it lands.
+        """Read into ``views``, and verify each piece as it lands, by ``contents``, which are the same bytes.
 
         Returns when the copy began and when all of it was verified; what verifying took is left out of the time between.
         """
@@ -318,7 +321,7 @@ class DataHalf:
 
         def verify(start: int, end: int) -> None:
             job.read.check()
-            found = digests_of(views[start:end], job.seeds[offset + start : offset + end])
+            found = digests_of(contents[start:end], job.seeds[offset + start : offset + end])
             self._compare(job, share, first_block + start, found)
 
         landing = Landing(verify)
@@ -376,6 +379,12 @@ class DataHalf:
                 f" {job.name.attempt}) from worker {job.source.worker_id} failed its digest check:"
                 f" {found[bad]:016x} arrived, {announced[bad]:016x} was announced"
             )
+
+    def _contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        """Whole blocks of the pool, to be digested."""
+        if self._kept_views is None:
+            return read_views(self._memory, block_ids)
+        return self._kept_views.of(block_ids)
 
     def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
         self._memory.commit(list(job.block_ids))

@@ -6,7 +6,7 @@ in that list, so nobody can ask for a block outside it. A read counts only when 
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 
@@ -180,17 +180,16 @@ class Read:
         if self.is_stopped:
             raise ReadStoppedError("the read was stopped")
 
-    @contextmanager
-    def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
+    def interruptible(self, interrupt: Callable[[], None]) -> AbstractContextManager[None]:
         """Within, ``stop`` calls ``interrupt`` (which must not block). Raises ReadStoppedError if stopped before."""
+        return _Interruptible(self, interrupt)
+
+    def interrupt_by(self, interrupt: Callable[[], None] | None) -> None:
+        """What ``stop`` calls from now on. Raises ReadStoppedError if it was stopped before."""
         with self._lock:
-            self.check()
+            if interrupt is not None:
+                self.check()
             self._interrupt = interrupt
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._interrupt = None
 
     @property
     def is_followed(self) -> bool:
@@ -214,6 +213,19 @@ class Read:
             yield
         finally:
             self._on_landed = before
+
+
+class _Interruptible:
+    """See ``Read.interruptible``. No generator: every read enters this, mostly with cold caches."""
+
+    def __init__(self, read: Read, interrupt: Callable[[], None]) -> None:
+        self._read, self._interrupt = read, interrupt
+
+    def __enter__(self) -> None:
+        self._read.interrupt_by(self._interrupt)
+
+    def __exit__(self, *_: object) -> None:
+        self._read.interrupt_by(None)
 
 
 class SenderTransport(Protocol):

@@ -1,8 +1,7 @@
 """What a receiver that asks nobody reads blocks by: a BlockGrant per published range, which comes by the control link."""
 
-from array import array
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,53 +11,42 @@ from contract.errors import TransferError
 from kv_transfer.transport import ReadRequest
 from kv_transfer.transports.generations import NUM_SLOTS
 
-_ID, _ID_BYTES = "q", array("q").itemsize
+_N = TypeVar("_N", np.int64, np.int32)
 
 
 class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of the sender's pool, which hold what the lease lends while ``slot`` shows ``generation``.
 
-    packed_ids: the blocks' ids, 64 bits each, in the byte order of both ends: KV is not turned round either.
+    packed_ids: the blocks' ids, each of as many bits as the transport copies by (``id_type``: 64 or 32), in the byte order
+    of both ends: KV is not turned round either.
     """
 
     slot: Annotated[int, msgspec.Meta(gt=0, lt=NUM_SLOTS)]
     generation: int
     packed_ids: bytes
 
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks."""
-        return len(self.packed_ids) // _ID_BYTES
-
-
-def unpack_ids(grants: Sequence[BlockGrant]) -> npt.NDArray[np.int64]:
-    """The blocks of all of them, in order."""
-    packed = grants[0].packed_ids if len(grants) == 1 else b"".join([grant.packed_ids for grant in grants])
-    return np.frombuffer(packed, np.int64)
-
 
 _grants = msgspec.msgpack.Decoder(BlockGrant)
 
 
-def encode_grant(slot: int, generation: int, block_ids: Sequence[int]) -> bytes:
+def encode_grant(
+    slot: int, generation: int, block_ids: Sequence[int], id_type: type[np.signedinteger[Any]] = np.int64
+) -> bytes:
     """What the receiver gets by the control link."""
-    return msgspec.msgpack.encode(BlockGrant(slot, generation, array(_ID, block_ids).tobytes()))
+    return msgspec.msgpack.encode(BlockGrant(slot, generation, np.array(block_ids, id_type).tobytes()))
 
 
 def decode_grant(data: bytes) -> BlockGrant:
     """Raises TransferError for bytes that are no grant."""
     try:
-        grant = _grants.decode(data)
+        return _grants.decode(data)
     except msgspec.MsgspecError as error:
         raise TransferError(f"the sender handed out a malformed grant: {error}") from error
-    if len(grant.packed_ids) % _ID_BYTES:
-        raise TransferError(f"the sender granted {len(grant.packed_ids)} bytes of block ids")
-    return grant
 
 
 def granted_blocks(
-    request: ReadRequest, transport: str, who: str
-) -> tuple[npt.NDArray[np.int64], set[tuple[int, int]]]:
+    request: ReadRequest, transport: str, who: str, id_type: type[_N]
+) -> tuple[npt.NDArray[_N], set[tuple[int, int]]]:
     """The sender's blocks that are wanted, whether its pool has them or not, and (slot, generation) of what lends them.
 
     Raises StaleLeaseError for blocks that are not among those that ``who`` granted, TransferError for what is no grant.
@@ -66,12 +54,18 @@ def granted_blocks(
     if not request.grants:
         raise TransferError(f"{who} published blocks without a grant for {transport}")
     base = end = request.grants[0].first_block
-    grants: list[BlockGrant] = []
+    id_bytes = np.dtype(id_type).itemsize
+    packed: list[bytes] = []
+    seen: set[tuple[int, int]] = set()
     for given in request.grants:
         grant = decode_grant(given.by_transport.get(transport, b""))
-        grants.append(grant)
-        end += grant.num_blocks
-        if end != given.end_block:
+        num_ids, num_left = divmod(len(grant.packed_ids), id_bytes)
+        if num_left:
+            raise TransferError(f"{who} granted {len(grant.packed_ids)} bytes of block ids")
+        end += num_ids
+        if end != given.first_block + given.num_blocks:
             raise TransferError(f"{who} granted other blocks than it published")
-    block_ids = unpack_ids(grants)[request.within(end - base, base)]
-    return block_ids, {(grant.slot, grant.generation) for grant in grants}
+        packed.append(grant.packed_ids)
+        seen.add((grant.slot, grant.generation))
+    block_ids = np.frombuffer(packed[0] if len(packed) == 1 else b"".join(packed), id_type)
+    return block_ids[request.within(end - base, base)], seen

@@ -1,8 +1,7 @@
 """What a receiver keeps open for each source between its reads, safe for one thread per source."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from contract.errors import KvbatonError, TransferError
@@ -40,19 +39,21 @@ class Kept(Generic[_K]):
         self._in_use: set[_K] = set()
         self._is_closed = False
 
-    @contextmanager
-    def using(self, source: Source, make: Callable[[], _K]) -> Iterator[_K]:
+    def using(self, source: Source, make: Callable[[], _K]) -> "_Use[_K]":
         """The one of this source, made where there is none. Raises TransferError after ``close``."""
-        kept = self._take(source, make)
-        is_good = False
-        try:
-            yield kept
-            is_good = True
-        except KvbatonError as error:
-            is_good = self._harmless is not None and isinstance(error, self._harmless)
-            raise
-        finally:
-            self._put_back(source, kept, is_good)
+        return _Use(self, source, self._take(source, make))
+
+    def put_back(self, source: Source, kept: _K, error: BaseException | None) -> None:
+        """Its user has let go, with this error."""
+        is_good = error is None or (self._harmless is not None and isinstance(error, self._harmless))
+        with self._lock:
+            self._in_use.discard(kept)
+            is_kept = self._kept.get(source) is kept
+            if is_kept and is_good:
+                return
+            if is_kept:
+                del self._kept[source]
+        kept.close()
 
     def forget(self, source: Source) -> None:
         """Close the one of this source: now, or when its user has let go, which it is made to do soon."""
@@ -87,12 +88,16 @@ class Kept(Generic[_K]):
             self._in_use.add(kept)
             return kept
 
-    def _put_back(self, source: Source, kept: _K, is_good: bool) -> None:
-        with self._lock:
-            self._in_use.discard(kept)
-            is_kept = self._kept.get(source) is kept
-            if is_kept and is_good:
-                return
-            if is_kept:
-                del self._kept[source]
-        kept.close()
+
+class _Use(Generic[_K]):
+    """Within, one of the kept is in use. No generator: every read enters this, mostly with cold caches."""
+
+    def __init__(self, keeper: Kept[_K], source: Source, kept: _K) -> None:
+        self._keeper, self._source, self._kept = keeper, source, kept
+
+    def __enter__(self) -> _K:
+        """It is taken already."""
+        return self._kept
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._keeper.put_back(self._source, self._kept, error)

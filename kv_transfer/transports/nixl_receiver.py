@@ -26,6 +26,7 @@ from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.data_port import dial, shut_down, unconnected
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.nixl_agent import DescribedRegion
+from kv_transfer.transports.nixl_memory import ID_TYPE
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_peer import MAX_SLOTS_AT_ONCE, RemotePool
 from kv_transfer.transports.nixl_read import Ids, NixlRead, ReadStep, SlotsStep
@@ -107,18 +108,22 @@ class _Peer:
         pool = self.connect(read)
         start, end = block_span(pool.region.block_bytes, request.part)
         check_sizes(views, end - start, self._who)
-        block_ids, seen = granted_blocks(request, self._source.transport, self._who)
+        block_ids, seen = granted_blocks(request, self._source.transport, self._who, ID_TYPE)
         if len(seen) > MAX_SLOTS_AT_ONCE or len(block_ids) != len(views):
             raise TransferError(f"{len(views)} blocks under {len(seen)} leases are not read at once")
-        if (outside := block_outside(block_ids, pool.region.num_blocks)) is not None:
-            raise TransferError(f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}")
         self._check_open()
         if self._needs_help is None:
             self._find_out(pool, read)
         if self._needs_help:
             self._ask(Help.BEGIN)
         slots, generations = zip(*seen, strict=True)
-        self._move(pool, block_ids.astype(np.int32), views, request, slots, read)
+        try:
+            self._move(pool, block_ids, views, request, slots, read)
+        except TransferError as error:  # the library looks at each number
+            if (outside := block_outside(block_ids, pool.region.num_blocks)) is None:
+                raise
+            words = f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}"
+            raise TransferError(words) from error
         if self._is_helped:
             self._ask(Help.END)
         if pool.found.numbers(len(slots)) != list(generations):

@@ -16,7 +16,7 @@ from kv_transfer.transports.block_grants import encode_grant
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_port import DataPort, Visit
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, SharedLeases
-from kv_transfer.transports.nixl_memory import Region, region_of
+from kv_transfer.transports.nixl_memory import ID_TYPE, Region, region_of
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
 from kv_transfer.transports.settings import has_rdma_device
@@ -73,7 +73,7 @@ class NixlSender:
         """Say where the blocks are, and how the lease's end can be seen. Raises TransferError for too many leases."""
         if self.welcome.status is not DataStatus.OK:
             return None
-        return encode_grant(*self._leases.open(name), block_ids)
+        return encode_grant(*self._leases.open(name), block_ids, ID_TYPE)
 
     def release(self, name: LeaseName) -> None:
         """End the lease: what is read of it from now on, or is being read, fails at its reader."""

@@ -109,7 +109,7 @@ class _MappedPeer:
 
     def _granted(self, request: ReadRequest) -> tuple[BlockViews, _Seen]:
         """The sender's blocks that are wanted, and the leases that lend them."""
-        block_ids, seen = granted_blocks(request, self._source.transport, self._who)
+        block_ids, seen = granted_blocks(request, self._source.transport, self._who, np.int64)
         try:
             return BlockViews(
                 self._pool, self._block_bytes, block_ids, request.part, self._pool_address

@@ -11,7 +11,8 @@ import pytest
 from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
-from kv_transfer.block_views import BlockViews, read_views, write_views
+from kv_transfer import block_views
+from kv_transfer.block_views import BlockViews, KeptViews, read_views, write_views
 from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transport import (
@@ -263,6 +264,22 @@ def test_views_of_a_flat_pool_are_those_of_its_blocks() -> None:
     assert bytes(memory.read_view(2)[:4]) == b"here"
     assert all(view.readonly for view in read_views(memory, [0, 1]))
     assert list(write_views(memory, [])) == []
+
+
+def test_kept_views_are_the_blocks_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_views, "MAX_KEPT_VIEWS", 3)
+    memory = filled(SMALL, 8)
+    kept = KeptViews(memory)
+    first = kept.of([5, 2, 5])
+    assert first == [memory.read_view(block_id) for block_id in (5, 2, 5)]
+    memory.write_view(2)[:4] = b"here"
+    again = kept.of((2,))
+    assert again[0] is first[1] and again[0].readonly and bytes(again[0][:4]) == b"here"
+    for block_id in range(8):
+        assert kept.of([block_id]) == [memory.read_view(block_id)]
+        assert len(kept) <= 4
+    with pytest.raises(IndexError, match="block 8 is not in the pool of 8"):
+        kept.of([1, 8])
 
 
 @pytest.mark.parametrize(("block_ids", "outside"), [([8], 8), ([0, -1], -1), ([3, 99, 4], 99), ([-9, 3], -9)])

@@ -24,7 +24,7 @@ from kv_transfer.transports.block_grants import encode_grant
 from kv_transfer.transports.data_port import DataPort, Visit
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable
 from kv_transfer.transports.nixl_library import load
-from kv_transfer.transports.nixl_memory import HostMemory, Region
+from kv_transfer.transports.nixl_memory import ID_TYPE, HostMemory, Region
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_receiver import agent_name
 from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
@@ -199,14 +199,14 @@ def test_a_sender_that_grants_something_else_is_not_believed(port: NixlPort, rea
     def range_of(num_blocks: int, data: bytes) -> tuple[RangeGrant, ...]:
         return (RangeGrant(0, num_blocks, {"nixl": data}),)
 
-    for data in (b"", b"\x91\xff", b"\xc0", encode_grant(0, 1, [1])):
+    for data in (b"", b"\x91\xff", b"\xc0", encode_grant(0, 1, [1], ID_TYPE)):
         with pytest.raises(TransferError, match="malformed grant"):
             reader.fetch(port.source, range(1), range_of(1, data))
     with pytest.raises(TransferError, match="granted other blocks than it published"):
-        reader.fetch(port.source, range(1), range_of(2, encode_grant(1, 1, [1])))
-    for block_id in (-1, NUM_BLOCKS, 2**32):
+        reader.fetch(port.source, range(1), range_of(2, encode_grant(1, 1, [1], ID_TYPE)))
+    for block_id in (-1, NUM_BLOCKS, 2**31 - 1):
         with pytest.raises(TransferError, match=f"granted block {block_id} of a pool of 100"):
-            reader.fetch(port.source, range(2), range_of(2, encode_grant(1, 1, [1, block_id])))
+            reader.fetch(port.source, range(2), range_of(2, encode_grant(1, 1, [1, block_id], ID_TYPE)))
 
 
 def test_a_stopped_read_ends_between_its_parts(port: NixlPort, reader: Reader) -> None:
