@@ -34,6 +34,7 @@ from kv_transfer.digesting import digest_of
 from kv_transfer.leases import Sessions
 from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source, blocks_per_piece
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.data_port import leave_unpaced
 from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transport
 
@@ -192,15 +193,19 @@ class _Reports:
 
 
 @contextmanager
-def over_bare_sockets(job: Job) -> Iterator[Way]:
+def over_bare_sockets(job: Job, *, is_unpaced: bool = False) -> Iterator[Way]:
     """One ``sendmsg`` and one ``recvmsg_into`` per piece of the same size, and nothing else: no words, no checks.
 
     The views are made beforehand. Faster variants were looked for: both ends wait in the kernel (``MSG_WAITALL``).
+    is_unpaced: as ``leave_unpaced`` does; else as the system has it.
     """
     pieces = _pieces(job.target, job.target_ids)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        with other_process(_send_bare, job.shape, address, job.source_ids), listener.accept()[0] as sock:
+        with (
+            other_process(_send_bare, job.shape, address, job.source_ids, is_unpaced),
+            listener.accept()[0] as sock,
+        ):
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(_WAIT_SECONDS), 0))
 
@@ -221,11 +226,15 @@ def _receive(sock: socket.socket, piece: list[memoryview]) -> None:
         piece = _after(piece, count) if wanted else []
 
 
-def _send_bare(pipe: Connection, shape: Shape, address: tuple[str, int], order: list[int]) -> None:
+def _send_bare(
+    pipe: Connection, shape: Shape, address: tuple[str, int], order: list[int], is_unpaced: bool
+) -> None:
     """The sender's process: everything, whenever a byte comes."""
     pieces = _pieces(shape.source_pool(), order)
     with socket.create_connection(address) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if is_unpaced:
+            leave_unpaced(sock)
         sock.settimeout(None)
         while sock.recv(1):
             for piece in pieces:

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from contract.errors import TransferError
 from kv_transfer.framing import HEADER, ShortReadError, encode_frame
 from kv_transfer.transport import LeaseName, ReadRequest
 from kv_transfer.transports.block_vectors import socket_blocks
+from kv_transfer.transports.data_port import leave_unpaced
 from kv_transfer.transports.tcp_stream import DataStream
 from kv_transfer.transports.tcp_wire import (
     ALIGNMENT,
@@ -126,3 +128,60 @@ def test_a_request_for_nothing_or_for_blocks_before_a_lease_is_no_request(
     frame = encode_frame(request, MAX_DATA_FRAME_BYTES)
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(frame[HEADER.size :], type=ReadRequest)
+
+
+class Chosen(socket.socket):
+    """A connection between these hosts, for which the system has chosen this congestion control."""
+
+    def __init__(self, ours: str, theirs: str, algorithm: bytes, may_choose: bool) -> None:
+        super().__init__()
+        self._ours, self._theirs, self._may_choose = ours, theirs, may_choose
+        self.algorithm = algorithm
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._ours, 1
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._theirs, 2
+
+    def getsockopt(self, level: int, option: int, *_: Any) -> Any:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
+        return self.algorithm.ljust(16, b"\0")
+
+    def setsockopt(self, level: int, option: int, value: Any, *_: Any) -> None:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
+        if not self._may_choose:
+            raise PermissionError
+        self.algorithm = value
+
+
+@pytest.mark.parametrize(
+    ("theirs", "algorithm", "may_choose", "then"),
+    [
+        ("10.0.0.1", b"bbr", True, b"reno"),
+        ("10.0.0.1", b"bbr2", True, b"reno"),
+        ("10.0.0.1", b"bbr", False, b"bbr"),
+        ("10.0.0.1", b"cubic", True, b"cubic"),
+        ("10.0.0.2", b"bbr", True, b"bbr"),
+    ],
+)
+def test_only_what_stays_within_a_machine_is_left_unpaced(
+    theirs: str, algorithm: bytes, may_choose: bool, then: bytes
+) -> None:
+    with Chosen("10.0.0.1", theirs, algorithm, may_choose) as sock:
+        leave_unpaced(sock)
+        assert sock.algorithm == then
+
+
+def test_a_real_connection_goes_on_with_what_it_was_left_with() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+    ):
+        other = server.accept()[0]
+        leave_unpaced(other)
+        chosen = other.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert not chosen.startswith(b"bbr")
+        other.sendall(b"bytes")
+        assert one.recv(5) == b"bytes"
+        other.close()
