@@ -1,7 +1,7 @@
 """Blocks of a KV pool as views: where they lie in memory, whole or a part of each."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Protocol, TypeGuard, overload, runtime_checkable
+from typing import Annotated, Protocol, TypeGuard, overload, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -43,9 +43,9 @@ def block_span(block_bytes: int, part: BlockPart | None) -> tuple[int, int]:
     return part.start_byte, end
 
 
-def block_outside(ids: npt.NDArray[np.signedinteger[Any]], num_blocks: int) -> int | None:
+def block_outside(ids: npt.NDArray[np.int64], num_blocks: int) -> int | None:
     """One of the blocks, at least one, that a pool of so many does not have."""
-    at = ids.view(f"u{ids.itemsize}").argmax()  # a negative one is larger than all
+    at = ids.view(np.uint64).argmax()  # a negative one is larger than all
     return None if 0 <= (block_id := ids.item(at)) < num_blocks else block_id
 
 

@@ -120,7 +120,8 @@ class _Peer:
         try:
             self._move(pool, block_ids, views, request, slots, read)
         except TransferError as error:  # the library looks at each number
-            if (outside := block_outside(block_ids, pool.region.num_blocks)) is None:
+            outside = block_outside(block_ids.astype(np.int64), pool.region.num_blocks)
+            if outside is None:
                 raise
             words = f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}"
             raise TransferError(words) from error
