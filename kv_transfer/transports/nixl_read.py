@@ -67,7 +67,7 @@ class NixlRead:
         self.is_terminal = self.is_late = False
         self._opened_at = time.monotonic()
         self._error: KvbatonError | None = None
-        self._news = Mailbox[None]()
+        self._news: Mailbox[None] = Mailbox()
 
     def post_next(self, agent: NixlAgent) -> bool:
         """The step before is terminal: post the next one, and those behind it as long as each is done at once.
