@@ -133,7 +133,8 @@ def over_transport_elsewhere(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
                 raise AssertionError(f"{name}: no answer to {word}")
             return float(pipe.recv_bytes())
 
-        ask("fetch"), ask("check"), ask("pull"), ask("check")
+        for word in ("fetch", "check", "pull", "check"):
+            ask(word)
         yield partial(ask, "fetch"), partial(ask, "pull")
         ask("check")
 

@@ -154,14 +154,15 @@ def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = N
 class KeptViews(dict[int, memoryview]):
     """The whole blocks of a flat pool, each made into a read-only view once: that takes half as long as digesting it.
 
-    At most MAX_KEPT_VIEWS of them, so that Python's garbage collector does not have to look through more.
+    More than MAX_KEPT_VIEWS are forgotten, all of them, when others are asked for: Python's garbage collector looks through
+    each.
     """
 
     def __init__(self, memory: FlatMemory) -> None:
         super().__init__()
         self._memory = memory
 
-    def of(self, block_ids: Sequence[int]) -> list[memoryview]:
+    def of(self, block_ids: BlockIds) -> list[memoryview]:
         """The views of these blocks. Raises IndexError for one that the pool does not have."""
         if len(self) > MAX_KEPT_VIEWS:
             self.clear()

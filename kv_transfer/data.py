@@ -15,7 +15,7 @@ from contract.errors import ErrorKind, InternalError, KvbatonError, TransferErro
 from engine.connector import KVMemory, LayerWatch
 from engine.mailbox import Mailbox
 from kv_transfer import events as ev
-from kv_transfer.block_views import BlockPart, KeptViews, is_flat, read_views, write_views
+from kv_transfer.block_views import BlockPart, BlockViews, KeptViews, is_flat, read_views, write_views
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.digesting import Landing, UnfinishedBlocks, digests_of
 from kv_transfer.layer_watch import SplitOrders
@@ -210,7 +210,8 @@ class DataHalf:
         if unfinished is not None:  # it is lent already
             return ev.RangeReady(first, unfinished.finish(self._memory, start, end))
         block_ids = order.block_ids[start:end]
-        digests = digests_of(self._contents(block_ids), order.seeds[start:end])
+        views = self._to_digest(read_views(self._memory, block_ids))
+        digests = digests_of(views, order.seeds[start:end])
         return ev.RangeReady(first, digests, self._lending.publish(order.name, block_ids))
 
     def _pull(self, job: PullJob) -> None:
@@ -253,8 +254,7 @@ class DataHalf:
             begin, end = self._read_rest(job, job.ahead)
         else:
             views = write_views(self._memory, job.block_ids)
-            contents = views if self._kept_views is None else self._kept_views.of(job.block_ids)
-            begin, end = self._read(job, job.shares[0], job.first_block, views, contents)
+            begin, end = self._read(job, job.shares[0], job.first_block, views)
         self._reports.fetch_event(job.key, ev.PieceLanded(len(job.block_ids), begin, end))
         return ev.PieceVerified(len(job.block_ids), end)
 
@@ -301,7 +301,7 @@ class DataHalf:
         """Read these blocks of one of the sender's ranks."""
         size = content.nbytes // len(blocks)
         staged = [content[start : start + size] for start in range(0, content.nbytes, size)]
-        self._read(job, share, blocks.start, staged, staged)
+        self._read(job, share, blocks.start, staged)
 
     def _read(
         self,
@@ -309,15 +309,15 @@ class DataHalf:
         share: Share,
         first_block: int,
         views: Sequence[memoryview],
-        contents: Sequence[memoryview],
     ) -> tuple[float, float]:
-        """Read into ``views``, and verify each piece as it lands, by ``contents``, which are the same bytes.
+        """Read, and verify each piece as it lands.
 
         Returns when the copy began and when all of it was verified; what verifying took is left out of the time between.
         """
         count, offset = len(views), first_block - job.first_block
         grants = grants_within(job.grants, first_block, first_block + count)
         of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
+        contents = self._to_digest(views)
 
         def verify(start: int, end: int) -> None:
             job.read.check()
@@ -380,11 +380,11 @@ class DataHalf:
                 f" {found[bad]:016x} arrived, {announced[bad]:016x} was announced"
             )
 
-    def _contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
-        """Whole blocks of the pool, to be digested."""
-        if self._kept_views is None:
-            return read_views(self._memory, block_ids)
-        return self._kept_views.of(block_ids)
+    def _to_digest(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """The same blocks, by views that are kept where these are whole blocks of a flat pool."""
+        if self._kept_views is None or not isinstance(views, BlockViews) or views.part is not None:
+            return views
+        return self._kept_views.of(views.block_ids)
 
     def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
         self._memory.commit(list(job.block_ids))

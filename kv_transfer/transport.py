@@ -185,7 +185,7 @@ class Read:
         return _Interruptible(self, interrupt)
 
     def interrupt_by(self, interrupt: Callable[[], None] | None) -> None:
-        """What ``stop`` calls from now on. Raises ReadStoppedError if it was stopped before."""
+        """What ``stop`` calls from now on; None: nothing. Raises ReadStoppedError if stopped before, but not for None."""
         with self._lock:
             if interrupt is not None:
                 self.check()

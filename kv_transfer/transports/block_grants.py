@@ -1,7 +1,7 @@
 """What a receiver that asks nobody reads blocks by: a BlockGrant per published range, which comes by the control link."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,9 +29,7 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
 _grants = msgspec.msgpack.Decoder(BlockGrant)
 
 
-def encode_grant(
-    slot: int, generation: int, block_ids: Sequence[int], id_type: type[np.signedinteger[Any]] = np.int64
-) -> bytes:
+def encode_grant(slot: int, generation: int, block_ids: Sequence[int], id_type: type[_N]) -> bytes:
     """What the receiver gets by the control link."""
     return msgspec.msgpack.encode(BlockGrant(slot, generation, np.array(block_ids, id_type).tobytes()))
 
@@ -63,7 +61,7 @@ def granted_blocks(
         if num_left:
             raise TransferError(f"{who} granted {len(grant.packed_ids)} bytes of block ids")
         end += num_ids
-        if end != given.first_block + given.num_blocks:
+        if end != given.end_block:
             raise TransferError(f"{who} granted other blocks than it published")
         packed.append(grant.packed_ids)
         seen.add((grant.slot, grant.generation))

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import numpy as np
+
 from contract.errors import SettingError
 from engine.connector import KVMemory
 from kv_transfer.transport import LeaseName
@@ -63,7 +65,9 @@ class ShmSender:
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
         """Say where the blocks are, and how the lease's end can be seen. Raises TransferError for too many leases."""
-        return None if self._pool is None else encode_grant(*self._leases.open(name), block_ids)
+        if self._pool is None:
+            return None
+        return encode_grant(*self._leases.open(name), block_ids, np.int64)
 
     def release(self, name: LeaseName) -> None:
         """End the lease: what is read of it from now on, or is being read, fails at its reader."""

@@ -10,7 +10,7 @@ from engine import mailbox
 from engine.mailbox import Mailbox
 
 
-def in_thread(work: "threading.Thread") -> None:
+def in_thread(work: threading.Thread) -> None:
     work.daemon = True
     work.start()
     work.join(30)

@@ -98,6 +98,15 @@ def begin(pair: Pair) -> tuple[str, str]:
     return send.key, fetch.key
 
 
+def compute_and_receive(pair: Pair, send: str, fetch: str) -> None:
+    """The blocks behind block 0 are computed by one step; until all have crossed and were verified."""
+    driver, decode = pair.prefill.driver, pair.decode.driver
+    driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
+    driver.step()
+    driver.scheduler.finish_send(send, TOKENS)
+    decode.wait_for(lambda: fetch in decode.received, "received")
+
+
 def compute(pair: Pair, number: int) -> None:
     """Write this layer of the blocks behind block 0, once what was computed before has crossed."""
     crossed = LAYOUT.block_bytes + (NUM_BLOCKS - 1) * LAYER_BYTES * (number - 1)
@@ -120,10 +129,7 @@ def test_layers_cross_while_later_ones_are_computed(transport: str) -> None:
         send, fetch = begin(pair)
         driver, decode = pair.prefill.driver, pair.decode.driver
         driver.compute_layer = partial(compute, pair)
-        driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
-        driver.step()
-        driver.scheduler.finish_send(send, TOKENS)
-        decode.wait_for(lambda: fetch in decode.received, "received")
+        compute_and_receive(pair, send, fetch)
         received = decode.scheduler.take_received(fetch)
         assert received.report.num_bytes == NUM_BLOCKS * LAYOUT.block_bytes == num_bytes(pair)
         assert pair.decode.holds("t-r", TARGET_IDS)
@@ -134,12 +140,9 @@ def test_a_read_ahead_that_fails_costs_nothing_but_time() -> None:
     sides = Sides(decode={"decorate": UnreadyReceiver})
     with pair_of(sides) as pair:
         send, fetch = begin(pair)
-        driver, decode = pair.prefill.driver, pair.decode.driver
+        decode = pair.decode.driver
         pair.prefill.lend("t-r", SOURCE_IDS)
-        driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
-        driver.step()
-        driver.scheduler.finish_send(send, TOKENS)
-        decode.wait_for(lambda: fetch in decode.received, "received")
+        compute_and_receive(pair, send, fetch)
         assert decode.scheduler.take_received(fetch).report.num_bytes == num_bytes(pair)
         assert pair.decode.holds("t-r", TARGET_IDS)
         assert decode.failed == {}
@@ -148,12 +151,8 @@ def test_a_read_ahead_that_fails_costs_nothing_but_time() -> None:
 def test_what_landed_of_a_read_ahead_that_failed_is_not_digested_twice() -> None:
     with pair_of(Sides(decode={"decorate": LateFailure})) as pair:
         send, fetch = begin(pair)
-        driver, decode = pair.prefill.driver, pair.decode.driver
         pair.prefill.lend("t-r", SOURCE_IDS)
-        driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
-        driver.step()
-        driver.scheduler.finish_send(send, TOKENS)
-        decode.wait_for(lambda: fetch in decode.received, "received")
+        compute_and_receive(pair, send, fetch)
         assert pair.decode.holds("t-r", TARGET_IDS)
         assert pair.decode.count("transfer_digest_mismatches_total") == 0
         assert pair.decode.count("transfer_failures_total") == 0
@@ -164,12 +163,8 @@ def test_a_layer_that_is_spoiled_on_its_way_fails_the_digest(number: int) -> Non
     """Whichever was read ahead, the last one included; then the blocks are read as a whole."""
     with pair_of(Sides(decode={"decorate": partial(SpoilingReceiver, number)})) as pair:
         send, fetch = begin(pair)
-        driver, decode = pair.prefill.driver, pair.decode.driver
-        driver.compute_layer = partial(compute, pair)
-        driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
-        driver.step()
-        driver.scheduler.finish_send(send, TOKENS)
-        decode.wait_for(lambda: fetch in decode.received, "the second, whole read")
+        pair.prefill.driver.compute_layer = partial(compute, pair)
+        compute_and_receive(pair, send, fetch)
         assert pair.decode.count("transfer_digest_mismatches_total") == 1
         assert pair.decode.holds("t-r", TARGET_IDS)
 

@@ -1,6 +1,5 @@
 """``nccl`` by gloo between real processes: right bytes, or one clear error within its timeout."""
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from kv_transfer.transports.tcp_wire import DataStatus
 from tests.kv_transfer.nccl_port import NcclPort, Reader
 from tests.kv_transfer.nixl_port import LAYOUT, NAME, NUM_BLOCKS, TOKEN
 from tests.kv_transfer.sender_process import Sender, running_sender
+from tests.processes import stop
 
 
 def sender_process(timeout_seconds: float = 30.0) -> AbstractContextManager[Sender]:
@@ -66,8 +66,7 @@ def test_a_silent_sender_fails_the_read_within_its_timeout() -> None:
     reader = Reader(timeout_seconds=2.0)
     with sender_process() as sender:
         reader.fetch(sender.source, range(1))
-        sender.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, sender.process.pid, os.WSTOPPED | os.WNOWAIT)
+        stop(sender.process)
         with pytest.raises(TransferError, match="reading from worker p failed: timed out"):
             reader.fetch(sender.source, range(1, 2))
         sender.process.send_signal(signal.SIGCONT)
@@ -89,8 +88,7 @@ def test_a_read_from_a_silent_sender_can_be_stopped(reader: Reader) -> None:
 
     with sender_process() as sender:
         reader.fetch(sender.source, range(1))
-        sender.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, sender.process.pid, os.WSTOPPED | os.WNOWAIT)
+        stop(sender.process)
         thread = threading.Thread(target=run)
         thread.start()
         read.stop()

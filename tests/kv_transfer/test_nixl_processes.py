@@ -5,7 +5,6 @@ The senders have UCX's TCP lane only. There a read needs the sender's help, so t
 
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -41,18 +40,13 @@ from tests.kv_transfer.nixl_port import (
 )
 from tests.kv_transfer.sender_process import Sender, running_sender
 from tests.kv_transfer.test_two_processes import prefill_process
+from tests.processes import stop
 
 TCP_LANE = {**os.environ, "UCX_TLS": "self,tcp"}  # noqa: TID251 - a child's environment
 
 
 def sender_process(boot_id: str, environment: dict[str, str] | None = None) -> AbstractContextManager[Sender]:
     return running_sender(["tests.kv_transfer.nixl_port", boot_id], TOKEN, "nixl", environment or TCP_LANE)
-
-
-def stop(process: "subprocess.Popen[str]") -> None:
-    """Stop it, and wait until it is."""
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def grants_of(sender: Sender) -> tuple[RangeGrant, ...]:

@@ -25,6 +25,7 @@ from tests.kv_transfer.shm_port import (
     from_words,
     in_words,
 )
+from tests.processes import stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,7 +127,7 @@ def test_a_sender_stopped_in_the_middle_of_a_read_is_not_needed(reader: Reader, 
     with child("sender", str(tmp_path)) as sender:
         source, grants = lent_by(sender)
         fetching = Fetching(reader, source, grants)
-        sender.process.send_signal(signal.SIGSTOP)
+        stop(sender.process)
         assert fetching.go_on() is None
         assert reader.first_bytes(NUM_BLOCKS) == list(range(1, NUM_BLOCKS + 1))
         reader.fetch(source, range(7, 8), grants)
@@ -145,7 +146,7 @@ def test_a_reader_stopped_across_the_end_of_its_lease_uses_no_byte(tmp_path: Pat
         (given,) = port.publish(NAME, range(NUM_BLOCKS))
         with child("receiver", port.sender.address, TOKEN, "boot", in_words(given)) as receiver:
             assert receiver.hear() == {"middle": True}
-            receiver.process.send_signal(signal.SIGSTOP)
+            stop(receiver.process)
             port.sender.release(NAME)
             assert port.idle == [NAME]
             for block_id in range(NUM_BLOCKS):
@@ -163,7 +164,7 @@ def test_a_reader_that_is_only_stopped_for_a_while_reads_everything(tmp_path: Pa
         (given,) = port.publish(NAME, range(NUM_BLOCKS))
         with child("receiver", port.sender.address, TOKEN, "boot", in_words(given)) as receiver:
             assert receiver.hear() == {"middle": True}
-            receiver.process.send_signal(signal.SIGSTOP)
+            stop(receiver.process)
             receiver.process.send_signal(signal.SIGCONT)
             receiver.tell()
             assert receiver.hear() == {"outcome": "read"}

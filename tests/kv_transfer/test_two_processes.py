@@ -14,6 +14,7 @@ import pytest
 from contract.identity import Role
 from contract.requests import EngineRequest, ReceiveTransfer
 from tests.kv_transfer.builders import LAYOUT, Worker, prompt_of, request_of, settings_for, worker
+from tests.processes import stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +133,7 @@ def test_a_cancelled_read_from_a_hung_sender_drains_by_the_receivers_own_doing(t
         prefill.tell("publish", num_tokens=len(prompt))
         driver.scheduler.start_fetch(fetch)
         driver.wait_for(lambda: driver.published, "published")
-        prefill.process.send_signal(signal.SIGSTOP)
+        stop(prefill.process)
         driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
         driver.wait_for(lambda: driver.scheduler.debug_state()["data"]["current"], "a read in progress")
         assert driver.scheduler.cancel_fetch(fetch.key) is False
