@@ -49,11 +49,10 @@ class TorchStep:
         output = torch.empty_like(query)
         if cache is None:
             return self._attend_in_batch(shape, query, key, value, output)
-        keys, values = cache.unbind(1)
         for row in self._prefill_rows:
-            row.attend(shape, query, keys, values, output)
+            row.attend(shape, query, cache, output)
         for group in self._decode_groups:
-            group.attend(shape, query, keys, values, output)
+            group.attend(shape, query, cache, output)
         return output
 
     def _attend_in_batch(
@@ -100,11 +99,9 @@ class PrefillRow:
         self._is_whole = end - start == self._seq_len
         self._masks: dict[int | None, Tensor | None] = {}
 
-    def attend(self, shape: LayerShape, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
+    def attend(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
         """Gather the whole sequence (this step's tokens included) and fill this request's rows of ``output``."""
-        key, value = (
-            pool[self._blocks].transpose(0, 1).flatten(1, 2)[:, : self._seq_len] for pool in (keys, values)
-        )
+        key, value = (states[0, :, : self._seq_len] for states in _gather(cache, self._blocks[None]))
         self.mix(shape, query[self.tokens], key, value, output[self.tokens])
 
     def mix(self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
@@ -151,9 +148,9 @@ class DecodeGroup:
         self._slots = torch.arange(num_blocks * block_size, device=device)
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, shape: LayerShape, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
+    def attend(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
         """Gather every request's blocks, padded to the longest one, and fill their rows of ``output``."""
-        key, value = (pool[self._table].transpose(1, 2).flatten(2, 3) for pool in (keys, values))
+        key, value = _gather(cache, self._table)
         if shape.sliding_window not in self._masks:
             visible = _visible(self._slots, self._positions[:, None], shape.sliding_window)
             self._masks[shape.sliding_window] = visible[:, None, None, :]
@@ -163,9 +160,19 @@ class DecodeGroup:
             value,
             attn_mask=self._masks[shape.sliding_window],
             scale=shape.scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         output[self.tokens] = mixed[:, :, 0]
+
+
+def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[num_tables, num_kv_heads, num_blocks * block_size, head_dim]``.
+
+    tables: ``[num_tables, num_blocks]``. Whole blocks are taken: indexing keys and values by themselves takes twice as long.
+    """
+    blocks = cache.index_select(0, tables.flatten()).view(*tables.shape, *cache.shape[1:])
+    key, value = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    return key, value
 
 
 def _visible(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
