@@ -29,7 +29,7 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
 _grants = msgspec.msgpack.Decoder(BlockGrant)
 
 
-def encode_grant(slot: int, generation: int, block_ids: Sequence[int], id_type: type[_N]) -> bytes:
+def encode_grant(slot: int, generation: int, block_ids: Sequence[int], id_type: "np.dtype[_N]") -> bytes:
     """What the receiver gets by the control link."""
     return msgspec.msgpack.encode(BlockGrant(slot, generation, np.array(block_ids, id_type).tobytes()))
 
@@ -43,7 +43,7 @@ def decode_grant(data: bytes) -> BlockGrant:
 
 
 def granted_blocks(
-    request: ReadRequest, transport: str, who: str, id_type: type[_N]
+    request: ReadRequest, transport: str, who: str, id_type: "np.dtype[_N]"
 ) -> tuple[npt.NDArray[_N], set[tuple[int, int]]]:
     """The sender's blocks that are wanted, whether its pool has them or not, and (slot, generation) of what lends them.
 
@@ -52,12 +52,11 @@ def granted_blocks(
     if not request.grants:
         raise TransferError(f"{who} published blocks without a grant for {transport}")
     base = end = request.grants[0].first_block
-    id_bytes = np.dtype(id_type).itemsize
     packed: list[bytes] = []
     seen: set[tuple[int, int]] = set()
     for given in request.grants:
         grant = decode_grant(given.by_transport.get(transport, b""))
-        num_ids, num_left = divmod(len(grant.packed_ids), id_bytes)
+        num_ids, num_left = divmod(len(grant.packed_ids), id_type.itemsize)
         if num_left:
             raise TransferError(f"{who} granted {len(grant.packed_ids)} bytes of block ids")
         end += num_ids

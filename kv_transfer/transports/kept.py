@@ -31,7 +31,7 @@ class Kept(Generic[_K]):
     def __init__(
         self,
         harmless: type[KvbatonError] | None = None,
-        has_ended: Callable[[_K], bool] = lambda _: False,
+        has_ended: Callable[[_K], bool] | None = None,
     ) -> None:
         self._harmless, self._has_ended = harmless, has_ended
         self._lock = threading.Lock()
@@ -41,7 +41,18 @@ class Kept(Generic[_K]):
 
     def using(self, source: Source, make: Callable[[], _K]) -> "_Use[_K]":
         """The one of this source, made where there is none. Raises TransferError after ``close``."""
-        return _Use(self, source, self._take(source, make))
+        with self._lock:
+            if self._is_closed:
+                raise TransferError("the receiver is closed")
+            kept, has_ended = self._kept.get(source), self._has_ended
+            if kept is not None and has_ended is not None and kept not in self._in_use and has_ended(kept):
+                del self._kept[source]
+                kept.close()
+                kept = None
+            if kept is None:
+                kept = self._kept[source] = make()
+            self._in_use.add(kept)
+        return _Use(self, source, kept)
 
     def put_back(self, source: Source, kept: _K, error: BaseException | None) -> None:
         """Its user has let go, with this error."""
@@ -73,20 +84,6 @@ class Kept(Generic[_K]):
             sources = list(self._kept)
         for source in sources:
             self.forget(source)
-
-    def _take(self, source: Source, make: Callable[[], _K]) -> _K:
-        with self._lock:
-            if self._is_closed:
-                raise TransferError("the receiver is closed")
-            kept = self._kept.get(source)
-            if kept is not None and kept not in self._in_use and self._has_ended(kept):
-                del self._kept[source]
-                kept.close()
-                kept = None
-            if kept is None:
-                kept = self._kept[source] = make()
-            self._in_use.add(kept)
-            return kept
 
 
 class _Use(Generic[_K]):

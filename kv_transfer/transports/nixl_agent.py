@@ -30,6 +30,7 @@ class NixlAgent:
         self._library = library
         self._num_users: Counter[str] = Counter()
         self._preparing, self._reading = self._telling("preparing a read"), self._telling("a read")
+        self._releasing = self._telling("releasing a read")
         api = library.api
         errors: tuple[type[Exception], ...] = (RuntimeError, *library.errors)
         try:
@@ -116,7 +117,7 @@ class NixlAgent:
 
     def release(self, handle: Any) -> None:
         """Give the handle of a terminal read back."""
-        with self._telling("releasing a read"):
+        with self._releasing:
             self._agent.release_xfer_handle(handle)
 
     def progress(self) -> None:

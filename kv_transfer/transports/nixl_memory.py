@@ -13,7 +13,7 @@ from engine.connector import KVMemory
 from kv_transfer.block_views import BlockPart, BlockViews, FlatMemory, address_of, block_span
 
 _END_OF_MEMORY = 2**63
-ID_TYPE = np.int32
+ID_TYPE = np.dtype(np.int32)
 """The library counts blocks by 32 bits."""
 _MAX_BLOCKS = 2**31 - 1
 

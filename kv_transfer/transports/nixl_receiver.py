@@ -105,7 +105,7 @@ class _Peer:
 
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read the blocks, and then whether their lease has ended. Raises as ``ReceiverTransport.fetch``."""
-        pool = self.connect(read)
+        pool = self._pool or self.connect(read)
         start, end = block_span(pool.region.block_bytes, request.part)
         check_sizes(views, end - start, self._who)
         block_ids, seen = granted_blocks(request, self._source.transport, self._who, ID_TYPE)

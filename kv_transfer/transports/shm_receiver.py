@@ -28,7 +28,7 @@ from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.outcomes import as_outcome
-from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, NUM_DESCRIPTORS, ShmWelcome
+from kv_transfer.transports.shm_wire import ID_TYPE, MAX_SHM_FRAME_BYTES, NUM_DESCRIPTORS, ShmWelcome
 from kv_transfer.transports.tcp_wire import DataHello, DataStatus
 
 _LARGE_BYTES = 2**18
@@ -109,7 +109,7 @@ class _MappedPeer:
 
     def _granted(self, request: ReadRequest) -> tuple[BlockViews, _Seen]:
         """The sender's blocks that are wanted, and the leases that lend them."""
-        block_ids, seen = granted_blocks(request, self._source.transport, self._who, np.int64)
+        block_ids, seen = granted_blocks(request, self._source.transport, self._who, ID_TYPE)
         try:
             return BlockViews(
                 self._pool, self._block_bytes, block_ids, request.part, self._pool_address

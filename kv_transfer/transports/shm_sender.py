@@ -7,8 +7,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import numpy as np
-
 from contract.errors import SettingError
 from engine.connector import KVMemory
 from kv_transfer.transport import LeaseName
@@ -18,7 +16,7 @@ from kv_transfer.transports.generations import GenerationTable, SharedLeases
 from kv_transfer.transports.sealed_files import reopen_read_only, seal
 from kv_transfer.transports.shm_folder import socket_path, why_unsupported
 from kv_transfer.transports.shm_server import ShmServer
-from kv_transfer.transports.shm_wire import ShmWelcome
+from kv_transfer.transports.shm_wire import ID_TYPE, ShmWelcome
 from kv_transfer.transports.tcp_wire import DataStatus
 
 
@@ -67,7 +65,7 @@ class ShmSender:
         """Say where the blocks are, and how the lease's end can be seen. Raises TransferError for too many leases."""
         if self._pool is None:
             return None
-        return encode_grant(*self._leases.open(name), block_ids, np.int64)
+        return encode_grant(*self._leases.open(name), block_ids, ID_TYPE)
 
     def release(self, name: LeaseName) -> None:
         """End the lease: what is read of it from now on, or is being read, fails at its reader."""

@@ -9,11 +9,14 @@ the pool and compares the generation before and afterwards; the sender never lea
 """
 
 import msgspec
+import numpy as np
 
 from kv_transfer.transports.tcp_wire import DataStatus
 
 MAX_SHM_FRAME_BYTES = 65536
 NUM_DESCRIPTORS = 3
+ID_TYPE = np.dtype(np.int64)
+"""The copy takes 64-bit block ids as they are."""
 
 
 class ShmWelcome(msgspec.Struct, frozen=True):
