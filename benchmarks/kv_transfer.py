@@ -34,6 +34,8 @@ from benchmarks.kv_ways import (
 )
 from kv_transfer.transports.nixl_library import why_missing
 
+_BYTES_OF_FEW_ROUNDS = 2**25
+"""Less than that is moved in more rounds: a wait of a tenth of a millisecond, which others cause, counts for more there."""
 _MUST, _MUST_WITH_DIGESTS, _MUST_OF_NIXL_TCP = 0.9, 0.8, 2.0
 Section = Callable[[Job, int], dict[str, Any]]
 
@@ -73,7 +75,8 @@ def _all_shapes(name: str, num_rounds: int, num_launches: int) -> dict[str, Any]
         return {"left out": missing}
 
     def launched(shape: Shape, in_runs: bool = False) -> dict[str, Any]:
-        launches = [_SECTIONS[name](job_of(shape, in_runs), num_rounds) for _ in range(num_launches)]
+        rounds = num_rounds * max(1, _BYTES_OF_FEW_ROUNDS // shape.num_bytes)
+        launches = [_SECTIONS[name](job_of(shape, in_runs), rounds) for _ in range(num_launches)]
         ratios = zip(*(launch["ratios"] for launch in launches), strict=True)
         return {"ratios": [over_launches(each) for each in ratios], "launches": launches}
 

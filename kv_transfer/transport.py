@@ -7,7 +7,7 @@ in that list, so nobody can ask for a block outside it. A read counts only when 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import msgspec
@@ -113,8 +113,7 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return slice(start, end)
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """Where a peer's blocks can be read, as agreed on the control link.
 
     token: proves the link to the peer's sender. transport: the name of the one that was chosen; address is its own.
@@ -139,7 +138,7 @@ class Source:
             return self
         address = (self.address, *self.other_addresses)[rank]
         boot_id = rank_boot_id(self.boot_id, rank, self.num_ranks)
-        return replace(self, address=address, boot_id=boot_id, other_addresses=())
+        return msgspec.structs.replace(self, address=address, boot_id=boot_id, other_addresses=())
 
 
 def rank_boot_id(boot_id: str, rank: int, num_ranks: int) -> str:

@@ -64,5 +64,5 @@ def granted_blocks(
             raise TransferError(f"{who} granted other blocks than it published")
         packed.append(grant.packed_ids)
         seen.add((grant.slot, grant.generation))
-    block_ids = np.frombuffer(packed[0] if len(packed) == 1 else b"".join(packed), id_type)
-    return block_ids[request.within(end - base, base)], seen
+    start = request.within(end - base, base).start * id_type.itemsize
+    return np.frombuffer(b"".join(packed), id_type, request.num_blocks, start), seen

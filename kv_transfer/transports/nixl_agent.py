@@ -6,13 +6,14 @@ library's progress thread is off on every machine: it spins on a core even when 
 
 import logging
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from contract.errors import SettingError, TransferError, WorkerLostError
+from contract.errors import KvbatonError, SettingError, TransferError, WorkerLostError
 from kv_transfer.block_views import BlockPart
 from kv_transfer.transports.nixl_library import NixlLibrary
 from kv_transfer.transports.nixl_memory import Region
@@ -29,8 +30,7 @@ class NixlAgent:
         """Bring it up. Raises SettingError."""
         self._library = library
         self._num_users: Counter[str] = Counter()
-        self._preparing, self._reading = self._telling("preparing a read"), self._telling("a read")
-        self._releasing = self._telling("releasing a read")
+        self._errors = (library.disconnected, *library.errors)
         api = library.api
         errors: tuple[type[Exception], ...] = (RuntimeError, *library.errors)
         try:
@@ -102,23 +102,31 @@ class NixlAgent:
         self, local: Any, local_ids: npt.NDArray[np.int32], remote: Any, remote_ids: npt.NDArray[np.int32]
     ) -> Any:
         """A read of remote blocks into local ones, to be posted."""
-        with self._preparing:
+        try:
             return self._agent.make_prepped_xfer("READ", local, local_ids, remote, remote_ids)
+        except self._errors as error:
+            raise self._failed("preparing a read", error) from error
 
     def post(self, handle: Any) -> bool:
         """Begin a read; True when it is done already."""
-        with self._reading:
+        try:
             return _is_done(self._agent.transfer(handle))
+        except self._errors as error:
+            raise self._failed("a read", error) from error
 
     def is_done(self, handle: Any) -> bool:
         """Drive it on; True when every byte is in place."""
-        with self._reading:
+        try:
             return _is_done(self._agent.check_xfer_state(handle))
+        except self._errors as error:
+            raise self._failed("a read", error) from error
 
     def release(self, handle: Any) -> None:
         """Give the handle of a terminal read back."""
-        with self._releasing:
+        try:
             self._agent.release_xfer_handle(handle)
+        except self._errors as error:
+            raise self._failed("releasing a read", error) from error
 
     def progress(self) -> None:
         """Drive on what peers do with this agent."""
@@ -129,27 +137,18 @@ class NixlAgent:
         """End the library's agent: nothing that was posted can land any more. The last call."""
         self._agent = None
 
-    def _telling(self, what: str) -> "_Telling":
-        return _Telling(self._library, what)
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Within, what the library raises becomes an error of ours. What every read does has no generator around it."""
+        try:
+            yield
+        except self._errors as error:
+            raise self._failed(what, error) from error
 
-
-class _Telling:
-    """Within, what the library raises becomes an error of ours that says ``what`` failed.
-
-    No generator: a read enters several of these, behind a copy that has emptied the processor's caches.
-    """
-
-    def __init__(self, library: NixlLibrary, what: str) -> None:
-        self._library, self._what = library, what
-
-    def __enter__(self) -> None:
-        """Nothing has failed yet."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def _failed(self, what: str, error: Exception) -> KvbatonError:
         if isinstance(error, self._library.disconnected):
-            raise WorkerLostError(f"nixl: {self._what} failed: the peer is gone") from error
-        if isinstance(error, self._library.errors):
-            raise TransferError(f"nixl: {self._what} failed: {error!r}") from error
+            return WorkerLostError(f"nixl: {what} failed: the peer is gone")
+        return TransferError(f"nixl: {what} failed: {error!r}")
 
 
 class DescribedRegion:

@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -101,7 +100,7 @@ def test_a_guessed_token_an_ended_session_and_a_block_outside_are_refused(
     port: NcclPort, reader: Reader
 ) -> None:
     with pytest.raises(WorkerLostError, match="refused a data connection: no control link stands"):
-        reader.fetch(replace(port.source, token="guessed"), range(1))
+        reader.fetch(msgspec.structs.replace(port.source, token="guessed"), range(1))
     with pytest.raises(StaleLeaseError, match="block 100 of transfer t is not readable; 100 blocks are"):
         reader.fetch(port.source, range(NUM_BLOCKS, NUM_BLOCKS + 1))
     reader.fetch(port.source, range(5, 6))

@@ -3,7 +3,6 @@
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -223,7 +222,7 @@ def test_a_stopped_read_ends_between_its_parts(port: NixlPort, reader: Reader) -
 def test_a_guessed_token_and_an_ended_session_are_refused(port: NixlPort, reader: Reader) -> None:
     grants = port.grants[NAME]
     with pytest.raises(WorkerLostError, match="refused a data connection: no control link stands"):
-        reader.fetch(replace(port.source, token="guessed"), range(1), grants)
+        reader.fetch(msgspec.structs.replace(port.source, token="guessed"), range(1), grants)
     reader.fetch(port.source, range(1), grants)
     port.sessions.end(TOKEN)
     with pytest.raises(WorkerLostError, match="closed its data connection"):
@@ -253,7 +252,7 @@ def test_a_reader_that_can_ask_no_more_is_helped_on(port: NixlPort, reader: Read
 def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort, reader: Reader) -> None:
     """As when a control link breaks and comes up again while the old one's reads are not terminal."""
     port.sessions.begin("second")
-    second, grants = replace(port.source, token="second"), port.grants[NAME]
+    second, grants = msgspec.structs.replace(port.source, token="second"), port.grants[NAME]
     reader.fetch(port.source, range(1), grants)
     reader.fetch(second, range(1, 2), grants)
     reader.receiver.forget(port.source)
@@ -388,7 +387,7 @@ def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> N
         heard.append(visit.sock.recv(4096))
 
     silent = DataPort(context_for("silent", port.sessions, []), "kv-silent", talk)
-    source = replace(port.source, address=silent.address)
+    source = msgspec.structs.replace(port.source, address=silent.address)
     try:
         for _ in range(3):
             reader.fetch(source, range(4, NUM_BLOCKS), port.grants[NAME])
