@@ -5,6 +5,7 @@ numbers before anything is summed: ``round(exp((logit - max) / temperature) * 2*
 by element. Their sums are exact, whatever else is in the batch and whichever device adds them up.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
 
 def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
     """NaN and +infinity per row; a row where no token may be drawn counts whole."""
+    highest = raw.amax(dim=-1)  # NaN where one is
+    if scores is not raw:
+        highest = highest + scores.amax(dim=-1)
+    if all(map(math.isfinite, highest.tolist())):
+        return [0] * len(raw)
     counts = (raw.isnan() | raw.isposinf()).sum(dim=-1)
     counts = torch.where(scores.isneginf().all(dim=-1), raw.shape[1], counts)
     return [int(count) for count in counts.tolist()]

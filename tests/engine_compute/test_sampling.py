@@ -198,6 +198,13 @@ def test_a_row_of_nan_does_not_touch_the_others(temperature: float, bad: float) 
     assert [len(ids) for ids in samples.logprobs.logprob_token_ids] == [3, 0, 3]
 
 
+def test_a_nan_counts_where_its_token_is_forbidden() -> None:
+    logits = random_logits(1)
+    logits[0, 4] = torch.nan
+    samples = sample(logits, [make_row(min_tokens=1, stop_token_ids=(4,))])
+    assert (samples.token_ids, samples.num_nans) == ([None], [1])
+
+
 def test_a_row_where_everything_is_forbidden_draws_nothing() -> None:
     row = make_row(min_tokens=1, stop_token_ids=tuple(range(VOCAB)))
     assert sample(random_logits(1), [row]).token_ids == [None]
