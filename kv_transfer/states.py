@@ -58,8 +58,9 @@ class FetchState(StrEnum):
     """The receiver's side.
 
     WAITING: asked, no blocks. RESERVED: blocks, no read posted. MOVING: some bytes are there or on their way. LANDED:
-    all bytes are. VERIFIED: all digests match. COMMITTED: the request may run. DRAINING: ended, a posted read is not
-    terminal yet. QUARANTINED: it is, but the scheduler has not been told. FREE: the blocks are the scheduler's.
+    all bytes are. VERIFIED: all digests match. COMMITTED: the blocks are visible and token 0 is known: the request may run.
+    DRAINING: ended, a posted read is not terminal yet. QUARANTINED: it is, but the scheduler has not been told. FREE: the
+    blocks are the scheduler's.
     """
 
     WAITING = "waiting"
@@ -82,7 +83,7 @@ FETCH_EDGES: dict[FetchState, frozenset[FetchState]] = {
     ),
     FetchState.MOVING: frozenset({FetchState.LANDED}) | _FETCH_ABORT,
     FetchState.LANDED: frozenset({FetchState.VERIFIED, FetchState.MOVING}) | _FETCH_ABORT,
-    FetchState.VERIFIED: frozenset({FetchState.COMMITTED, FetchState.DRAINING, FetchState.QUARANTINED}),
+    FetchState.VERIFIED: frozenset({FetchState.COMMITTED}) | _FETCH_ABORT,
     FetchState.COMMITTED: frozenset({FetchState.FREE}),
     FetchState.DRAINING: frozenset({FetchState.QUARANTINED}),
     FetchState.QUARANTINED: frozenset({FetchState.FREE}),
@@ -147,7 +148,8 @@ class Fetch:
     num_posted: jobs given to the data thread that are not terminal. num_verified: blocks behind the cached ones, up to the
     first that is not. copies: (begin, end) of each copy. rungs: the rungs of the ladder that were climbed, in order.
     ahead: (first block, bytes) of blocks of which so many bytes were posted before they were announced.
-    is_turning: a read has failed and another will be tried, once all that are posted are terminal.
+    is_turning: a read has failed and another will be tried, once all that are posted are terminal. is_visible: its
+    verified blocks are, to what runs here.
     """
 
     num_blocks: int
@@ -167,6 +169,7 @@ class Fetch:
     ahead: tuple[tuple[int, int], ...] = ()
     rungs: tuple[Rung, ...] = ()
     is_turning: bool = False
+    is_visible: bool = False
     ending: Ending | None = None
     is_cancelled: bool = False
 

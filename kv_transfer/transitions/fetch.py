@@ -9,6 +9,7 @@ from kv_transfer import events as ev
 from kv_transfer.states import FETCH_EDGES, Ending, Fetch, FetchState, ImpossibleEventError, Rung
 
 FetchStep = tuple[Fetch, list[ev.FetchAction]]
+_LANDED_STATES = (FetchState.LANDED, FetchState.VERIFIED, FetchState.COMMITTED)
 
 
 def advance_fetch(fetch: Fetch, event: ev.FetchEvent) -> FetchStep:
@@ -71,13 +72,14 @@ def _sender_completed(fetch: Fetch, event: ev.Completed) -> FetchStep:
             f"the sender ended with {event.num_blocks} blocks, {len(fetch.digests)} announced, and"
             f" {len(event.first_tokens)} tokens; the prompt has {fetch.num_blocks} blocks",
         )
-    return _settle(replace(fetch, first_tokens=event.first_tokens))
+    return _receive(replace(fetch, first_tokens=event.first_tokens))
 
 
 def _sender_failed(fetch: Fetch, event: ev.SenderFailed) -> FetchStep:
-    if fetch.state in (FetchState.WAITING, FetchState.RESERVED, FetchState.MOVING):
-        return _fail_fetch(fetch, event.kind, event.message)
-    return fetch, []  # everything is here already, or it has ended
+    is_whole = fetch.first_tokens is not None and fetch.state in _LANDED_STATES
+    if fetch.has_ended or is_whole:
+        return fetch, []
+    return _fail_fetch(fetch, event.kind, event.message)
 
 
 def _reserved(fetch: Fetch, event: ev.Reserved) -> FetchStep:
@@ -108,8 +110,9 @@ def _pull(fetch: Fetch) -> FetchStep:
 
 
 def _settle(fetch: Fetch) -> FetchStep:
-    """Pass through LANDED and VERIFIED as far as the counts allow."""
-    if fetch.first_tokens is None or not fetch.is_reserved or fetch.has_ended or fetch.is_turning:
+    """Pass through LANDED and VERIFIED as far as the counts allow; the token that the answer goes on with may come later."""
+    is_announced = len(fetch.digests) == fetch.num_blocks
+    if not is_announced or not fetch.is_reserved or fetch.has_ended or fetch.is_turning:
         return fetch, []
     missing = fetch.num_blocks - fetch.num_cached
     if fetch.state in (FetchState.RESERVED, FetchState.MOVING) and fetch.num_landed == missing:
@@ -171,6 +174,13 @@ def _commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:
     fetch = _count_down(fetch)
     if fetch.has_ended:
         return _drained(fetch)
+    return _receive(replace(fetch, is_visible=True))
+
+
+def _receive(fetch: Fetch) -> FetchStep:
+    """The request may run as soon as its blocks are visible here, and the token that follows its prompt is known."""
+    if not fetch.is_visible or fetch.first_tokens is None:
+        return fetch, []
     return _enter_fetch(fetch, FetchState.COMMITTED), [ev.TellReceived(), ev.AskRelease()]
 
 

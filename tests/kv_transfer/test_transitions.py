@@ -354,3 +354,36 @@ def test_token_0_is_no_announcement() -> None:
     ):
         fetch, _ = advance_fetch(fetch, event)
     assert (fetch.state, fetch.exposed_seconds) == (FetchState.VERIFIED, 1.5)
+
+
+def visible_before_token_0() -> Fetch:
+    """All blocks are verified and visible; the sender has not said the token yet that the answer goes on with."""
+    fetch, actions = Fetch(num_blocks=1), list[ev.FetchAction]()
+    for event in (
+        ev.Announced(0, (7,), 5.0),
+        ev.Reserved((3,), 0),
+        ev.PieceLanded(1, 5.0, 6.0),
+        ev.PieceVerified(1, 6.5),
+    ):
+        fetch, actions = advance_fetch(fetch, event)
+    assert actions == [ev.CommitBlocks((3,))]
+    fetch, actions = advance_fetch(fetch, ev.CommitDone())
+    assert (fetch.state, actions) == (FetchState.VERIFIED, [])
+    return fetch
+
+
+def test_blocks_become_visible_before_token_0_is_known() -> None:
+    """So that the request joins by the word that brings it."""
+    fetch, actions = advance_fetch(visible_before_token_0(), ev.Completed(1, (FirstToken(1),)))
+    assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.TellReceived(), ev.AskRelease()])
+
+
+def test_a_sender_that_dies_before_token_0_fails_the_transfer() -> None:
+    """Its blocks are here, but nobody knows how the answer goes on."""
+    fetch, actions = advance_fetch(visible_before_token_0(), ev.SenderFailed("worker_lost", "died"))
+    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.TellFailed("worker_lost", "died"))
+
+
+def test_a_request_that_is_cancelled_before_token_0_has_its_blocks_at_once() -> None:
+    fetch, actions = advance_fetch(visible_before_token_0(), ev.Cancelled())
+    assert (fetch.state, actions) == (FetchState.FREE, [ev.AskCancel()])
