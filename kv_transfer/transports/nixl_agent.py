@@ -30,7 +30,6 @@ class NixlAgent:
         """Bring it up. Raises SettingError."""
         self._library = library
         self._num_users: Counter[str] = Counter()
-        self._errors = (library.disconnected, *library.errors)
         api = library.api
         errors: tuple[type[Exception], ...] = (RuntimeError, *library.errors)
         try:
@@ -104,28 +103,28 @@ class NixlAgent:
         """A read of remote blocks into local ones, to be posted."""
         try:
             return self._agent.make_prepped_xfer("READ", local, local_ids, remote, remote_ids)
-        except self._errors as error:
+        except self._library.errors as error:
             raise self._failed("preparing a read", error) from error
 
     def post(self, handle: Any) -> bool:
         """Begin a read; True when it is done already."""
         try:
             return _is_done(self._agent.transfer(handle))
-        except self._errors as error:
+        except self._library.errors as error:
             raise self._failed("a read", error) from error
 
     def is_done(self, handle: Any) -> bool:
         """Drive it on; True when every byte is in place."""
         try:
             return _is_done(self._agent.check_xfer_state(handle))
-        except self._errors as error:
+        except self._library.errors as error:
             raise self._failed("a read", error) from error
 
     def release(self, handle: Any) -> None:
         """Give the handle of a terminal read back."""
         try:
             self._agent.release_xfer_handle(handle)
-        except self._errors as error:
+        except self._library.errors as error:
             raise self._failed("releasing a read", error) from error
 
     def progress(self) -> None:
@@ -142,7 +141,7 @@ class NixlAgent:
         """Within, what the library raises becomes an error of ours. What every read does has no generator around it."""
         try:
             yield
-        except self._errors as error:
+        except self._library.errors as error:
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: Exception) -> KvbatonError:

@@ -16,7 +16,7 @@ _MISSING = "transport nixl needs the NIXL library: pip install 'kvbaton[nixl]', 
 
 @dataclass(frozen=True)
 class NixlLibrary:
-    """The loaded library. errors: everything that its calls raise. disconnected: the one for a peer that is gone."""
+    """The loaded library. errors: everything that its calls raise. disconnected: of these, the one of a lost peer."""
 
     api: Any
     errors: tuple[type[Exception], ...]

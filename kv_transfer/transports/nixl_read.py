@@ -89,7 +89,7 @@ class NixlRead:
     def end(self, error: KvbatonError | None) -> None:
         """It is terminal."""
         self._error, self.is_terminal = error, True
-        self._news.put(None)
+        self.wake()
 
     def look_at_clock(self) -> None:
         """It is open: if it is late now, say so, once."""

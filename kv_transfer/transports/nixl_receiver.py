@@ -178,11 +178,7 @@ class _Peer:
             self._check_link()
             self._is_posted = True
         try:
-            posted = NixlRead(pool, steps)
-            self._owner.post(posted)
-            if not posted.is_terminal:
-                self._wait(posted)
-            posted.check()
+            self._wait(self._posted(pool, steps))
         finally:
             with self._lock:
                 self._is_posted = False
@@ -245,6 +241,7 @@ class _Peer:
                     self._timeout_seconds,
                 )
             self._help_if_late(posted)
+        posted.check()
 
     def _wait_at_most(self, posted: NixlRead, read: Read) -> None:
         """Until it is terminal, stopped, or too late: it cannot reach blocks of the pool, and may end when it will."""
