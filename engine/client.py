@@ -17,14 +17,24 @@ from engine.hosting.messages import Abort, AbortRequest, AddRequest, Call, FromE
 from engine.hosting.process import EngineProcess
 from engine.hosting.step_loop import EnginePlan
 from engine.hosting.thread import EngineThread
+from engine.scheduling.stats import SchedulerStats
 from engine.settings import EngineSettings
 
 
 class EngineClient(Protocol):
-    """How services, tests and the offline face use an engine. ``died`` is set when it ended without being asked to."""
+    """How services, tests and the offline face use an engine.
+
+    ``died`` is set when it ended without being asked to, ``idled`` each time that it says that it lives and has nothing
+    to do.
+    """
 
     info: EngineInfo
     died: asyncio.Event
+    idled: asyncio.Event
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """How it stood when it said something last: after a step, or while idle. Asks nothing."""
 
     async def add_request(self, request: EngineRequest) -> None:
         """Start a request whose outputs come with ``steps``.
@@ -74,9 +84,15 @@ class StreamingClient:
         self.died = asyncio.Event()
         self._link = link
         self._delivery = Delivery()
+        self.idled = self._delivery.idled
         self._call_ids = itertools.count()
         link.start(self._delivery.deliver)
         self._watch = asyncio.get_running_loop().create_task(self._watch_link())
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """See EngineClient."""
+        return self._delivery.stats
 
     async def started(self) -> Self:
         """Once the engine is up. Raises the error that kept it from starting."""

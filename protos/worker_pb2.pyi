@@ -443,7 +443,7 @@ Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
-    """A worker's load; sent when it changes, at most every 100 ms."""
+    """A worker's load: with the step that changed it, or by itself when it changes without one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -666,16 +666,22 @@ class StepOutput(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENTRIES_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenEntry]: ...
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """How busy the worker is after the step; left out where it is as it was told last."""
+
     def __init__(
         self,
         *,
         entries: _abc.Iterable[Global___TokenEntry] | None = ...,
+        load: Global___Load | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,9 +84,9 @@ async def _listen(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessa
             case "step":
                 worker.deliver(message.step)
             case "load":
-                worker.report(message.load)
+                worker.report_load(message.load)
             case "credit":
-                worker.report(message.credit)
+                worker.grant(message.credit)
             case "goodbye":
                 worker.is_leaving = True
                 return

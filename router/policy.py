@@ -76,6 +76,11 @@ def place(workers: Sequence[WorkerView], wish: Wish, turn: int) -> Placement | N
     return Placement(None, both.worker_id) if both else None
 
 
+def is_full(kv_cache_usage: float) -> bool:
+    """A KV cache that takes in no further request."""
+    return kv_cache_usage >= _FULL
+
+
 def missing_role(workers: Sequence[WorkerView], *, is_replay: bool = False) -> str | None:
     """None when a request can be placed sooner or later, else what is missing."""
     roles = {worker.role for worker in workers if worker.max_requests}
@@ -116,7 +121,7 @@ def _has_room(worker: WorkerView, wish: Wish) -> bool:
     if worker.role is Role.PREFILL:
         return worker.num_tokens < worker.max_tokens
     needed = worker.num_tokens + wish.num_prompt_tokens + wish.num_answer_tokens
-    return needed <= worker.max_tokens and worker.kv_cache_usage < _FULL
+    return needed <= worker.max_tokens and not is_full(worker.kv_cache_usage)
 
 
 def _load(worker: WorkerView, wish: Wish) -> tuple[bool, bool, int, int, float]:

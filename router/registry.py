@@ -13,7 +13,7 @@ from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
 from router.inbox import Event
-from router.policy import WorkerView, missing_role
+from router.policy import WorkerView, is_full, missing_role
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
@@ -70,13 +70,18 @@ class AttachedWorker:
                 leg[0](entry)
             else:
                 self.num_stale_entries += 1
+        if step.HasField("load"):
+            self.report_load(step.load)
 
-    def report(self, news: pb.Load | pb.Credit) -> None:
-        """It has told how busy it is, or how much it takes on."""
-        if isinstance(news, pb.Load):
-            self.load = news
-        else:
-            self.credit = news
+    def report_load(self, load: pb.Load) -> None:
+        """It has told how busy it is. That matters to those who wait when its KV cache was full and is no more."""
+        was_full, self.load = is_full(self.load.kv_cache_usage), load
+        if was_full and not is_full(load.kv_cache_usage):
+            self._on_change()
+
+    def grant(self, credit: pb.Credit) -> None:
+        """It has told how much it takes on."""
+        self.credit = credit
         self._on_change()
 
     def lose(self, reason: str) -> None:

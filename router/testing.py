@@ -143,9 +143,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         async with self._heard:
             await self._heard.wait_for(lambda: is_true(self))
 
-    def send(self, *entries: pb.TokenEntry) -> None:
+    def send(self, *entries: pb.TokenEntry, load: pb.Load | None = None) -> None:
         """Say something out of the script."""
-        self._outbox.put_nowait(pb.WorkerMessage(step=pb.StepOutput(entries=entries)))
+        self._outbox.put_nowait(pb.WorkerMessage(step=pb.StepOutput(entries=entries, load=load)))
 
     def report(self, load: pb.Load) -> None:
         """Report a load."""

@@ -24,7 +24,6 @@ from worker.wire import entry_from_output, layout_message
 
 logger = logging.getLogger(__name__)
 
-LOAD_INTERVAL_SECONDS = 0.1
 MAX_EARLY_CANCELS = 1024
 GOODBYE_SECONDS = 1.0
 _CHUNK_BYTES = 2**20
@@ -52,7 +51,7 @@ class Worker:
         self._running = asyncio.Event()
         self._accepted: dict[str, EngineRequest] = {}
         self._early_cancels: OrderedDict[str, int] = OrderedDict()
-        self._load_changed = asyncio.Event()
+        self._told: tuple[str, pb.Load] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -168,23 +167,30 @@ class Worker:
                     self._accepted.pop(output.key, None)
             entries = [entry_from_output(output) for output in outputs]
             if entries:
-                link.send(pb.WorkerMessage(step=pb.StepOutput(entries=entries)))
-            self._load_changed.set()
+                step = pb.StepOutput(entries=entries, load=self._new_load(link))
+                link.send(pb.WorkerMessage(step=step))
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
     async def _report_load(self, link: RouterLink) -> None:
-        """After steps, tell the router how busy we are, at most once per LOAD_INTERVAL_SECONDS."""
+        """What has changed since the last tokens, once the engine has nothing to do: blocks that nobody reads any more."""
         while True:
-            await self._load_changed.wait()
-            self._load_changed.clear()
-            stats = await self.engine.call("stats")
-            load = pb.Load(
-                num_running=stats["num_running_reqs"],
-                num_waiting=stats["num_waiting_reqs"],
-                kv_cache_usage=stats["kv_cache_usage"],
-            )
-            link.send(pb.WorkerMessage(load=load))
-            await asyncio.sleep(LOAD_INTERVAL_SECONDS)
+            await self.engine.idled.wait()
+            self.engine.idled.clear()
+            if load := self._new_load(link):
+                link.send(pb.WorkerMessage(load=load))
+
+    def _new_load(self, link: RouterLink) -> pb.Load | None:
+        """How busy the engine is; None where this router has been told so."""
+        stats = self.engine.stats
+        load = pb.Load(
+            num_running=stats.num_running_reqs,
+            num_waiting=stats.num_waiting_reqs,
+            kv_cache_usage=stats.kv_cache_usage,
+        )
+        if self._told == (link.session, load):
+            return None
+        self._told = link.session, load
+        return load
 
     def _credit(self) -> pb.Credit:
         """What this worker takes on at once: prompts up to its queue's limit, or what its KV cache holds."""

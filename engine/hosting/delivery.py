@@ -23,12 +23,14 @@ class _Live:
 class Delivery:
     """Routes what an engine says, and makes sure that every request and call ends, even if the engine does not say so.
 
-    started: what the engine is, once it says so, or the error that kept it from starting.
+    started: what the engine is, once it says so, or the error that kept it from starting. stats: how it stood when it said
+    something last. idled: set when it says so while it has nothing to do.
     """
 
     def __init__(self) -> None:
         self.started: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self.last_stats: SchedulerStats | None = None
+        self.stats = SchedulerStats()
+        self.idled = asyncio.Event()
         self._live: dict[str, _Live] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._steps: asyncio.Queue[list[EngineOutput] | None] = asyncio.Queue()
@@ -75,12 +77,14 @@ class Delivery:
                 self.started.set_exception(error)
             case Stopped(error) if error is not None:
                 self._cause = error
-            case StepOutputs(outputs):
+            case StepOutputs(outputs, stats):
+                self.stats = stats
                 self._deliver_step(outputs)
             case CallResult():
                 self._deliver_result(message)
             case Health(stats):
-                self.last_stats = stats
+                self.stats = stats
+                self.idled.set()
 
     def close(self, reason: str, kind: ErrorKind) -> None:
         """The engine is gone: end every request and call that it left, with this error."""

@@ -58,9 +58,10 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
-    """Everything that one client hears of one step."""
+    """Everything that one client hears of one step, and how the engine stands after it."""
 
     outputs: list[EngineOutput]
+    stats: SchedulerStats
 
 
 class CallResult(msgspec.Struct, frozen=True, tag="result"):

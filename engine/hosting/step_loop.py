@@ -85,7 +85,7 @@ class StepLoop:
 
     def _step(self) -> None:
         self._was_woken = False
-        send_outputs(self._core.step(), self._emit)
+        send_outputs(self._core, self._core.step(), self._emit)
 
     def _drain(self) -> None:
         while self._inbox.num_waiting:
@@ -145,10 +145,10 @@ class StepLoop:
             return CallResult(call.call_id, None, ErrorKind.INTERNAL.value, f"{call.method}: {error!r}")
 
 
-def send_outputs(outputs: dict[int, list[EngineOutput]], emit: Emit) -> None:
+def send_outputs(core: EngineCore, outputs: dict[int, list[EngineOutput]], emit: Emit) -> None:
     """One message for each client that has something to hear."""
     for of_client in outputs.values():
-        emit(StepOutputs(of_client))
+        emit(StepOutputs(of_client, core.scheduler.make_stats()))
 
 
 def run_engine(plan: EnginePlan, inbox: Inbox, emit: Emit) -> bool:
@@ -164,7 +164,7 @@ def run_engine(plan: EnginePlan, inbox: Inbox, emit: Emit) -> bool:
         )
         emit(Ready(core.info))
         StepLoop(core, inbox, emit, plan.idle_seconds).run()
-        send_outputs(core.shutdown(), emit)
+        send_outputs(core, core.shutdown(), emit)
         emit(Stopped())
     except Exception as error:  # noqa: BLE001 the step loop's one boundary
         _give_up(core, error, emit)
@@ -176,7 +176,7 @@ def _give_up(core: EngineCore | None, error: Exception, emit: Emit) -> None:
     if core is not None:
         logger.error("the engine failed", exc_info=error)
         kind = error.kind if isinstance(error, KvbatonError) else ErrorKind.INTERNAL
-        send_outputs(core.scheduler.fail_all(kind, f"the engine failed: {error!r}"), emit)
+        send_outputs(core, core.scheduler.fail_all(kind, f"the engine failed: {error!r}"), emit)
         emit(Stopped(repr(error)))
         core.close()
     elif isinstance(error, KvbatonError):

@@ -141,6 +141,23 @@ async def test_load_decides_between_equals() -> None:
         assert (len(busy.decodes), len(idle.decodes)) == (1, 3)
 
 
+async def test_a_request_waits_for_a_full_kv_cache() -> None:
+    """It is bound as soon as the worker tells, with tokens of another request, that there is room."""
+    async with running_cluster(Script(tokens=SAY.tokens, stall_at=0), ()) as cluster:
+        worker = await cluster.add(Role.BOTH, "full")
+        await cluster.service.wait_ready()
+        worker.report(pb.Load(num_running=1, kv_cache_usage=0.96))
+        first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await worker.wait_for(lambda worker: len(worker.decodes) == 1)
+        cluster.script = lambda _: SAY
+        second = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        assert not (await asyncio.wait({second}, timeout=0.2))[0] and len(worker.decodes) == 1
+        entry = pb.TokenEntry(request_id=worker.decodes[0].task.request_id, token_ids=[END])
+        worker.send(entry, load=pb.Load(num_running=1, kv_cache_usage=0.94))
+        assert (await second)[0] == 200 and not first.done()
+        first.cancel()
+
+
 async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> None:
     async with running_cluster(SAY, ()) as cluster:
         mute = ScriptedWorker(

@@ -51,14 +51,19 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    role: Role, folder: Path, client: type[InProcessClient | ProcessClient] = InProcessClient
+    role: Role,
+    folder: Path,
+    client: type[InProcessClient | ProcessClient] = InProcessClient,
+    **options: Any,
 ) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
         router = RouterService(RouterSettings(**FREE, secret=SECRET))
         await router.start()
         stack.push_async_callback(router.stop)
         settings = worker_settings(folder, router.addresses.internal)
-        engine = await client.start(fake_settings(), fake_connector_factory, start=start_fake_executor)
+        engine = await client.start(
+            fake_settings(), fake_connector_factory, start=start_fake_executor, **options
+        )
         stack.push_async_callback(engine.shutdown)
         worker = Worker(WorkerIdentity(role, "w", "boot"), settings, engine)
         addresses = await stack.enter_async_context(exposed(worker, settings, SERVICERS[role]))
@@ -201,6 +206,24 @@ async def test_losing_the_router_aborts_its_requests(tmp_path: Path) -> None:
             await it.call("Decode", waiting_leg("other"))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await it.worker.engine.call("check_integrity")
+
+
+async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
+    """With the tokens of a step, or from an idle engine; nothing is said twice."""
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+    async with running(Role.DECODE, tmp_path, idle_seconds=0.01) as it, asyncio.timeout(20):
+        await it.router.wait_for_workers(1)
+        (attached,) = it.router._registry.workers
+        attached.bind(("r", 0), heard.put_nowait, 1)
+        await it.call("Decode", waiting_leg())
+        while attached.load.num_waiting == 0:
+            await asyncio.sleep(0.005)
+        told = attached.load
+        await asyncio.sleep(0.05)
+        assert attached.load is told
+        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        assert (await heard.get()).finish_reason == "abort"
+        assert attached.load == pb.Load()
 
 
 async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> None:
