@@ -1,28 +1,25 @@
-/* Many blocks of one pool into another, by one call.
+/* Many blocks of one pool into another, by one call: through the processor's caches, or past them where it can.
  *
- * Blocks that are copied are read next by something else: another core, the network, a later step. So where the processor
- * can, they are written past its caches: the lines of the target are not read first, and what Python and the model have in
- * the caches stays there. libc does so only for one copy that is larger than most of the cache, and no block is.
+ * Past them the lines of the target are not read first, and what Python and the model have in the caches stays there. libc
+ * copies so only what is larger than most of the cache at once, and no block is.
  */
 
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
+typedef void copy_function(char *to, const char *from, size_t size);
+
+static void copy_through_caches(char *to, const char *from, size_t size) { memcpy(to, from, size); }
+
+#ifdef __x86_64__
+#include <immintrin.h>
 
 enum { LINE = 64, MIN_STREAMED = 2048 };
 
-static void copy_block(char *to, const char *from, size_t size) {
-    if (size < MIN_STREAMED) {
-        memcpy(to, from, size);
-        return;
-    }
-    size_t head = -(uintptr_t)to % LINE;
-    memcpy(to, from, head);
-    to += head, from += head, size -= head;
-    for (; size >= LINE; to += LINE, from += LINE, size -= LINE) {
+/* Whole lines; the target is at the beginning of one. */
+static void stream_16(char *to, const char *from, size_t size) {
+    for (; size; to += LINE, from += LINE, size -= LINE) {
         const __m128i *source = (const __m128i *)from;
         __m128i *target = (__m128i *)to;
         __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
@@ -30,10 +27,27 @@ static void copy_block(char *to, const char *from, size_t size) {
         _mm_stream_si128(target, a), _mm_stream_si128(target + 1, b);
         _mm_stream_si128(target + 2, c), _mm_stream_si128(target + 3, d);
     }
-    memcpy(to, from, size);
+}
+
+__attribute__((target("avx2"))) static void stream_32(char *to, const char *from, size_t size) {
+    for (; size; to += LINE, from += LINE, size -= LINE) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)from + 1);
+        _mm256_stream_si256((__m256i *)to, a), _mm256_stream_si256((__m256i *)to + 1, b);
+    }
+}
+
+static void copy_past_caches(char *to, const char *from, size_t size) {
+    if (size < MIN_STREAMED) {
+        memcpy(to, from, size);
+        return;
+    }
+    size_t head = -(uintptr_t)to % LINE, tail = (size - head) % LINE, middle = size - head - tail;
+    memcpy(to, from, head);
+    (__builtin_cpu_supports("avx2") ? stream_32 : stream_16)(to + head, from + head, middle);
+    memcpy(to + head + middle, from + head + middle, tail);
 }
 #else
-static void copy_block(char *to, const char *from, size_t size) { memcpy(to, from, size); }
+static void copy_past_caches(char *to, const char *from, size_t size) { memcpy(to, from, size); }
 #endif
 
 /* The same `size` bytes of `count` blocks: from where `from_ids` says to where `to_ids` says.
@@ -41,7 +55,8 @@ static void copy_block(char *to, const char *from, size_t size) { memcpy(to, fro
  * `to` and `from` are where those bytes are in block 0 of each pool, and `step` is from one block to the next, in both.
  * Behind it all bytes are there for every thread, and whatever the caller reads next was read after the last of them. */
 void kvbaton_copy_blocks(char *to, const int64_t *to_ids, const char *from, const int64_t *from_ids, size_t count,
-                         size_t step, size_t size) {
-    for (size_t i = 0; i < count; i++) copy_block(to + to_ids[i] * step, from + from_ids[i] * step, size);
+                         size_t step, size_t size, int past_caches) {
+    copy_function *copy = past_caches ? copy_past_caches : copy_through_caches;
+    for (size_t i = 0; i < count; i++) copy(to + to_ids[i] * step, from + from_ids[i] * step, size);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }

@@ -21,8 +21,8 @@ SOURCE = Path(__file__).with_name("blocks.c")
 PREBUILT = SOURCE.with_suffix(".so")
 _COMPILER, _OPTIONS = "cc", ("-O2", "-fPIC", "-shared")
 _COMPILER_SECONDS = 60.0
-CopyBlocks = Callable[[int, int, int, int, int, int, int], None]
-"""(target, where its ids are, source, where its ids are, how many, bytes of a block, bytes of it that are copied).
+CopyBlocks = Callable[[int, int, int, int, int, int, int, bool], None]
+"""(target, where its ids are, source, where its ids are, how many, bytes of a block, bytes of it that are copied, past caches).
 
 Lets go of Python's lock. The ids, of 64 bits, are not checked.
 """
@@ -43,7 +43,7 @@ def load_copy_blocks(
         return None
     copy_blocks.restype = None
     address, number = ctypes.c_void_p, ctypes.c_size_t
-    copy_blocks.argtypes = (address, address, address, address, number, number, number)
+    copy_blocks.argtypes = (address, address, address, address, number, number, number, ctypes.c_int)
     found: CopyBlocks = copy_blocks
     return found
 

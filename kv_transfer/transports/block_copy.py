@@ -1,7 +1,7 @@
 """Many blocks of one flat pool into another, without Python code for each block.
 
-By a loop in C of ours (``kv_transfer.native``), which lets go of Python's lock and writes past the caches; where that cannot
-be compiled, by one of Python's own, which holds the lock for as long as a piece takes.
+By a loop in C of ours (``kv_transfer.native``), which lets go of Python's lock; where that cannot be compiled, by one of
+Python's own, which holds the lock for as long as a piece takes.
 """
 
 import ctypes
@@ -27,9 +27,12 @@ class BlockCopier:
         self._copy_blocks = copy_blocks
         self._from, self._to = _Addresses(), _Addresses()
 
-    def copying(self, source: BlockViews, target: BlockViews) -> Callable[[int, int], None]:
+    def copying(
+        self, source: BlockViews, target: BlockViews, *, past_caches: bool
+    ) -> Callable[[int, int], None]:
         """What copies the views from a first one to before a last one. Blocks and views of both have one size.
 
+        past_caches: of the processor, where it can: the bytes are not read again soon, or are more than those hold.
         Neither pool is kept alive or exported by it. It is good until the next one is asked for.
         """
         if self._copy_blocks is None:
@@ -42,7 +45,7 @@ class BlockCopier:
 
         def copy(start: int, end: int, _kept: object = ids) -> None:
             at = start * _ID_BYTES
-            copy_blocks(into, into_ids + at, out_of, out_of_ids + at, end - start, step, size)
+            copy_blocks(into, into_ids + at, out_of, out_of_ids + at, end - start, step, size, past_caches)
 
         return copy
 

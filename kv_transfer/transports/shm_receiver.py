@@ -21,6 +21,7 @@ import numpy as np
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.block_views import BlockViews, address_of, block_span, check_sizes
 from kv_transfer.framing import HEADER, ShortReadError, check_body, length_in, receive_all, write_frame
+from kv_transfer.native.caches import last_cache_bytes
 from kv_transfer.native.compiling import CopyBlocks, load_copy_blocks
 from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError, blocks_per_piece
 from kv_transfer.transports.block_copy import BlockCopier
@@ -45,6 +46,7 @@ class _MappedPeer:
         self.is_connected = False
         self._is_interrupted = False
         self._copier, self._holds_lock = BlockCopier(copy_blocks), copy_blocks is None
+        self._cache_bytes = last_cache_bytes()
         self._undo = ExitStack()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._undo.callback(self._sock.close)
@@ -132,7 +134,9 @@ class _MappedPeer:
         """What copies the blocks from a first one to before a last one; by one call where both ends are pools."""
         is_long = self._holds_lock and blocks.view_bytes >= _LARGE_BYTES
         if isinstance(views, BlockViews) and not is_long:
-            copy_all = self._copier.copying(blocks, views)
+            copy_all = self._copier.copying(
+                blocks, views, past_caches=self._is_too_much(blocks.view_bytes, len(blocks), read)
+            )
 
             def copy_piece(start: int, end: int) -> None:
                 read.check()
@@ -147,6 +151,11 @@ class _MappedPeer:
                 copy(blocks[number], views[number])  # no name keeps a view of the pool in an error's frames
 
         return copy_each
+
+    def _is_too_much(self, view_bytes: int, num_views: int, read: Read) -> bool:
+        """For the caches: what is copied until somebody reads it again, and what it is copied from."""
+        num_at_once = min(num_views, blocks_per_piece(view_bytes)) if read.is_followed else num_views
+        return 2 * num_at_once * view_bytes > self._cache_bytes
 
     def _check_linked(self) -> None:
         if self._is_interrupted:

@@ -1,7 +1,8 @@
 """Blocks from pool to pool by lists of addresses: the same bytes as one by one, and no other byte."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
@@ -16,16 +17,19 @@ TWO_RUNS = [*range(100, 130), *range(20, 70)]
 CONTENT = random.Random(6).randbytes(BLOCK_BYTES * NUM_BLOCKS)
 
 
-@pytest.fixture(scope="module", params=["compiled", "Python"])
-def copier(request: pytest.FixtureRequest) -> BlockCopier:
+Copying = Callable[[BlockViews, BlockViews], Callable[[int, int], None]]
+
+
+@pytest.fixture(scope="module", params=["past caches", "through caches", "Python"])
+def copying(request: pytest.FixtureRequest) -> Copying:
     """One for all tests: its lists of addresses are used again for fewer blocks, for more, and for other sizes."""
-    copy_blocks = load_copy_blocks() if request.param == "compiled" else None
+    copy_blocks = load_copy_blocks() if request.param != "Python" else None
     assert copy_blocks is not None or request.param == "Python", "these tests need a C compiler"
-    return BlockCopier(copy_blocks)
+    return partial(BlockCopier(copy_blocks).copying, past_caches=request.param == "past caches")
 
 
 def copied(
-    copier: BlockCopier,
+    copying: Copying,
     source_ids: Sequence[int],
     target_ids: Sequence[int],
     part: BlockPart | None,
@@ -33,7 +37,7 @@ def copied(
 ) -> bytes:
     """The target pool after a copy in two pieces, out of a pool that nobody may write to."""
     target, middle = bytearray(len(CONTENT)), len(source_ids) // 3
-    copy = copier.copying(
+    copy = copying(
         BlockViews(memoryview(CONTENT), block_bytes, source_ids, part),
         BlockViews(memoryview(target), block_bytes, target_ids, part),
     )
@@ -60,12 +64,12 @@ def expected(
 @pytest.mark.parametrize("target_ids", [RUN, WORN, TWO_RUNS, RUN[::-1]], ids=["run", "worn", "two", "down"])
 @pytest.mark.parametrize("source_ids", [RUN, WORN, TWO_RUNS, RUN[::-1]], ids=["run", "worn", "two", "down"])
 def test_every_byte_arrives_where_it_should_and_no_other_changes(
-    copier: BlockCopier, source_ids: list[int], target_ids: list[int], part: BlockPart | None
+    copying: Copying, source_ids: list[int], target_ids: list[int], part: BlockPart | None
 ) -> None:
-    assert copied(copier, source_ids, target_ids, part) == expected(source_ids, target_ids, part)
+    assert copied(copying, source_ids, target_ids, part) == expected(source_ids, target_ids, part)
 
 
-def test_one_copier_serves_one_read_after_the_other(copier: BlockCopier) -> None:
+def test_one_copier_serves_one_read_after_the_other(copying: Copying) -> None:
     small = BLOCK_BYTES // 32
     many, others = (random.Random(seed).sample(range(32 * NUM_BLOCKS), 1100) for seed in (7, 8))
     reads: list[tuple[list[int], list[int], BlockPart | None, int]] = [
@@ -77,16 +81,16 @@ def test_one_copier_serves_one_read_after_the_other(copier: BlockCopier) -> None
         (WORN[::-1], WORN, None, BLOCK_BYTES),
     ]
     for read in reads:
-        assert copied(copier, *read) == expected(*read)
+        assert copied(copying, *read) == expected(*read)
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 2047, 2048, 2049, 2111, 5000])
 @pytest.mark.parametrize("offset", [0, 1, 15, 63])
-def test_blocks_of_any_size_lie_anywhere(copier: BlockCopier, size: int, offset: int) -> None:
+def test_blocks_of_any_size_lie_anywhere(copying: Copying, size: int, offset: int) -> None:
     """The compiled loop writes whole cache lines past the cache; what is before and behind them it does not."""
     target = bytearray(8 * size + offset + 64)
     source, into = memoryview(CONTENT)[offset:], memoryview(target)[offset:]
-    copy = copier.copying(BlockViews(source, size, [5, 2, 9]), BlockViews(into, size, [1, 7, 4]))
+    copy = copying(BlockViews(source, size, [5, 2, 9]), BlockViews(into, size, [1, 7, 4]))
     copy(0, 3)
     wanted = bytearray(len(target))
     for source_id, target_id in ((5, 1), (2, 7), (9, 4)):
@@ -95,12 +99,12 @@ def test_blocks_of_any_size_lie_anywhere(copier: BlockCopier, size: int, offset:
     assert target == wanted
 
 
-def test_a_pool_can_be_closed_while_its_blocks_are_named(copier: BlockCopier) -> None:
+def test_a_pool_can_be_closed_while_its_blocks_are_named(copying: Copying) -> None:
     """An error in the middle of a read keeps its frames, and the peer's pool is unmapped all the same."""
     pool = bytearray(BLOCK_BYTES * NUM_BLOCKS)
     view = memoryview(pool)
     blocks = BlockViews(view, BLOCK_BYTES, WORN)
-    copy = copier.copying(BlockViews(memoryview(CONTENT), BLOCK_BYTES, RUN), blocks)
+    copy = copying(BlockViews(memoryview(CONTENT), BLOCK_BYTES, RUN), blocks)
     copy(0, len(WORN))
     view.release()
     pool.clear()  # BufferError, if anything kept the pool's buffer

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer.native.caches import last_cache_bytes
 from kv_transfer.native.compiling import compile_to, load_copy_blocks
 
 MISSING = Path("no such library")
@@ -18,6 +19,15 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
     assert load_copy_blocks(MISSING, folder) is not None
     assert list(folder.iterdir()) == [kept]
     assert kept.stat().st_mtime_ns == made_at
+
+
+def test_the_last_cache_is_the_largest(tmp_path: Path) -> None:
+    """What cannot be read as a size is left out; a machine that tells nothing has none."""
+    assert last_cache_bytes(tmp_path) == 0
+    for number, size in enumerate(("48K", "1024K", "32768K", "", "?")):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(f"{size}\n")
+    assert last_cache_bytes(tmp_path) == 32 * 2**20
 
 
 def test_what_lies_beside_the_source_is_taken_as_it_is(tmp_path: Path) -> None:
