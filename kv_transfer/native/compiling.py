@@ -22,7 +22,7 @@ PREBUILT = SOURCE.with_suffix(".so")
 _COMPILER, _OPTIONS = "cc", ("-O2", "-fPIC", "-shared")
 _COMPILER_SECONDS = 60.0
 CopyBlocks = Callable[[int, int, int, int, int, int, int, bool], None]
-"""(target, where its ids are, source, where its ids are, how many, bytes of a block, bytes of it that are copied, past caches).
+"""(target, where its ids are, source, where its ids are, number of blocks, bytes of a block, bytes to copy, past caches?).
 
 Lets go of Python's lock. The ids, of 64 bits, are not checked.
 """
