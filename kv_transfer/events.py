@@ -1,6 +1,6 @@
 """What can happen to a transfer, and what a transition asks to be done. Plain data; see ``transitions``."""
 
-from dataclasses import dataclass
+import msgspec
 
 from engine.connector import FirstToken
 from kv_transfer.states import Rung
@@ -8,16 +8,14 @@ from kv_transfer.states import Rung
 # What happens to a Send.
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """The scheduler lends the prompt's blocks; a fetch was parked."""
 
     num_blocks: int
     now: float
 
 
-@dataclass(frozen=True)
-class FetchArrived:
+class FetchArrived(msgspec.Struct, frozen=True):
     """A receiver asks for the blocks from ``from_block`` on."""
 
     peer: str
@@ -25,23 +23,20 @@ class FetchArrived:
     now: float
 
 
-@dataclass(frozen=True)
-class Ordered:
+class Ordered(msgspec.Struct, frozen=True):
     """The ranks are ordered to digest the blocks up to ``num_blocks`` after their forward pass."""
 
     num_blocks: int
 
 
-@dataclass(frozen=True)
-class RankRange:
+class RankRange(msgspec.Struct, frozen=True):
     """What one rank has of a range of blocks. grants: see ``transport.RangeGrant``; (transport, bytes)."""
 
     digests: tuple[int, ...]
     grants: tuple[tuple[str, bytes], ...] = ()
 
 
-@dataclass(frozen=True)
-class RangeReady:
+class RangeReady(msgspec.Struct, frozen=True):
     """These blocks are computed, digested and readable: rank 0's digests and grants, and those of the ``others``."""
 
     first_block: int
@@ -50,8 +45,7 @@ class RangeReady:
     others: tuple[RankRange, ...] = ()
 
 
-@dataclass(frozen=True)
-class LayersReady:
+class LayersReady(msgspec.Struct, frozen=True):
     """The first ``num_bytes`` bytes of these blocks are computed and readable; grants: as in ``RangeReady``, said once."""
 
     first_block: int
@@ -60,8 +54,7 @@ class LayersReady:
     grants: tuple[tuple[str, bytes], ...] = ()
 
 
-@dataclass(frozen=True)
-class RangeFailed:
+class RangeFailed(msgspec.Struct, frozen=True):
     """An ordered range could not be digested."""
 
     first_block: int
@@ -70,54 +63,47 @@ class RangeFailed:
     message: str
 
 
-@dataclass(frozen=True)
-class SendFinished:
+class SendFinished(msgspec.Struct, frozen=True):
     """The scheduler's ``finish_send``."""
 
     first_tokens: tuple[FirstToken, ...]
     now: float
 
 
-@dataclass(frozen=True)
-class Abandoned:
+class Abandoned(msgspec.Struct, frozen=True):
     """The scheduler's ``abandon_send``."""
 
     kind: str
     message: str
 
 
-@dataclass(frozen=True)
-class LetGo:
+class LetGo(msgspec.Struct, frozen=True):
     """The receiver needs the blocks no more: RELEASE or CANCEL."""
 
     peer: str
 
 
-@dataclass(frozen=True)
-class PeerGone:
+class PeerGone(msgspec.Struct, frozen=True):
     """The receiver died."""
 
     peer: str
     message: str
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(msgspec.Struct, frozen=True):
     """The receiver lives."""
 
     peer: str
     now: float
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passes."""
 
     now: float
 
 
-@dataclass(frozen=True)
-class ReadersGone:
+class ReadersGone(msgspec.Struct, frozen=True):
     """The answer to one ``Revoke``: no thread reads the blocks."""
 
 
@@ -140,16 +126,14 @@ SendEvent = (
 # What a Send asks for.
 
 
-@dataclass(frozen=True)
-class Announce:
+class Announce(msgspec.Struct, frozen=True):
     """Tell the fetching peer that these blocks can be read."""
 
     first_block: int
     digests: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class AnnounceLayers:
+class AnnounceLayers(msgspec.Struct, frozen=True):
     """Tell the peer how far these blocks can be read, ahead of their digests."""
 
     first_block: int
@@ -157,15 +141,13 @@ class AnnounceLayers:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class AnnounceComplete:
+class AnnounceComplete(msgspec.Struct, frozen=True):
     """Tell the fetching peer that all blocks are announced, with token 0 of every choice."""
 
     first_tokens: tuple[FirstToken, ...]
 
 
-@dataclass(frozen=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """Tell ``peer`` that it gets nothing (more), and why."""
 
     peer: str
@@ -173,13 +155,11 @@ class Refuse:
     message: str
 
 
-@dataclass(frozen=True)
-class Revoke:
+class Revoke(msgspec.Struct, frozen=True):
     """Serve no more reads of this lease; answered by one ``ReadersGone``."""
 
 
-@dataclass(frozen=True)
-class ReportSent:
+class ReportSent(msgspec.Struct, frozen=True):
     """The key goes to ``finished_sending``."""
 
 
@@ -188,8 +168,7 @@ SendAction = Announce | AnnounceLayers | AnnounceComplete | Refuse | Revoke | Re
 # What happens to a Fetch.
 
 
-@dataclass(frozen=True)
-class Announced:
+class Announced(msgspec.Struct, frozen=True):
     """The sender published these blocks."""
 
     first_block: int
@@ -197,8 +176,7 @@ class Announced:
     now: float
 
 
-@dataclass(frozen=True)
-class AnnouncedLayers:
+class AnnouncedLayers(msgspec.Struct, frozen=True):
     """The sender says that the first ``num_bytes`` bytes of these blocks, whose digests will follow, are readable."""
 
     first_block: int
@@ -206,32 +184,28 @@ class AnnouncedLayers:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Completed:
+class Completed(msgspec.Struct, frozen=True):
     """The sender published everything."""
 
     num_blocks: int
     first_tokens: tuple[FirstToken, ...]
 
 
-@dataclass(frozen=True)
-class SenderFailed:
+class SenderFailed(msgspec.Struct, frozen=True):
     """The sender says that there is nothing (more) to get, or it is dead."""
 
     kind: str
     message: str
 
 
-@dataclass(frozen=True)
-class Reserved:
+class Reserved(msgspec.Struct, frozen=True):
     """The scheduler's ``receive_into``."""
 
     block_ids: tuple[int, ...]
     num_cached: int
 
 
-@dataclass(frozen=True)
-class PieceLanded:
+class PieceLanded(msgspec.Struct, frozen=True):
     """All bytes of one posted pull are in place; the job goes on."""
 
     num_blocks: int
@@ -239,16 +213,14 @@ class PieceLanded:
     end: float
 
 
-@dataclass(frozen=True)
-class PieceVerified:
+class PieceVerified(msgspec.Struct, frozen=True):
     """The digests of one posted pull match; the job is terminal."""
 
     num_blocks: int
     now: float
 
 
-@dataclass(frozen=True)
-class JobFailed:
+class JobFailed(msgspec.Struct, frozen=True):
     """A posted pull or commit ended without success; the job is terminal. Pulls end in the order in which they were posted.
 
     may_heal: another read may succeed. rungs: those that can be climbed here, best first; the desk says which.
@@ -260,30 +232,25 @@ class JobFailed:
     rungs: tuple[Rung, ...] = ()
 
 
-@dataclass(frozen=True)
-class ReadAheadOver:
+class ReadAheadOver(msgspec.Struct, frozen=True):
     """A posted read ahead is terminal. copy: (begin, end) of what it copied; None: nothing, it failed."""
 
     copy: tuple[float, float] | None
 
 
-@dataclass(frozen=True)
-class JobStopped:
+class JobStopped(msgspec.Struct, frozen=True):
     """A posted pull or commit ended because it was told to; the job is terminal."""
 
 
-@dataclass(frozen=True)
-class CommitDone:
+class CommitDone(msgspec.Struct, frozen=True):
     """The blocks are visible to the device; the job is terminal."""
 
 
-@dataclass(frozen=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True):
     """The scheduler's ``cancel_fetch``."""
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(msgspec.Struct, frozen=True):
     """The scheduler has taken the last event (or ``take_received``)."""
 
 
@@ -306,8 +273,7 @@ FetchEvent = (
 # What a Fetch asks for.
 
 
-@dataclass(frozen=True)
-class Pull:
+class Pull(msgspec.Struct, frozen=True):
     """Post a read: the transfer's blocks from ``first_block`` into ``block_ids``, then verify."""
 
     first_block: int
@@ -315,8 +281,7 @@ class Pull:
     digests: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ReadAhead:
+class ReadAhead(msgspec.Struct, frozen=True):
     """Post a read of bytes ``start_byte``..``end_byte`` - 1 of these blocks, which are not announced yet; verify nothing."""
 
     first_block: int
@@ -325,55 +290,46 @@ class ReadAhead:
     end_byte: int
 
 
-@dataclass(frozen=True)
-class ReadAgain:
+class ReadAgain(msgspec.Struct, frozen=True):
     """A rung is climbed and no read is posted any more: what is pulled from now on is read by this rung."""
 
     rung: Rung
 
 
-@dataclass(frozen=True)
-class CommitBlocks:
+class CommitBlocks(msgspec.Struct, frozen=True):
     """Post a commit of these blocks."""
 
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class StopReads:
+class StopReads(msgspec.Struct, frozen=True):
     """Make every posted job of this fetch terminal soon."""
 
 
-@dataclass(frozen=True)
-class AskRelease:
+class AskRelease(msgspec.Struct, frozen=True):
     """Tell the sender that everything is verified."""
 
 
-@dataclass(frozen=True)
-class AskCancel:
+class AskCancel(msgspec.Struct, frozen=True):
     """Tell the sender that nothing of it is wanted."""
 
 
-@dataclass(frozen=True)
-class TellPublished:
+class TellPublished(msgspec.Struct, frozen=True):
     """``Published`` to the scheduler."""
 
 
-@dataclass(frozen=True)
-class TellFailed:
+class TellFailed(msgspec.Struct, frozen=True):
     """``Failed`` to the scheduler."""
 
     kind: str
     message: str
 
 
-@dataclass(frozen=True)
-class TellDrained:
+class TellDrained(msgspec.Struct, frozen=True):
     """``Drained`` to the scheduler."""
 
 
-@dataclass(frozen=True)
-class TellReceived:
+class TellReceived(msgspec.Struct, frozen=True):
     """The key goes to ``finished_recving``."""
 
 

@@ -3,9 +3,11 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest, ReceiveTransfer, TransferReport

@@ -1,8 +1,7 @@
 """What the control half orders from the data half. ``TransferMetadata`` is plain data: it may cross processes."""
 
-from dataclasses import dataclass, replace
-
 import msgspec
+from msgspec.structs import replace
 
 from contract.block_hash import all_block_hashes
 from contract.requests import EngineRequest
@@ -33,8 +32,7 @@ class TransferMetadata(msgspec.Struct, frozen=True):
     orders: list[PublishOrder]
 
 
-@dataclass(frozen=True)
-class Conversion:
+class Conversion(msgspec.Struct, frozen=True):
     """The blocks ``first_block``..``end_block`` - 1 of a prompt of ``num_tokens``, by our count, come out of others.
 
     our_rank: whose share of the heads is made.
@@ -60,16 +58,14 @@ class Conversion:
         return replace(self, our_rank=our_rank)
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """What a rank of the sender's announced of a range of its blocks. rank: which of its ranks."""
 
     rank: int
     digests: tuple[int, ...]
 
 
-@dataclass
-class Ahead:
+class Ahead(msgspec.Struct):
     """What was read of the blocks ``first_block``..``end_block`` - 1 before they were announced: their first bytes.
 
     num_read: bytes of each block that have arrived. digests: of these bytes. has_failed: nothing of it is used any more.
@@ -97,8 +93,7 @@ class Ahead:
         return self.num_read > 0 and not self.has_failed
 
 
-@dataclass(frozen=True)
-class PullJob:
+class PullJob(msgspec.Struct, frozen=True):
     """Read blocks ``first_block``... of a peer's lease, verify them, and have them in ``block_ids``.
 
     first_block, digests, seeds, grants: by the sender's blocks. conversion: None where those are ours, one for one.
@@ -146,8 +141,7 @@ class PullJob:
         )
 
 
-@dataclass(frozen=True)
-class CommitJob:
+class CommitJob(msgspec.Struct, frozen=True):
     """Make verified blocks visible to the device."""
 
     key: str

@@ -3,8 +3,9 @@
 ``transitions`` holds the rules. A prefill side's transfer is a ``Send``, a decode side's a ``Fetch``.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from contract.errors import InternalError
 from engine.connector import FirstToken
@@ -91,16 +92,14 @@ FETCH_EDGES: dict[FetchState, frozenset[FetchState]] = {
 }
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True):
     """Why a transfer ended without being used. ``kind`` is an ErrorKind value or NOT_NEEDED."""
 
     kind: str
     message: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Send:
+class Send(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer on the sender's side.
 
     num_ordered, num_digested: blocks whose digests were ordered, and are done with. digests: those that are known.
@@ -140,8 +139,7 @@ class Send:
         return self.has_ended and (self.is_reported or not self.is_opened)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer on the receiver's side.
 
     digests: of the blocks that the sender announced so far. num_pulled: blocks up to here are cached or posted.

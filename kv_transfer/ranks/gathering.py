@@ -1,7 +1,9 @@
 """What several ranks report, as if it were one: it goes up when all of them have said it. Pure: no I/O, no lock."""
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from kv_transfer import events as ev
 from kv_transfer.states import ImpossibleEventError

@@ -1,8 +1,9 @@
 """The receiver's side of a hand-over; see the package for what all rules have in common."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from contract.errors import ErrorKind
 from kv_transfer import events as ev

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import xxhash
+from msgspec.structs import replace
 
 from contract.identity import Role
 from contract.layout import KVLayout

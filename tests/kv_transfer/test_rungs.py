@@ -1,8 +1,7 @@
 """The receiver's rules for a read that failed: what is read again, how often, and not before all reads are terminal."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from engine.connector import FirstToken
 from kv_transfer import events as ev

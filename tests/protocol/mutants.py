@@ -1,7 +1,8 @@
 """Production's rules with one of them taken out, each by a class that differs in that rule alone."""
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from contract.errors import InternalError
 from engine.connector import Failed
