@@ -15,11 +15,12 @@ static void copy_through_caches(char *to, const char *from, size_t size) { memcp
 #ifdef __x86_64__
 #include <immintrin.h>
 
-enum { LINE = 64, MIN_STREAMED = 2048 };
+enum { LINE = 64, MIN_STREAMED = 2048, AHEAD = 4096 };
 
 /* Whole lines; the target is at the beginning of one. */
 static void stream_16(char *to, const char *from, size_t size) {
     for (; size; to += LINE, from += LINE, size -= LINE) {
+        _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
         const __m128i *source = (const __m128i *)from;
         __m128i *target = (__m128i *)to;
         __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
@@ -31,6 +32,7 @@ static void stream_16(char *to, const char *from, size_t size) {
 
 __attribute__((target("avx2"))) static void stream_32(char *to, const char *from, size_t size) {
     for (; size; to += LINE, from += LINE, size -= LINE) {
+        _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
         __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)from + 1);
         _mm256_stream_si256((__m256i *)to, a), _mm256_stream_si256((__m256i *)to + 1, b);
     }
