@@ -1,5 +1,6 @@
 """One request as every process sees it: token ids, sampling parameters, and where its KV comes from or goes to."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -9,6 +10,7 @@ from contract.block_hash import BlockHash, root_hash
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 
 MAX_LOGPROBS = 20
+MAX_REPETITION_PENALTY = 10.0
 
 
 class FinishReason(StrEnum):
@@ -27,6 +29,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logits a token is determined (law 6); the router draws one where the client gave none. max_tokens: at most this
     many new tokens. min_tokens: no stop id may be drawn before. stop_token_ids: end the answer and are not shown as
     text. ignore_eos: the model's own end tokens do not end the answer. logprobs: None, or how many alternatives.
+    min_p: tokens less probable than this share of the best one are not drawn. logit_bias: (token id, what is added to its
+    logit). allowed_token_ids: if any, no other token is drawn. presence_penalty, frequency_penalty: taken from the logits of
+    the answer's tokens, once or as often as they stand there. repetition_penalty: divides (or multiplies, below 0) the
+    logits of all tokens of prompt and answer; 1 changes nothing.
     """
 
     temperature: float = 1.0
@@ -38,6 +44,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+
+    @property
+    def counts_tokens(self) -> bool:
+        """What is drawn depends on which tokens there are already."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
     def check(self) -> None:
         """Raise InvalidRequestError that names the first field out of range."""
@@ -50,13 +67,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequestError(f"top_p is {self.top_p}; it must lie in (0, 1]", param="top_p")
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            raise InvalidRequestError(
+                f"repetition_penalty is {self.repetition_penalty}; it must lie in (0, {MAX_REPETITION_PENALTY:g}]",
+                param="repetition_penalty",
+            )
         for token in self.stop_token_ids:
             _in_range("stop_token_ids", token, 0, 2**31 - 1)
+        for _, bias in self.logit_bias:
+            _in_range("logit_bias", bias, -100.0, 100.0)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, param: str) -> None:
+    """Raise InvalidRequestError about ``param`` that names the first one outside of the vocabulary."""
+    if (bad := next((token for token in token_ids if not 0 <= token < vocab_size), None)) is not None:
+        raise InvalidRequestError(
+            f"token id {bad} is not in the vocabulary; ids are 0..{vocab_size - 1}", param=param
+        )
 
 
 def choice_key(request_id: str, choice: int, attempt: int) -> str:
@@ -126,10 +161,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         self.sampling.check()
         if not self.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty; it needs at least one token", param="prompt")
-        if bad := next((t for t in self.prompt_token_ids if not 0 <= t < vocab_size), None):
-            raise InvalidRequestError(
-                f"token id {bad} is not in the vocabulary; ids are 0..{vocab_size - 1}", param="prompt"
-            )
+        check_token_ids(self.prompt_token_ids, vocab_size, param="prompt")
+        check_token_ids(self.sampling.allowed_token_ids, vocab_size, param="allowed_token_ids")
+        check_token_ids([token for token, _ in self.sampling.logit_bias], vocab_size, param="logit_bias")
         self._check_place_in_answer()
         for name in ("lora_request", "pooling_params", "multi_modal_inputs"):
             if getattr(self, name):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from contract.errors import InternalError
 from contract.requests import SamplingParams
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.sampling import SamplingRow
+from engine.scores import NO_TOKENS, SamplingRow
 
 
 @dataclass
@@ -72,8 +72,16 @@ class InputBatch:
     def sampling_row(self, req_id: str) -> SamplingRow:
         """How the request draws the token that follows its known ones."""
         state = self.requests[req_id]
-        num_generated = state.num_tokens - state.num_prompt_tokens
-        return SamplingRow(state.sampling, state.eos_token_ids, state.num_tokens, num_generated)
+        row, num_prompt = self.row_of(req_id), state.num_prompt_tokens
+        counted = self.token_table[row, : state.num_tokens] if state.sampling.counts_tokens else NO_TOKENS
+        return SamplingRow(
+            state.sampling,
+            state.eos_token_ids,
+            state.num_tokens,
+            state.num_tokens - num_prompt,
+            counted[:num_prompt],
+            counted[num_prompt:],
+        )
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
         self._remove(new.req_id)

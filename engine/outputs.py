@@ -17,7 +17,7 @@ class NewRequestData:
 
     ``prompt_token_ids`` are all tokens known at this point: the prompt, and for a request whose KV came from another
     worker the tokens sampled there too. block_ids: one list per KV cache group. num_computed_tokens: tokens whose KV
-    is already in those blocks. num_prompt_tokens: how many of the tokens are the prompt.
+    is already in those blocks. num_prompt_tokens: how many of the tokens are the client's prompt; what follows is answer.
     """
 
     req_id: str

@@ -26,7 +26,8 @@ from engine.outputs import LogprobsLists, ModelRunnerOutput, NewRequestData, Sch
 from engine.profiling import profile_inputs
 from engine.ranks.group import RankGroup, SingleRank, rank_device
 from engine.ranks.opening import open_half
-from engine.sampling import Samples, SamplingRow, sample
+from engine.sampling import Samples, sample
+from engine.scores import SamplingRow
 from engine.settings import EngineSettings
 
 _T = TypeVar("_T")

@@ -12,34 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contract.requests import SamplingParams
 from engine.outputs import LogprobsLists
 from engine.randomness import UNIFORM_BITS, uniform_bits
+from engine.scores import SamplingRow, adjusted
 
 _WEIGHT_SCALE = 2.0**40
 _MAX_ELEMENTS_AT_ONCE = 2**24
-
-
-@dataclass(frozen=True)
-class SamplingRow:
-    """One request that draws a token.
-
-    position: absolute index of the new token in the sequence, prompt included. num_generated: tokens of the answer
-    that are known already (min_tokens counts them).
-    """
-
-    sampling: SamplingParams
-    eos_token_ids: tuple[int, ...]
-    position: int
-    num_generated: int
-
-    @property
-    def forbidden_token_ids(self) -> tuple[int, ...]:
-        """Ids that would end the answer before ``min_tokens``."""
-        if self.num_generated >= self.sampling.min_tokens:
-            return ()
-        own = () if self.sampling.ignore_eos else self.eos_token_ids
-        return (*own, *self.sampling.stop_token_ids)
 
 
 @dataclass(frozen=True)
@@ -58,11 +36,12 @@ class Samples:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     """Draw one token per row of ``logits [num_rows, vocab_size]``; ``logits`` stays as it is.
 
-    Temperature 0 takes the best token, the lowest id among equals. Otherwise: temperature, then top-k, then top-p,
-    then the inverse of the cumulative distribution in the order of the vocabulary.
+    First what ``engine.scores`` adds and takes away. Then temperature 0 takes the best token, the lowest id among equals.
+    Otherwise: temperature, then min-p, then top-k, then top-p, then the inverse of the cumulative distribution in the
+    order of the vocabulary.
     """
     raw = logits.to(torch.float32)
-    scores = _forbid(raw, rows)
+    scores = adjusted(raw, rows)
     num_nans = _count_unusable(raw, scores)
     token_ids: list[int | None] = scores.argmax(dim=-1).tolist()
     random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and not num_nans[i]]
@@ -89,22 +68,10 @@ def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
     return [int(count) for count in counts.tolist()]
 
 
-def _forbid(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A copy where the forbidden tokens have -infinity; ``raw`` itself where nothing is forbidden."""
-    cells = [
-        (i, token) for i, row in enumerate(rows) for token in row.forbidden_token_ids if token < raw.shape[1]
-    ]
-    if not cells:
-        return raw
-    scores = raw.clone()
-    row_indices, token_ids = torch.tensor(cells, device=raw.device).unbind(1)
-    scores[row_indices, token_ids] = -torch.inf
-    return scores
-
-
 def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """One token per row with temperature above 0."""
     weights = _weights(scores, [row.sampling.temperature for row in rows])
+    _keep_min_p(weights, [row.sampling.min_p for row in rows])
     _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
     _keep_top_p(weights, [row.sampling.top_p for row in rows])
     targets = [
@@ -130,6 +97,13 @@ def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
     wide = scores.to(torch.float64)
     distances = (wide - wide.amax(dim=-1, keepdim=True)) / temperature
     return (distances.exp() * _WEIGHT_SCALE).round().to(torch.int64)
+
+
+def _keep_min_p(weights: Tensor, limits: list[float]) -> None:
+    """Set what is less than the share p of the best token's weight to 0, in place (arXiv:2407.01082)."""
+    for i, p in enumerate(limits):
+        if p > 0.0:
+            weights[i].masked_fill_(weights[i] < round(p * _WEIGHT_SCALE), 0)
 
 
 def _keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:

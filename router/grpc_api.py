@@ -2,16 +2,20 @@
 
 import asyncio
 import logging
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from contract.errors import CancelledError, ErrorKind, InvalidRequestError, KvbatonError
-from contract.requests import FinishReason
+from contract.requests import FinishReason, check_token_ids
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.answer import Delta
 from router.delivery import Token
+from router.model_source import ModelSource
 from router.pipeline import Pipeline
+from router.registry import Registry
 from router.request import GenerationRequest, new_request_id
 from serving.errors import grpc_code
 
@@ -26,27 +30,67 @@ _FINISH = {
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Streams answers. A client that cancels, or whose deadline passes, cancels its request on the workers."""
+    """Answers by the same pipeline as HTTP. A client that cancels, or whose deadline passes, cancels its request."""
 
-    def __init__(self, pipeline: Pipeline, stall_seconds: float) -> None:
-        self._pipeline = pipeline
+    def __init__(
+        self, pipeline: Pipeline, models: ModelSource, registry: Registry, stall_seconds: float
+    ) -> None:
+        self._pipeline, self._models, self._registry = pipeline, models, registry
         self._stall_seconds = stall_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """One prompt; the last message has usage and timings. Errors have the codes of ``serving.errors``."""
-        request_id = new_request_id("gen")
-        name = request.request_id or request_id
-        try:
-            asked = _asked(request, request_id, context.time_remaining())
-            async with aclosing(self._pipeline.generate(asked)) as deltas:
-                async for delta in deltas:
-                    if delta.tokens or delta.finish_reason:
-                        await self._write(context, _response(name, delta))
-        except KvbatonError as error:
-            await _abort(context, error.kind, error.message)
-        except Exception:
-            logger.exception("%s: a bug", request_id)
-            await _abort(context, ErrorKind.INTERNAL, f"an internal error; the log names it by {request_id}")
+        async with (
+            _answering(context, "gen") as request_id,
+            self._deltas(request, request_id, context) as deltas,
+        ):
+            async for delta in deltas:
+                if delta.tokens or delta.finish_reason:
+                    await self._write(context, _response(request.request_id or request_id, delta))
+
+    async def GenerateOnce(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
+        """The same in one message."""
+        async with (
+            _answering(context, "gen") as request_id,
+            self._deltas(request, request_id, context) as deltas,
+        ):
+            return _joined([_response(request.request_id or request_id, delta) async for delta in deltas])
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
+        """The ids of a text, with the special tokens that the tokenizer adds where they are wanted."""
+        answer = pb.TokenizeResponse()
+        async with _answering(context, "tok"):
+            tokenizer = self._models.card_named(request.model).tokenizer
+            has_special = not request.no_special_tokens
+            encode = partial(tokenizer.encode, request.text, add_special_tokens=has_special)
+            answer.token_ids.extend(await asyncio.to_thread(encode))
+        return answer
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:  # noqa: N802
+        """The text of ids, special tokens included."""
+        answer = pb.DetokenizeResponse()
+        async with _answering(context, "detok"):
+            card = self._models.card_named(request.model)
+            check_token_ids(request.token_ids, card.vocab_size, param="token_ids")
+            decode = partial(card.tokenizer.decode, request.token_ids, skip_special_tokens=False)
+            answer.text = await asyncio.to_thread(decode)
+        return answer
+
+    async def ListModels(self, _: pb.ListModelsRequest, _context: Any) -> pb.ListModelsResponse:  # noqa: N802
+        """The served model; none while it is not known yet."""
+        if not self._models.is_known:
+            return pb.ListModelsResponse()
+        card = self._models.card()
+        length = self._registry.max_model_len(card.max_model_len)
+        return pb.ListModelsResponse(models=[pb.Model(name=card.name, max_model_len=length)])
+
+    @asynccontextmanager
+    async def _deltas(
+        self, request: pb.GenerateRequest, request_id: str, context: Any
+    ) -> AsyncIterator[AsyncIterator[Delta]]:
+        asked = _asked(request, request_id, context.time_remaining())
+        async with aclosing(self._pipeline.generate(asked)) as deltas:
+            yield deltas
 
     async def _write(self, context: Any, response: pb.GenerateResponse) -> None:
         try:
@@ -56,6 +100,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise CancelledError(
                 f"the client has read nothing for {self._stall_seconds} s; the request is cancelled"
             ) from None
+
+
+@asynccontextmanager
+async def _answering(context: Any, prefix: str) -> AsyncIterator[str]:
+    """Within, an error ends the call with its status. Gives the id that the log knows the call by."""
+    request_id = new_request_id(prefix)
+    try:
+        yield request_id
+    except KvbatonError as error:
+        await _abort(context, error.kind, error.message)
+    except Exception:
+        logger.exception("%s: a bug", request_id)
+        await _abort(context, ErrorKind.INTERNAL, f"an internal error; the log names it by {request_id}")
 
 
 async def _abort(context: Any, kind: ErrorKind, message: str) -> None:
@@ -82,13 +139,19 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=given("logprobs"),
+        min_p=_decimal(given("min_p")),
+        presence_penalty=_decimal(sampling.presence_penalty),
+        frequency_penalty=_decimal(sampling.frequency_penalty),
+        repetition_penalty=_decimal(given("repetition_penalty")),
+        logit_bias=tuple((token, _decimal(bias)) for token, bias in sorted(sampling.logit_bias.items())),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout_seconds=time_remaining,
     )
 
 
-def _decimal(value: float | None) -> float | None:
+def _decimal(value: Any) -> Any:
     """The number that a client wrote, from the 32-bit float that crossed the wire: as HTTP would have read it."""
     return None if value is None else float(f"{value:.7g}")
 
@@ -120,6 +183,22 @@ def _response(name: str, delta: Delta) -> pb.GenerateResponse:
     if delta.timings:
         response.timings.CopyFrom(pb.Timings(**delta.timings.as_dict()))
     return response
+
+
+def _joined(parts: list[pb.GenerateResponse]) -> pb.GenerateResponse:
+    """The messages of a stream as one: a choice's tokens, text and log probabilities one behind the other."""
+    whole = pb.GenerateResponse()
+    choices: dict[int, pb.ChoiceDelta] = {}
+    for part in parts:
+        for delta in part.choices:
+            choice = choices.setdefault(delta.index, pb.ChoiceDelta())
+            text = choice.text + delta.text
+            choice.MergeFrom(delta)
+            choice.text = text
+        part.ClearField("choices")
+        whole.MergeFrom(part)
+    whole.choices.extend(choices[index] for index in sorted(choices))
+    return whole
 
 
 def _logprob(token: Token) -> pb.TokenLogprob:

@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from contract.errors import InternalError, KvbatonError, UnavailableError
+from contract.errors import InternalError, KvbatonError, NotFoundError, UnavailableError
 from router.changes import ChangeSignal
 from router.registry import AttachedWorker, Registry
 from text.model_card import MODEL_FILES, ModelCard
@@ -36,6 +36,17 @@ class ModelSource:
         if self._card is None:
             raise UnavailableError("no worker is ready: none has registered, so the model is not known yet")
         return self._card
+
+    def card_named(self, name: str | None) -> ModelCard:
+        """The served model, if a client means that: by its name, or by none. Raises NotFoundError otherwise."""
+        card = self.card()
+        if name and name != card.name:
+            raise NotFoundError(
+                f"The model `{name}` does not exist; this service has `{card.name}`.",
+                param="model",
+                code="model_not_found",
+            )
+        return card
 
     async def read_folder(self, folder: Path, name: str | None = None) -> None:
         """Read the card from a folder. Raises SettingError that names what is missing."""

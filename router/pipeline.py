@@ -18,7 +18,6 @@ A client that goes away cancels (or closes) the generator: that is step 7 from w
 import asyncio
 from collections.abc import AsyncGenerator
 
-from contract.errors import NotFoundError
 from router.answer import Answer, Delta, Usage
 from router.ledger import Ledger
 from router.model_source import ModelSource
@@ -48,7 +47,7 @@ class Pipeline:
         Close the generator (``contextlib.aclosing``) or cancel its task to end the request early. Raises KvbatonError.
         """
         with self._ledger.open(asked) as record:
-            card = self._model_asked_for(asked.model)
+            card = self._models.card_named(asked.model)
             request = await self._prepare(asked, card)
             with self._relays.open(request, record) as relay:
                 answer = Answer(request, card.tokenizer)
@@ -64,16 +63,6 @@ class Pipeline:
                         )
                         record.finish(delta, delta.finish_reason, usage, relay.report)
                     yield delta
-
-    def _model_asked_for(self, name: str | None) -> ModelCard:
-        card = self._models.card()
-        if name and name != card.name:
-            raise NotFoundError(
-                f"The model `{name}` does not exist; this service has `{card.name}`.",
-                param="model",
-                code="model_not_found",
-            )
-        return card
 
     async def _prepare(self, asked: GenerationRequest, card: ModelCard) -> PreparedRequest:
         """Long texts are tokenized in a thread, so that they do not hold up the tokens of others."""

@@ -38,6 +38,12 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
     timeout_seconds: float | None = None
@@ -112,6 +118,14 @@ def prepare(
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
         logprobs=asked.logprobs,
+        min_p=card.min_p if asked.min_p is None else asked.min_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=(
+            card.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty
+        ),
+        logit_bias=asked.logit_bias,
+        allowed_token_ids=asked.allowed_token_ids,
     )
     EngineRequest(request_id=asked.request_id, prompt_token_ids=prompt_ids, sampling=sampling).check(
         card.vocab_size

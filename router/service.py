@@ -162,7 +162,10 @@ class RouterService:
     async def _start_public(self) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(options=public_server_options(self._settings.max_body_bytes))
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self._pipeline, self._settings.client_stall_seconds), server
+            InferenceServicer(
+                self._pipeline, self._models, self._registry, self._settings.client_stall_seconds
+            ),
+            server,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(

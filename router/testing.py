@@ -131,6 +131,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             server, self._server = self._server, None
             await server.stop(None)
 
+    @property
+    def is_dead(self) -> bool:
+        """It has died, or was stopped."""
+        return self._channel is None
+
     async def die(self) -> None:
         """Close the stream to the router at once, as a crash does."""
         if self._channel:

@@ -22,7 +22,7 @@ _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """A served model. ``temperature``, ``top_p`` and ``top_k`` are its own generation defaults.
+    """A served model. ``temperature`` to ``repetition_penalty`` are its own generation defaults.
 
     max_model_len: tokens of prompt and answer that the model was made for. eos_token_ids: tokens that end an answer.
     vocab_size: token ids are below this. chat_template: None for a model without one.
@@ -35,6 +35,8 @@ class ModelCard:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 
@@ -64,6 +66,8 @@ class ModelCard:
             temperature=_number(generation, "temperature", 1.0),
             top_p=_number(generation, "top_p", 1.0),
             top_k=int(_number(generation, "top_k", 0)),
+            min_p=_number(generation, "min_p", 0.0),
+            repetition_penalty=_number(generation, "repetition_penalty", 1.0),
             tokenizer=tokenizer,
             chat_template=_chat_template(folder, tokenizer),
         )

@@ -70,6 +70,10 @@ class Tokenizer:
         """The id of a token's written form, or None."""
         return None if token is None else self._backend.token_to_id(token)
 
+    def written(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, its leading space included; special tokens as written."""
         written = self._backend.id_to_token(token_id)

@@ -44,6 +44,12 @@ def _sampling_from(sampling: pb.EngineSampling) -> SamplingParams:
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(zip(sampling.biased_token_ids, sampling.biases, strict=True)),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
     )
 
 

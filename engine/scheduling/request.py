@@ -3,15 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from contract.block_hash import BlockHash, block_hash, full_block_hashes
 from contract.requests import (
     EngineOutput,
     EngineRequest,
     ReceiveTransfer,
     RequestTimings,
-    SamplingParams,
     SendTransfer,
     TokenLogprobs,
     TransferReport,
@@ -132,6 +129,11 @@ class Request:
         return len(self.asked.prompt_token_ids)
 
     @property
+    def num_delivered_tokens(self) -> int:
+        """Tokens of the answer that stand at the end of the prompt: a replayed request's."""
+        return self.asked.first_index - self.is_receiving
+
+    @property
     def num_tokens(self) -> int:
         """Length of everything known."""
         return len(self.token_ids)
@@ -197,20 +199,6 @@ class Request:
         self.num_indexed_blocks = 0
         if self.hash_root != self.computed_root:
             self._hash_under(self.computed_root)
-
-    def runner_sampling(self) -> SamplingParams:
-        """The sampling parameters with ``min_tokens`` counted from the end of *this* engine's prompt.
-
-        A replayed request's prompt holds tokens of the answer already.
-        """
-        num_answer_tokens_in_prompt = self.answer_length - (self.num_tokens - self.num_prompt_tokens)
-        sampling = self.asked.sampling
-        num_left = max(0, sampling.min_tokens - num_answer_tokens_in_prompt)
-        return (
-            sampling
-            if num_left == sampling.min_tokens
-            else msgspec.structs.replace(sampling, min_tokens=num_left)
-        )
 
     def emit(
         self, token_ids: list[int], ending: Ending | None, logprobs: list[TokenLogprobs] | None = None

@@ -61,10 +61,10 @@ def _new_request_data(turn: Turn) -> NewRequestData:
     return NewRequestData(
         req_id=request.key,
         prompt_token_ids=list(request.token_ids),
-        sampling_params=request.runner_sampling(),
+        sampling_params=request.asked.sampling,
         block_ids=(list(turn.new_block_ids),),
         num_computed_tokens=request.num_computed_tokens,
-        num_prompt_tokens=request.num_prompt_tokens,
+        num_prompt_tokens=request.num_prompt_tokens - request.num_delivered_tokens,
         eos_token_ids=request.eos_token_ids,
     )
 

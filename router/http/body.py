@@ -102,12 +102,12 @@ class Body:
         except OverflowError as error:
             raise _wrong(name, value, "a number of at most 64 bits") from error
 
-    def flag(self, name: str) -> bool:
-        """True or false; false by default."""
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """True or false."""
         value = self.get(name)
         if value is not None and type(value) is not bool:
             raise _wrong(name, value, "true or false")
-        return bool(value)
+        return default if value is None else bool(value)
 
     def string(self, name: str) -> str | None:
         """A string."""

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from router.http.boundary import REQUEST_ID, STREAM, request_id_header
 from router.http.fields import refuse_unserved, shared_fields
 from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from router.http.streaming import EventStream
+from router.http.tokenizing import TokenizerEndpoints
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
@@ -49,12 +51,16 @@ class Endpoints:
 
     def routes(self) -> list[web.RouteDef]:
         """Every path that is served."""
+        tokenizing = TokenizerEndpoints(self._body, self._models, self._registry)
         return [
+            *tokenizing.routes(),
             web.post("/v1/chat/completions", self.chat),
             web.post("/v1/completions", self.completions),
             web.get("/v1/models", self.list_models),
             web.get("/v1/models/{model:.+}", self.show_model),
             web.get("/health", self.health),
+            web.get("/ready", self.health),
+            web.get("/version", self.version),
             web.get("/metrics", self.metrics),
         ]
 
@@ -62,6 +68,7 @@ class Endpoints:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
         body = await self._body(request, "chatcmpl")
+        refuse_unserved(body)
         longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         asked = GenerationRequest(
             request_id=request[REQUEST_ID],
@@ -78,6 +85,7 @@ class Endpoints:
         """POST /v1/completions."""
         arrival = time.monotonic()
         body = await self._body(request, "cmpl")
+        refuse_unserved(body)
         asked = GenerationRequest(
             request_id=request[REQUEST_ID],
             prompt=_completion_prompt(body.get("prompt")),
@@ -104,12 +112,16 @@ class Endpoints:
         return web.json_response(self._model())
 
     async def health(self, _: web.Request) -> web.Response:
-        """GET /health: 200 when a request can be answered now, else 503 and what is missing."""
+        """GET /health and /ready: 200 when a request can be answered now, else 503 and what is missing."""
         missing = self._registry.missing() or (
             None if self._models.is_known else "the model is not known yet"
         )
         status = {"status": "unavailable", "reason": missing} if missing else {"status": "ok"}
         return web.json_response(status, status=503 if missing else 200)
+
+    async def version(self, _: web.Request) -> web.Response:
+        """GET /version."""
+        return web.json_response({"version": version("kvbaton")})
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""
@@ -119,11 +131,9 @@ class Endpoints:
         request[REQUEST_ID] = new_request_id(prefix)
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                body = await read_body(request, self._max_body_bytes)
+                return await read_body(request, self._max_body_bytes)
         except TimeoutError:
             raise DeadlineError(f"the body was not whole after {self._timeout_seconds} s") from None
-        refuse_unserved(body)
-        return body
 
     def _options(self, asked: GenerationRequest, body: Body) -> AnswerOptions:
         stream = body.flag("stream")

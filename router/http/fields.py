@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from contract.errors import UnsupportedFieldError
+from contract.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.body import Body
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -14,12 +14,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
-    "min_p": (0, 0.0),
     "use_beam_search": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -38,7 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "bad_words": ([],),
-    "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
@@ -46,6 +40,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 """Field → the values (besides null) that ask for nothing. Unknown fields are ignored, as OpenAI's clients expect."""
+_MAX_DIGITS, _MAX_BIAS = 10, 100
 
 
 def refuse_unserved(body: Body) -> None:
@@ -76,9 +71,30 @@ def shared_fields(body: Body) -> dict[str, Any]:
         "stop": body.strings("stop"),
         "stop_token_ids": body.integers("stop_token_ids"),
         "ignore_eos": body.flag("ignore_eos"),
+        "min_p": body.number("min_p"),
+        "presence_penalty": body.number("presence_penalty") or 0.0,
+        "frequency_penalty": body.number("frequency_penalty") or 0.0,
+        "repetition_penalty": body.number("repetition_penalty"),
+        "logit_bias": _logit_bias(body),
+        "allowed_token_ids": body.integers("allowed_token_ids"),
         "priority": body.integer("priority") or 0,
         "cache_salt": body.string("cache_salt") or "",
     }
+
+
+def _logit_bias(body: Body) -> tuple[tuple[int, float], ...]:
+    """Token ids, which JSON can only write as strings, and what is added to their logits; by token id."""
+    found: dict[int, float] = {}
+    for name, bias in body.object("logit_bias").fields.items():
+        is_id = name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS
+        if not is_id or type(bias) not in (int, float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias holds {name[:20]!r}: {str(bias)[:20]}; it must map token ids to numbers in"
+                f" -{_MAX_BIAS}..{_MAX_BIAS}",
+                param="logit_bias",
+            )
+        found[int(name)] = float(bias)
+    return tuple(sorted(found.items()))
 
 
 def _top_k(body: Body) -> int | None:

@@ -60,7 +60,7 @@ async def server() -> AsyncIterator[HttpServer]:
 @pytest.fixture
 async def grpc_address() -> AsyncIterator[str]:
     server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"

@@ -6,7 +6,7 @@ from contract.errors import InternalError
 from contract.requests import SamplingParams
 from engine.batch import InputBatch
 from engine.outputs import NewRequestData, SchedulerOutput
-from engine.sampling import SamplingRow
+from engine.scores import SamplingRow
 from tests.engine_compute.driver import add_cached
 from tests.engine_compute.test_inputs import new_request
 

@@ -168,6 +168,12 @@ def test_seeded_answers_do_not_depend_on_cutting_or_company(folder: Path) -> Non
     assert other.generate(["a"], 12)["a"] != answer
 
 
+def free_answer(folder: Path, count: int) -> list[int]:
+    driver = Driver(folder)
+    driver.add("a", PROMPT)
+    return driver.generate(["a"], count)["a"]
+
+
 def test_min_tokens_counts_the_answer_alone(folder: Path) -> None:
     """A resumed request's delivered tokens count, its prompt does not."""
     free = Driver(folder)
@@ -179,6 +185,23 @@ def test_min_tokens_counts_the_answer_alone(folder: Path) -> None:
     late = Driver(folder)
     late.add("a", PROMPT + answer[:1], greedy(min_tokens=1), eos_token_ids=(answer[1],), num_prompt_tokens=21)
     assert late.generate(["a"], 2)["a"] == answer[:2]
+
+
+def test_penalties_count_prompt_and_answer_apart(folder: Path) -> None:
+    """A replay's delivered tokens are answer; what stands in the prompt is penalized by repetition_penalty alone."""
+    sampling = greedy(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2)
+    whole = Driver(folder)
+    whole.add("a", PROMPT, sampling)
+    answer = whole.generate(["a"], 12)["a"]
+    assert len(set(answer)) > len(set(free_answer(folder, 12)))
+    replay = Driver(folder)
+    replay.add("a", PROMPT + answer[:5], sampling, num_prompt_tokens=len(PROMPT))
+    assert replay.generate(["a"], 12)["a"] == answer
+    in_prompt = Driver(folder)
+    in_prompt.add("a", PROMPT + answer[:5], greedy(frequency_penalty=2.0, presence_penalty=2.0))
+    unpenalized = Driver(folder)
+    unpenalized.add("a", PROMPT + answer[:5])
+    assert in_prompt.generate(["a"], 1) == unpenalized.generate(["a"], 1)
 
 
 def test_logprobs_stand_in_the_row_of_their_request(folder: Path) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from contract.requests import SamplingParams
 from engine.randomness import UNIFORM_BITS, uniform_bits
-from engine.sampling import SamplingRow, invert, sample
+from engine.sampling import invert, sample
+from engine.scores import SamplingRow
 
 VOCAB = 50
 
@@ -40,6 +41,10 @@ parameters = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, 0, 4]),
         "min_tokens": st.integers(0, 3),
         "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
+        "min_p": st.sampled_from([0.0, 0.2, 1.0]),
+        "logit_bias": st.sampled_from([(), ((3, 5.0), (7, -100.0))]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.7]),
     }
 )
 
@@ -78,6 +83,18 @@ def test_top_p_draws_from_the_smallest_set_with_that_probability(seed: int, p: f
     size = int((probabilities.cumsum(0) < p - 1e-9).sum()) + 1
     for position in range(8):
         assert draw(logits, make_row(position, temperature=1.0, top_p=p, seed=seed)) in order[:size].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), p=st.floats(0.001, 1.0), temperature=st.sampled_from([0.5, 1.0, 2.0]))
+def test_min_p_draws_what_is_probable_beside_the_best(seed: int, p: float, temperature: float) -> None:
+    """Its share is measured after temperature, and before anything else is left out."""
+    logits = random_logits(seed)[0]
+    probabilities = (logits.double() / temperature).softmax(0)
+    kept = (probabilities >= p * probabilities.max() - 1e-9).nonzero()[:, 0].tolist()
+    for position in range(8):
+        row = make_row(position, temperature=temperature, min_p=p, seed=seed)
+        assert draw(logits, row) in kept
 
 
 def test_top_k_comes_before_top_p_and_ties_keep_the_lowest_ids() -> None:

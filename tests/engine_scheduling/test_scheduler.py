@@ -186,8 +186,9 @@ def test_replay_counts_the_delivered_tokens() -> None:
     replay = fake_request("a", [3, 4, *answer[:2]], 6, attempt=1, first_index=2, sampling={"min_tokens": 5})
     engine.add(replay)
     scheduled = engine.scheduler.schedule()
-    sampling = scheduled.scheduled_new_reqs[0].sampling_params
-    assert sampling is not None and sampling.min_tokens == 3
+    (new,) = scheduled.scheduled_new_reqs
+    assert new.sampling_params is not None and new.sampling_params.min_tokens == 5
+    assert (new.num_prompt_tokens, len(new.prompt_token_ids)) == (2, 4)
     engine.scheduler.update_from_output(scheduled, engine.executor.execute_model(scheduled))
     engine.run()
     assert engine.heard["a#0.1"][0].first_index == 3

@@ -3,7 +3,9 @@
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -45,6 +47,27 @@ async def test_chunked_hand_over_equals_one_engine(model: Path) -> None:
     assert tokens_of(first, rest) == await aggregated(model, PROMPT, SAMPLED)
     assert counters["transfer_blocks_total{transport=tcp}"] == -(-len(PROMPT) // BLOCK_SIZE)
     assert all(len(o.logprobs or ()) == len(o.token_ids) for o in (*first, *rest))
+
+
+ADJUSTED: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"repetition_penalty": 1.4},
+    {"logit_bias": ((7, 4.0), (9, 4.5)), "min_p": 0.02},
+    {"allowed_token_ids": tuple(range(20, 60)), "frequency_penalty": -0.5},
+]
+
+
+@pytest.mark.parametrize("changes", ADJUSTED, ids=lambda changes: "+".join(changes))
+async def test_what_changes_logits_crosses_with_the_request(model: Path, changes: dict[str, Any]) -> None:
+    """Law 5: penalties count the answer's tokens wherever they were drawn: as one engine does, and as a replay does."""
+    sampling = msgspec.structs.replace(SAMPLED, **changes)
+    alone = await aggregated(model, PROMPT, sampling)
+    assert alone != await aggregated(model, PROMPT, SAMPLED)
+    async with running_pair(model, max_num_batched_tokens=64) as pair:
+        first, rest = await pair.ask("whole", PROMPT, sampling)
+        replayed = await pair.ask("replayed", [*PROMPT, *alone[:5]], sampling, first_index=5, attempt=1)
+    assert tokens_of(first, rest) == alone
+    assert tokens_of(*replayed) == alone[5:]
 
 
 async def test_a_cached_prefix_does_not_cross_again(model: Path) -> None:

@@ -45,7 +45,8 @@ class Cluster:
         )
         await self.stack.enter_async_context(worker)
         self.workers[worker.worker_id] = worker
-        await self.until(lambda state: _has_credit(state, worker.worker_id))
+        # In a storm it may die before anybody has looked.
+        await self.until(lambda state: worker.is_dead or _has_credit(state, worker.worker_id))
         return worker
 
     def url(self, path: str) -> str:

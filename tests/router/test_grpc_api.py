@@ -75,6 +75,12 @@ async def test_every_field_reaches_the_worker() -> None:
         stop_token_ids=[250],
         ignore_eos=True,
         logprobs=1,
+        min_p=0.05,
+        presence_penalty=0.3,
+        frequency_penalty=-0.6,
+        repetition_penalty=1.1,
+        logit_bias={9: 0.1, 5: -100},
+        allowed_token_ids=[5, 6],
     )
     script = Script(tokens=HELLO.tokens, logprobs={word_id("hello"): -0.5})
     async with running_cluster(script, (Role.BOTH,)) as cluster:
@@ -91,6 +97,13 @@ async def test_every_field_reaches_the_worker() -> None:
         stop_token_ids=[250],
         ignore_eos=True,
         logprobs=1,
+        min_p=0.05,
+        presence_penalty=0.3,
+        frequency_penalty=-0.6,
+        repetition_penalty=1.1,
+        biased_token_ids=[5, 9],
+        biases=[-100.0, 0.1],
+        allowed_token_ids=[5, 6],
     )
     assert (task.priority, task.cache_salt) == (-1, "s")
     logprob = messages[0].choices[0].logprobs[0]
@@ -99,6 +112,30 @@ async def test_every_field_reaches_the_worker() -> None:
     last = messages[-1].choices[0]
     assert (last.stop_reason, last.finish_reason) == ("rl", pb.FINISH_REASON_STOP)
     assert "".join(message.choices[0].text for message in messages) == "hello wo"
+
+
+async def test_http_says_the_same_by_the_same_names() -> None:
+    fields: dict[str, Any] = {
+        "min_p": 0.05,
+        "presence_penalty": 0.3,
+        "frequency_penalty": -0.6,
+        "repetition_penalty": 1.1,
+    }
+    sampling = pb.SamplingParams(
+        seed=1, max_tokens=3, logit_bias={9: 0.1, 5: -100}, allowed_token_ids=[5], **fields
+    )
+    body = {
+        **fields,
+        "seed": 1,
+        "max_tokens": 3,
+        "logit_bias": {"9": 0.1, "5": -100},
+        "allowed_token_ids": [5],
+    }
+    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+        await generate(cluster, pb.GenerateRequest(text="hello", sampling=sampling))
+        await cluster.post("/v1/completions", {"prompt": "hello", **body})
+        by_grpc, by_http = [decode.task.sampling for decode in cluster.workers["both-0"].decodes]
+    assert by_grpc == by_http
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ async def test_a_request_waits_for_a_full_kv_cache() -> None:
         assert not (await asyncio.wait({second}, timeout=0.2))[0] and len(worker.decodes) == 1
         entry = pb.TokenEntry(request_id=worker.decodes[0].task.request_id, token_ids=[END])
         worker.send(entry, load=pb.Load(num_running=1, kv_cache_usage=0.94))
-        assert (await second)[0] == 200 and not first.done()
+        async with asyncio.timeout(10):
+            assert (await second)[0] == 200 and not first.done()
         first.cancel()
 
 

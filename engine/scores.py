@@ -1,0 +1,86 @@
+"""What a request adds to the model's logits and takes from them before a token is drawn, in float32, row by row.
+
+In this order, which is vLLM's: only allowed tokens, biases, the repetition penalty (arXiv:1909.05858), OpenAI's frequency
+and presence penalties; and last, whatever the biases: no token that would end the answer before ``min_tokens``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contract.requests import SamplingParams
+
+NO_TOKENS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One request that draws a token.
+
+    position: absolute index of the new token in the sequence, prompt included. num_generated: tokens of the answer
+    that are known already (min_tokens counts them). prompt_tokens, answer_tokens: those that are known, where
+    ``SamplingParams.counts_tokens``.
+    """
+
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    position: int
+    num_generated: int
+    prompt_tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS, compare=False)
+    answer_tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS, compare=False)
+
+    @property
+    def forbidden_token_ids(self) -> tuple[int, ...]:
+        """Ids that would end the answer before ``min_tokens``."""
+        if self.num_generated >= self.sampling.min_tokens:
+            return ()
+        own = () if self.sampling.ignore_eos else self.eos_token_ids
+        return (*own, *self.sampling.stop_token_ids)
+
+
+def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """A copy of ``raw [num_rows, vocab_size]`` in which every row has its changes; ``raw`` itself where none has any."""
+    scores = raw
+    for i, row in enumerate(rows):
+        sampling, forbidden = row.sampling, row.forbidden_token_ids
+        if not (forbidden or sampling.counts_tokens or sampling.logit_bias or sampling.allowed_token_ids):
+            continue
+        scores = raw.clone() if scores is raw else scores
+        _allow(scores[i], sampling.allowed_token_ids)
+        _add_biases(scores[i], sampling.logit_bias)
+        if sampling.counts_tokens:
+            _penalize(scores[i], row)
+        if known := [token for token in forbidden if token < len(scores[i])]:
+            scores[i, known] = -torch.inf
+    return scores
+
+
+def _allow(scores: Tensor, token_ids: tuple[int, ...]) -> None:
+    if token_ids:
+        allowed = list(token_ids)
+        kept = scores[allowed]
+        scores.fill_(-torch.inf)
+        scores[allowed] = kept
+
+
+def _add_biases(scores: Tensor, biases: tuple[tuple[int, float], ...]) -> None:
+    if biases:
+        token_ids, values = zip(*biases, strict=True)
+        scores[list(token_ids)] += torch.tensor(values, dtype=scores.dtype, device=scores.device)
+
+
+def _penalize(scores: Tensor, row: SamplingRow) -> None:
+    sampling, vocab_size = row.sampling, len(scores)
+    in_answer = np.bincount(row.answer_tokens, minlength=vocab_size)
+    if sampling.repetition_penalty != 1.0:
+        is_there = (in_answer + np.bincount(row.prompt_tokens, minlength=vocab_size)) > 0
+        there = torch.from_numpy(np.flatnonzero(is_there)).to(scores.device)
+        found, penalty = scores[there], sampling.repetition_penalty
+        scores[there] = torch.where(found > 0, found / penalty, found * penalty)
+    answered = np.flatnonzero(in_answer)
+    taken = in_answer[answered] * sampling.frequency_penalty + sampling.presence_penalty
+    scores[torch.from_numpy(answered).to(scores.device)] -= torch.from_numpy(taken).to(scores)
