@@ -5,8 +5,9 @@ two memfd-backed pools and the same blocks; ``tcp`` beside a bare loop over sock
 option that ours set: ``leave_unpaced``) and NIXL's TCP; ``nixl`` beside a bare NIXL script, each in a process that does
 nothing else; ``overlap`` through real workers. Ways take turns, and the first and the last round of each are checked byte by
 byte. Everything is launched several times, with processes and pools of its own: where the pages of a pool happen to lie is
-worth a tenth of a ratio. What is started first is slower, by up to a third: so ``nixl`` and its bare script take turns in that. What moves little does so in more rounds than ``--rounds`` says. A ratio is the median over the
-launches of the median over the rounds.
+worth a tenth of a ratio. What is started first is slower, by up to a third: so ``nixl`` and its bare script take turns in
+that. What moves little does so in more rounds than ``--rounds`` says. A ratio is the median over the launches of the median
+over the rounds.
 """
 
 import argparse

@@ -20,6 +20,14 @@ class Usage:
     num_completion_tokens: int
     num_cached_tokens: int
 
+    def __add__(self, other: "Usage") -> "Usage":
+        """Of several answers."""
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
+            num_completion_tokens=self.num_completion_tokens + other.num_completion_tokens,
+            num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
+        )
+
 
 @dataclass(kw_only=True)
 class Delta:

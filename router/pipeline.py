@@ -17,13 +17,15 @@ A client that goes away cancels (or closes) the generator: that is step 7 from w
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
 
 from router.answer import Answer, Delta, Usage
-from router.ledger import Ledger
+from router.ledger import Ledger, Record
 from router.model_source import ModelSource
 from router.registry import Registry
 from router.relay import Relays
 from router.request import GenerationRequest, PreparedRequest, prepare, tokenize
+from router.side_by_side import side_by_side
 from text.model_card import ModelCard
 
 _LONG_PROMPT_CHARACTERS = 10_000
@@ -41,28 +43,39 @@ class Pipeline:
         self._relays = relays
         self._timeout_seconds = timeout_seconds
 
-    async def generate(self, asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """The answer as it is computed; the last delta has ``finish_reason``, ``usage`` and ``timings``.
+    async def generate(self, *asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """The answers as they are computed, one beside the other; ``index`` says whose a delta is.
 
-        Close the generator (``contextlib.aclosing``) or cancel its task to end the request early. Raises KvbatonError.
+        The last delta of each has ``finish_reason``, ``usage`` and ``timings``. All are admitted and checked before one
+        is sent. Close the generator (``contextlib.aclosing``) or cancel its task to end them early. Raises KvbatonError.
         """
-        with self._ledger.open(asked) as record:
-            card = self._models.card_named(asked.model)
-            request = await self._prepare(asked, card)
-            with self._relays.open(request, record) as relay:
-                answer = Answer(request, card.tokenizer)
-                while not answer.is_finished:
-                    delta = answer.push(await relay.next())
-                    record.arrived(delta)
-                    if delta.finish_reason:
-                        relay.close()
-                        usage = Usage(
-                            num_prompt_tokens=len(request.prompt_token_ids),
-                            num_completion_tokens=answer.num_tokens,
-                            num_cached_tokens=relay.report.num_cached_tokens,
-                        )
-                        record.finish(delta, delta.finish_reason, usage, relay.report)
+        with ExitStack() as admitted:
+            records = [admitted.enter_context(self._ledger.open(one)) for one in asked]
+            card = self._models.card_named(asked[0].model)
+            requests = [await self._prepare(one, card) for one in asked]
+            answers = [self._answer(*each, card) for each in zip(requests, records, strict=True)]
+            first, *others = answers
+            async with aclosing(side_by_side(answers) if others else first) as deltas:
+                async for delta in deltas:
                     yield delta
+
+    async def _answer(
+        self, request: PreparedRequest, record: Record, card: ModelCard
+    ) -> AsyncGenerator[Delta, None]:
+        with self._relays.open(request, record) as relay:
+            answer = Answer(request, card.tokenizer)
+            while not answer.is_finished:
+                delta = answer.push(await relay.next())
+                record.arrived(delta)
+                if delta.finish_reason:
+                    relay.close()
+                    usage = Usage(
+                        num_prompt_tokens=len(request.prompt_token_ids),
+                        num_completion_tokens=answer.num_tokens,
+                        num_cached_tokens=relay.report.num_cached_tokens,
+                    )
+                    record.finish(delta, delta.finish_reason, usage, relay.report)
+                yield delta
 
     async def _prepare(self, asked: GenerationRequest, card: ModelCard) -> PreparedRequest:
         """Long texts are tokenized in a thread, so that they do not hold up the tokens of others."""

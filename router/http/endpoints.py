@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client.registry import Collector
 
-from contract.errors import DeadlineError, InvalidRequestError, NotFoundError, UnsupportedFieldError
+from contract.errors import DeadlineError, InvalidRequestError, NotFoundError
 from contract.requests import MAX_LOGPROBS
 from router.http.body import Body, read_body
 from router.http.boundary import REQUEST_ID, STREAM, request_id_header
@@ -28,6 +29,7 @@ from serving.metrics import CONTENT_TYPE, render
 from text.chat import parse_messages
 
 _MAX_LEGACY_LOGPROBS = 5
+_MAX_PROMPTS = 2048
 
 
 class Endpoints:
@@ -46,6 +48,7 @@ class Endpoints:
         self._registry = registry
         self._collector = collector
         self._max_body_bytes = settings.max_body_bytes
+        self._max_prompts = min(_MAX_PROMPTS, settings.max_queue)
         self._stall_seconds = settings.client_stall_seconds
         self._timeout_seconds = settings.request_timeout_seconds
 
@@ -78,23 +81,29 @@ class Endpoints:
             arrival=arrival,
             **shared_fields(body),
         )
-        options = self._options(asked, body)
-        return await self._answer(request, asked, options, ChatShape(options, self._models.card().tokenizer))
+        options = self._options([asked], body)
+        return await self._answer(
+            request, [asked], options, ChatShape(options, self._models.card().tokenizer)
+        )
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         arrival = time.monotonic()
         body = await self._body(request, "cmpl")
         refuse_unserved(body)
-        asked = GenerationRequest(
+        first, *others = _completion_prompts(body.get("prompt"), self._max_prompts)
+        one = GenerationRequest(
             request_id=request[REQUEST_ID],
-            prompt=_completion_prompt(body.get("prompt")),
+            prompt=first,
             max_tokens=body.integer("max_tokens"),
             default_max_tokens=COMPLETION_MAX_TOKENS,
             logprobs=body.integer_within("logprobs", 0, _MAX_LEGACY_LOGPROBS),
             arrival=arrival,
             **shared_fields(body),
         )
+        asked = [one]
+        for number, prompt in enumerate(others, 1):
+            asked.append(replace(one, request_id=f"{one.request_id}-{number}", prompt=prompt))
         options = self._options(asked, body)
         return await self._answer(
             request, asked, options, CompletionShape(options, self._models.card().tokenizer)
@@ -135,12 +144,14 @@ class Endpoints:
         except TimeoutError:
             raise DeadlineError(f"the body was not whole after {self._timeout_seconds} s") from None
 
-    def _options(self, asked: GenerationRequest, body: Body) -> AnswerOptions:
+    def _options(self, all_asked: list[GenerationRequest], body: Body) -> AnswerOptions:
         stream = body.flag("stream")
         if body.get("stream_options") is not None and not stream:
             raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
+        asked = all_asked[0]
         return AnswerOptions(
             request_id=asked.request_id,
+            num_choices=len(all_asked),
             model=asked.model or self._models.card().name,
             created=int(time.time()),
             stream=stream,
@@ -151,9 +162,9 @@ class Endpoints:
         )
 
     async def _answer(
-        self, request: web.Request, asked: GenerationRequest, options: AnswerOptions, shape: Shape
+        self, request: web.Request, asked: list[GenerationRequest], options: AnswerOptions, shape: Shape
     ) -> web.StreamResponse:
-        async with aclosing(self._pipeline.generate(asked)) as deltas:
+        async with aclosing(self._pipeline.generate(*asked)) as deltas:
             if not options.stream:
                 whole = shape.whole([delta async for delta in deltas])
                 return web.json_response(
@@ -187,16 +198,24 @@ def _chat_logprobs(body: Body) -> int | None:
     return None
 
 
+def _completion_prompts(prompt: Any, max_prompts: int) -> list[str | tuple[int, ...]]:
+    """One prompt, as text or token ids, or a list of such. Raises InvalidRequestError."""
+    several = (
+        prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
+    )
+    if len(several) > max_prompts:
+        raise InvalidRequestError(
+            f"prompt is a list of {len(several)} prompts; a request takes {max_prompts} at most",
+            param="prompt",
+        )
+    return [_completion_prompt(one) for one in several]
+
+
 def _completion_prompt(prompt: Any) -> str | tuple[int, ...]:
-    """Text or token ids, also as a list of one prompt. Raises InvalidRequestError."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise UnsupportedFieldError(
-                f"prompt is a list of {len(prompt)} prompts; this version takes one a request", param="prompt"
-            )
-        prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return tuple(prompt)
-    raise InvalidRequestError("prompt must be a string or a list of token ids", param="prompt")
+    raise InvalidRequestError(
+        "prompt must be a string, a list of token ids, or a list of such", param="prompt"
+    )

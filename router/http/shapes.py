@@ -1,6 +1,10 @@
 """OpenAI's objects: what an answer looks like as a whole and in chunks, for chat and for text completions."""
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, Protocol
 
 from router.answer import Delta, Usage
@@ -12,11 +16,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """What a client wants to see of an answer."""
+    """What a client wants to see of an answer. num_choices: how many there will be, each with a last delta of its own."""
 
     request_id: str
     model: str
     created: int
+    num_choices: int = 1
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
@@ -36,21 +41,22 @@ def usage_object(usage: Usage) -> Json:
 
 
 class Shape(Protocol):
-    """How one answer is written. ``chunks`` is called for every delta of a stream, or ``whole`` once."""
+    """How a response is written. ``chunks`` is called for every delta of a stream, in order, or ``whole`` once."""
 
     def chunks(self, delta: Delta) -> list[Json]:
         """The stream's objects for one delta; none while there is nothing to show."""
 
     def whole(self, deltas: list[Delta]) -> Json:
-        """The response object of an answer that is not streamed; the last delta has usage and timings."""
+        """The response object of an answer that is not streamed; each choice's last delta has usage and timings."""
 
 
 class _OpenAIShape:
     """What both endpoints have in common."""
 
-    def __init__(self, options: AnswerOptions, logprobs: LogprobsShape) -> None:
+    def __init__(self, options: AnswerOptions, logprobs: Callable[[], LogprobsShape]) -> None:
         self._options = options
-        self._logprobs = logprobs
+        self._logprobs: defaultdict[int, LogprobsShape] = defaultdict(logprobs)
+        self._usages: list[Usage] = []
 
     def _head(self, kind: str) -> Json:
         options = self._options
@@ -61,10 +67,11 @@ class _OpenAIShape:
         return bool(delta.text) or (detail and bool(delta.tokens))
 
     def _choice(self, deltas: list[Delta], content: Json) -> Json:
-        """A choice with ``content`` and what else of the deltas was asked for."""
-        entries = [self._logprobs.entry(delta.tokens) for delta in deltas if self._options.logprobs]
+        """A choice with ``content`` and what else of its deltas was asked for."""
+        index = deltas[-1].index
+        entries = [self._logprobs[index].entry(delta.tokens) for delta in deltas if self._options.logprobs]
         choice = {
-            "index": 0,
+            "index": index,
             **content,
             "logprobs": merged(entries) if entries else None,
             "finish_reason": deltas[-1].finish_reason,
@@ -79,19 +86,26 @@ class _OpenAIShape:
         return {**chunk, "usage": None} if self._options.include_usage else chunk
 
     def _finished(self, kind: str, chunks: list[Json], delta: Delta) -> list[Json]:
-        """The chunks of a stream's last delta: its timings, and the usage behind it, where asked for."""
+        """The chunks of a choice's last delta: its timings, and behind the last choice the usage, where asked for."""
         if self._options.timings and delta.timings:
             chunks[-1]["kvbaton"] = {"timings": delta.timings.as_dict()}
-        if self._options.include_usage and delta.usage:
-            chunks.append({**self._head(kind), "choices": [], "usage": usage_object(delta.usage)})
+        self._usages += [delta.usage] if delta.usage else []
+        if self._options.include_usage and len(self._usages) == self._options.num_choices:
+            chunks.append({**self._head(kind), "choices": [], "usage": usage_object(_sum(self._usages))})
         return chunks
 
-    def _whole(self, kind: str, choice: Json, last: Delta) -> Json:
-        whole = {**self._head(kind), "choices": [choice]}
-        if last.usage:
-            whole["usage"] = usage_object(last.usage)
-        if self._options.timings and last.timings:
-            whole["kvbaton"] = {"timings": last.timings.as_dict()}
+    def _whole(self, kind: str, deltas: list[Delta], choice: Callable[[list[Delta]], Json]) -> Json:
+        """Every choice by its deltas; the timings are those of the one that took longest."""
+        by_choice: defaultdict[int, list[Delta]] = defaultdict(list)
+        for delta in deltas:
+            by_choice[delta.index].append(delta)
+        whole = {**self._head(kind), "choices": [choice(by_choice[index]) for index in sorted(by_choice)]}
+        if usages := [delta.usage for delta in deltas if delta.usage]:
+            whole["usage"] = usage_object(_sum(usages))
+        timings = [delta.timings for delta in deltas if delta.timings]
+        if self._options.timings and timings:
+            longest = max(timings, key=lambda one: one.end_to_end)
+            whole["kvbaton"] = {"timings": longest.as_dict()}
         return whole
 
 
@@ -101,7 +115,7 @@ class CompletionShape(_OpenAIShape):
     _KIND = "text_completion"
 
     def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
-        super().__init__(options, LegacyLogprobs(tokenizer))
+        super().__init__(options, lambda: LegacyLogprobs(tokenizer))
 
     def chunks(self, delta: Delta) -> list[Json]:
         """One chunk for text or the end."""
@@ -111,8 +125,11 @@ class CompletionShape(_OpenAIShape):
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response object."""
+        return self._whole(self._KIND, deltas, self._whole_choice)
+
+    def _whole_choice(self, deltas: list[Delta]) -> Json:
         choice = self._choice(deltas, {"text": "".join(delta.text for delta in deltas)})
-        return self._whole(self._KIND, {**choice, "prompt_logprobs": None}, deltas[-1])
+        return {**choice, "prompt_logprobs": None}
 
     def _piece(self, deltas: list[Delta]) -> Json:
         return self._chunk(self._KIND, self._choice(deltas, {"text": deltas[0].text}))
@@ -124,17 +141,17 @@ class ChatShape(_OpenAIShape):
     _CHUNK = "chat.completion.chunk"
 
     def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
-        super().__init__(options, ChatLogprobs(tokenizer))
-        self._has_role = False
+        super().__init__(options, lambda: ChatLogprobs(tokenizer))
+        self._begun: set[int] = set()
 
     def chunks(self, delta: Delta) -> list[Json]:
         """The role chunk at first, one for text, one for the end."""
         out = []
-        if not self._has_role:
-            self._has_role = True
-            out.append(self._bare({"role": "assistant", "content": ""}, Delta()))
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            out.append(self._bare({"role": "assistant", "content": ""}, Delta(index=delta.index)))
         if self._shows(delta):
-            piece = Delta(text=delta.text, tokens=delta.tokens)
+            piece = Delta(index=delta.index, text=delta.text, tokens=delta.tokens)
             out.append(self._chunk(self._CHUNK, self._choice([piece], {"delta": {"content": delta.text}})))
         if not delta.finish_reason:
             return out
@@ -142,13 +159,15 @@ class ChatShape(_OpenAIShape):
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response object."""
+        return self._whole("chat.completion", deltas, self._whole_choice)
+
+    def _whole_choice(self, deltas: list[Delta]) -> Json:
         text = "".join(delta.text for delta in deltas)
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return self._whole("chat.completion", self._choice(deltas, {"message": message}), deltas[-1])
+        return self._choice(deltas, {"message": {"role": "assistant", "content": text, "refusal": None}})
 
     def _bare(self, delta_object: Json, delta: Delta) -> Json:
         choice = {
-            "index": 0,
+            "index": delta.index,
             "delta": delta_object,
             "logprobs": None,
             "finish_reason": delta.finish_reason,
@@ -156,3 +175,7 @@ class ChatShape(_OpenAIShape):
         if delta.finish_reason:
             choice["stop_reason"] = delta.stop_reason
         return self._chunk(self._CHUNK, choice)
+
+
+def _sum(usages: list[Usage]) -> Usage:
+    return reduce(add, usages)

@@ -61,7 +61,7 @@ async def test_streamed_chunks_add_up_to_the_whole_answer(roles: tuple[Role, ...
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world again"
     assert whole["choices"][0]["text"] == "hello world again"
     *earlier, last = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    assert (set(earlier), last) == ({None}, "stop")
+    assert (set(earlier) - {None}, last) == (set(), "stop")  # all may come at once, behind a late token 0
     assert {chunk["id"] for chunk in chunks} == {usage["id"]}
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []

@@ -1,0 +1,87 @@
+"""/v1/completions with a list of prompts: a choice for each, in any order of arrival, and one end for all."""
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from contract.errors import InternalError
+from contract.identity import Role
+from protos import worker_pb2 as pb
+from router.testing import Script
+from tests.router.cluster import PAIR, running_cluster
+from tests.router.test_ends import nothing_is_left
+from tests.text.tiny_model import END, byte_ids, word_id
+
+TEXT = "/v1/completions"
+HELLO, WORLD, AGAIN = (word_id(word) for word in ("hello", " world", " again"))
+
+
+def echoing(task: pb.Task) -> Script:
+    """Each prompt's answer is its own tokens and " world"."""
+    return Script(tokens=[*task.prompt_token_ids, WORLD, END])
+
+
+@pytest.mark.parametrize("roles", [PAIR, (Role.BOTH,)])
+@pytest.mark.parametrize(
+    "prompts", [["hello", " again", "hello again"], [[HELLO], [AGAIN], [HELLO, AGAIN]]], ids=["text", "ids"]
+)
+async def test_each_prompt_has_its_choice(roles: tuple[Role, ...], prompts: list[Any]) -> None:
+    async with running_cluster(echoing, roles) as cluster:
+        status, whole = await cluster.post(TEXT, {"prompt": prompts, "logprobs": 0, "timings": True})
+        body = {"prompt": prompts, "stream_options": {"include_usage": True}, "logprobs": 0}
+        *chunks, usage, done = await cluster.stream(TEXT, body)
+        await nothing_is_left(cluster)
+    assert status == 200 and done == "[DONE]"
+    texts = ["hello world", " again world", "hello again world"]
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(texts))
+    assert {choice["finish_reason"] for choice in whole["choices"]} == {"stop"}
+    assert [choice["logprobs"]["text_offset"][:2] for choice in whole["choices"]] == [[0, 5], [0, 6], [0, 5]]
+    assert whole["usage"]["prompt_tokens"] == 4 and whole["usage"]["completion_tokens"] == 10
+    assert whole["kvbaton"]["timings"]["end_to_end"] > 0
+    streamed: defaultdict[int, str] = defaultdict(str)
+    for chunk in chunks:
+        assert chunk["id"] == chunks[0]["id"] and chunk["usage"] is None
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert dict(streamed) == dict(enumerate(texts))
+    assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+
+
+async def test_a_list_of_one_prompt_is_that_prompt() -> None:
+    async with running_cluster(echoing) as cluster:
+        _, alone = await cluster.post(TEXT, {"prompt": "hello"})
+        _, listed = await cluster.post(TEXT, {"prompt": ["hello"]})
+    assert listed["choices"] == alone["choices"] and listed["usage"] == alone["usage"]
+
+
+async def test_one_bad_prompt_refuses_them_all() -> None:
+    """With the error object of that prompt, and nothing is left of the others."""
+    async with running_cluster(echoing) as cluster:
+        status, answer = await cluster.post(TEXT, {"prompt": ["hello", "x" * 500], "max_tokens": 4})
+        assert status == 400 and "maximum context length" in answer["error"]["message"]
+        await nothing_is_left(cluster)
+
+
+async def test_an_error_of_one_answer_ends_the_others() -> None:
+    def failing(task: pb.Task) -> Script:
+        if list(task.prompt_token_ids) == [AGAIN]:
+            return Script(tokens=byte_ids(b"abc"), fail_at=1, error=InternalError("torn"))
+        return Script(tokens=byte_ids(b"abc"), stall_at=2)
+
+    async with running_cluster(failing, (Role.BOTH,)) as cluster:
+        status, answer = await cluster.post(TEXT, {"prompt": ["hello", " again"], "max_tokens": 3})
+        assert status == 500 and "torn" in answer["error"]["message"]
+        await nothing_is_left(cluster)
+
+
+async def test_a_client_that_leaves_cancels_every_answer() -> None:
+    async with running_cluster(
+        lambda _: Script(tokens=byte_ids(b"abc"), stall_at=1), (Role.BOTH,)
+    ) as cluster:
+        worker = cluster.workers["both-0"]
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": ["a", "b", "c"], "max_tokens": 3}))
+        await worker.wait_for(lambda worker: len(worker.decodes) == 3)
+        asking.cancel()
+        await worker.wait_for(lambda worker: len(worker.cancels) == 3)
+        await nothing_is_left(cluster)
