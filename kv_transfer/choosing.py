@@ -8,8 +8,10 @@ must not wait; reads from that peer wait for the outcome. The next one in order 
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+
+from msgspec.structs import replace
 
 from contract.errors import KvbatonError, TransferError
 from kv_transfer.alternatives import Alternatives

@@ -81,13 +81,16 @@ class Worker:
             self._settings.peer_timeout_seconds,
         )
         self._running.set()
+        ended_by: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._link.run())
                 tasks.create_task(self._pump(self._link))
                 tasks.create_task(self._report_load(self._link))
         except* KvbatonError as group:
-            raise group.exceptions[0] from None
+            ended_by.extend(group.exceptions)
+        if ended_by:  # raised in the handler it would be in a group again, before Python 3.11.4 or so
+            raise ended_by[0]
 
     async def leave(self) -> None:
         """Abort everything and say goodbye to the router, so that it does not take the end for a death."""
