@@ -11,6 +11,7 @@ from contract.errors import InvalidRequestError, UnsupportedFieldError
 
 MAX_LOGPROBS = 20
 MAX_REPETITION_PENALTY = 10.0
+MAX_LOGIT_BIAS = 100.0
 
 
 class FinishReason(StrEnum):
@@ -78,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token in self.stop_token_ids:
             _in_range("stop_token_ids", token, 0, 2**31 - 1)
         for _, bias in self.logit_bias:
-            _in_range("logit_bias", bias, -100.0, 100.0)
+            _in_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
@@ -152,6 +153,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The engine's own name for this choice of this attempt: two attempts may meet on one worker."""
         return choice_key(self.request_id, self.choice, self.attempt)
 
+    @property
+    def num_delivered_tokens(self) -> int:
+        """Tokens of the answer that stand at the end of the prompt: a replayed request's."""
+        return self.first_index - isinstance(self.transfer, ReceiveTransfer)
+
     def hash_root(self, model_fingerprint: str) -> BlockHash:
         """The parent of the prompt's first block: everything but tokens that makes this request's KV differ (law 7)."""
         return root_hash(model_fingerprint, self.cache_salt, self.lora_request or "")
@@ -170,7 +176,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise UnsupportedFieldError(f"{name} is not served by this version", param=name)
 
     def _check_place_in_answer(self) -> None:
-        num_delivered = self.first_index - isinstance(self.transfer, ReceiveTransfer)
+        num_delivered = self.num_delivered_tokens
         if not 0 <= num_delivered < min(self.sampling.max_tokens, len(self.prompt_token_ids)):
             raise InvalidRequestError(
                 f"first_index is {self.first_index}: {num_delivered} tokens of the answer cannot stand at the end of a "

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from contract.errors import InternalError
 from contract.requests import SamplingParams
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.scores import NO_TOKENS, SamplingRow
+from engine.scores import SamplingRow
 
 
 @dataclass
@@ -72,16 +72,12 @@ class InputBatch:
     def sampling_row(self, req_id: str) -> SamplingRow:
         """How the request draws the token that follows its known ones."""
         state = self.requests[req_id]
-        row, num_prompt = self.row_of(req_id), state.num_prompt_tokens
-        counted = self.token_table[row, : state.num_tokens] if state.sampling.counts_tokens else NO_TOKENS
-        return SamplingRow(
-            state.sampling,
-            state.eos_token_ids,
-            state.num_tokens,
-            state.num_tokens - num_prompt,
-            counted[:num_prompt],
-            counted[num_prompt:],
-        )
+        num_prompt, num_known = state.num_prompt_tokens, state.num_tokens
+        counted: tuple[NDArray[np.int32], ...] = ()
+        if state.sampling.counts_tokens:
+            known = self.token_table[self.row_of(req_id), :num_known]
+            counted = known[:num_prompt], known[num_prompt:]
+        return SamplingRow(state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, *counted)
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
         self._remove(new.req_id)

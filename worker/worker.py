@@ -89,7 +89,7 @@ class Worker:
                 tasks.create_task(self._report_load(self._link))
         except* KvbatonError as group:
             ended_by.extend(group.exceptions)
-        if ended_by:  # raised in the handler it would be in a group again, before Python 3.11.4 or so
+        if ended_by:  # what the handler itself raises comes in a group again on some Pythons (3.11.2)
             raise ended_by[0]
 
     async def leave(self) -> None:

@@ -129,11 +129,6 @@ class Request:
         return len(self.asked.prompt_token_ids)
 
     @property
-    def num_delivered_tokens(self) -> int:
-        """Tokens of the answer that stand at the end of the prompt: a replayed request's."""
-        return self.asked.first_index - self.is_receiving
-
-    @property
     def num_tokens(self) -> int:
         """Length of everything known."""
         return len(self.token_ids)

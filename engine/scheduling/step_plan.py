@@ -64,7 +64,7 @@ def _new_request_data(turn: Turn) -> NewRequestData:
         sampling_params=request.asked.sampling,
         block_ids=(list(turn.new_block_ids),),
         num_computed_tokens=request.num_computed_tokens,
-        num_prompt_tokens=request.num_prompt_tokens - request.num_delivered_tokens,
+        num_prompt_tokens=request.num_prompt_tokens - request.asked.num_delivered_tokens,
         eos_token_ids=request.eos_token_ids,
     )
 

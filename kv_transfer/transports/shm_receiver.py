@@ -40,13 +40,15 @@ _Seen = set[tuple[int, int]]
 class _MappedPeer:
     """A sender's pool and table as this process sees them, and the socket whose end is the session's."""
 
-    def __init__(self, source: Source, timeout_seconds: float, copy_blocks: CopyBlocks | None) -> None:
+    def __init__(
+        self, source: Source, timeout_seconds: float, copy_blocks: CopyBlocks | None, cache_bytes: int
+    ) -> None:
         self._source, self._timeout_seconds = source, timeout_seconds
         self._who = f"worker {source.worker_id}"
         self.is_connected = False
         self._is_interrupted = False
         self._copier, self._holds_lock = BlockCopier(copy_blocks), copy_blocks is None
-        self._cache_bytes = last_cache_bytes()
+        self._cache_bytes = cache_bytes
         self._undo = ExitStack()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._undo.callback(self._sock.close)
@@ -214,7 +216,8 @@ class ShmReceiver:
     """Owns a mapping per peer. A stale lease leaves it as it is; any other error unmaps it."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds, self._copy_blocks = timeout_seconds, load_copy_blocks()
+        self._timeout_seconds = timeout_seconds
+        self._copy_blocks, self._cache_bytes = load_copy_blocks(), last_cache_bytes()
         self._peers: Kept[_MappedPeer] = Kept(harmless=StaleLeaseError)
 
     def probe(self, source: Source, read: Read) -> None:
@@ -234,7 +237,7 @@ class ShmReceiver:
         self._peers.close()
 
     def _new_peer(self, source: Source) -> _MappedPeer:
-        return _MappedPeer(source, self._timeout_seconds, self._copy_blocks)
+        return _MappedPeer(source, self._timeout_seconds, self._copy_blocks, self._cache_bytes)
 
     def _use(self, source: Source, read: Read, work: Callable[[_MappedPeer], None]) -> None:
         """Work with the mapped peer; whatever goes wrong is raised as ``fetch`` says."""

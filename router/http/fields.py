@@ -3,6 +3,7 @@
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.requests import MAX_LOGIT_BIAS
 from router.http.body import Body
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -40,7 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 """Field → the values (besides null) that ask for nothing. Unknown fields are ignored, as OpenAI's clients expect."""
-_MAX_DIGITS, _MAX_BIAS = 10, 100
+_MAX_DIGITS = 10
 
 
 def refuse_unserved(body: Body) -> None:
@@ -87,10 +88,10 @@ def _logit_bias(body: Body) -> tuple[tuple[int, float], ...]:
     found: dict[int, float] = {}
     for name, bias in body.object("logit_bias").fields.items():
         is_id = name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS
-        if not is_id or type(bias) not in (int, float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+        if not is_id or type(bias) not in (int, float) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 f"logit_bias holds {name[:20]!r}: {str(bias)[:20]}; it must map token ids to numbers in"
-                f" -{_MAX_BIAS}..{_MAX_BIAS}",
+                f" -{MAX_LOGIT_BIAS:g}..{MAX_LOGIT_BIAS:g}",
                 param="logit_bias",
             )
         found[int(name)] = float(bias)
