@@ -189,7 +189,7 @@ async def test_a_worker_that_wakes_up_says_nothing_twice() -> None:
 
 
 async def test_the_failed_attempt_is_cancelled_where_it_may_still_run() -> None:
-    async with running_cluster(on_leg(Role.PREFILL, die_at=0, stall_at=None)) as cluster:
+    async with running_cluster(at_first(die_at=0, stall_at=1)) as cluster:
         await add_twins(cluster, Role.PREFILL)
         assert "".join(await texts(cluster)) == ANSWER
         await cluster.service.stop()  # which waits for the cancels that are on their way
