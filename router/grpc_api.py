@@ -12,6 +12,7 @@ from contract.requests import FinishReason, check_token_ids
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.answer import Delta
+from router.best_of import choose_best
 from router.delivery import Token
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
@@ -44,6 +45,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             _answering(context, "gen") as request_id,
             self._deltas(request, request_id, context) as deltas,
         ):
+            if _is_best_of(request):
+                raise InvalidRequestError(
+                    "best_of above n chooses from whole answers; ask GenerateOnce", param="best_of"
+                )
             async for delta in deltas:
                 if delta.tokens or delta.finish_reason:
                     await self._write(context, _response(request.request_id or request_id, delta))
@@ -54,7 +59,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             _answering(context, "gen") as request_id,
             self._deltas(request, request_id, context) as deltas,
         ):
-            return _joined([_response(request.request_id or request_id, delta) async for delta in deltas])
+            found = [delta async for delta in deltas]
+            if _is_best_of(request):
+                found = choose_best(found, _num_chosen(request), request.sampling.best_of)
+            return _joined([_response(request.request_id or request_id, delta) for delta in found])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
         """The ids of a text, with the special tokens that the tokenizer adds where they are wanted."""
@@ -139,6 +147,8 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=given("logprobs"),
+        num_choices=given("best_of") or _num_chosen(request),
+        rates_tokens=_is_best_of(request),
         min_p=_decimal(given("min_p")),
         presence_penalty=_decimal(sampling.presence_penalty),
         frequency_penalty=_decimal(sampling.frequency_penalty),
@@ -149,6 +159,21 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         cache_salt=request.cache_salt,
         timeout_seconds=time_remaining,
     )
+
+
+def _num_chosen(request: pb.GenerateRequest) -> int:
+    return request.sampling.n if request.sampling.HasField("n") else 1
+
+
+def _is_best_of(request: pb.GenerateRequest) -> bool:
+    """Raises InvalidRequestError where fewer are computed than are wanted."""
+    if not request.sampling.HasField("best_of"):
+        return False
+    if request.sampling.best_of < _num_chosen(request):
+        raise InvalidRequestError(
+            f"best_of is {request.sampling.best_of}; it must not be less than n", param="best_of"
+        )
+    return request.sampling.best_of > _num_chosen(request)
 
 
 def _decimal(value: Any) -> Any:
@@ -195,7 +220,10 @@ def _joined(parts: list[pb.GenerateResponse]) -> pb.GenerateResponse:
             text = choice.text + delta.text
             choice.MergeFrom(delta)
             choice.text = text
+        for count in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+            setattr(whole.usage, count, getattr(whole.usage, count) + getattr(part.usage, count))
         part.ClearField("choices")
+        part.ClearField("usage")
         whole.MergeFrom(part)
     whole.choices.extend(choices[index] for index in sorted(choices))
     return whole

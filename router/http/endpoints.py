@@ -14,9 +14,10 @@ from prometheus_client.registry import Collector
 
 from contract.errors import DeadlineError, InvalidRequestError, NotFoundError
 from contract.requests import MAX_LOGPROBS
+from router.best_of import choose_best
 from router.http.body import Body, read_body
 from router.http.boundary import REQUEST_ID, STREAM, request_id_header
-from router.http.fields import refuse_unserved, shared_fields
+from router.http.fields import choice_counts, refuse_unserved, shared_fields
 from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from router.http.streaming import EventStream
 from router.http.tokenizing import TokenizerEndpoints
@@ -48,7 +49,7 @@ class Endpoints:
         self._registry = registry
         self._collector = collector
         self._max_body_bytes = settings.max_body_bytes
-        self._max_prompts = min(_MAX_PROMPTS, settings.max_queue)
+        self._max_answers = min(_MAX_PROMPTS, settings.max_queue)
         self._stall_seconds = settings.client_stall_seconds
         self._timeout_seconds = settings.request_timeout_seconds
 
@@ -91,7 +92,7 @@ class Endpoints:
         arrival = time.monotonic()
         body = await self._body(request, "cmpl")
         refuse_unserved(body)
-        first, *others = _completion_prompts(body.get("prompt"), self._max_prompts)
+        first, *others = _completion_prompts(body.get("prompt"), self._max_answers)
         one = GenerationRequest(
             request_id=request[REQUEST_ID],
             prompt=first,
@@ -149,9 +150,14 @@ class Endpoints:
         if body.get("stream_options") is not None and not stream:
             raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
         asked = all_asked[0]
+        num_choices = len(all_asked) * asked.num_choices
+        if num_choices > self._max_answers:
+            raise InvalidRequestError(
+                f"{num_choices} answers are too many; a request has {self._max_answers} at most", param="n"
+            )
         return AnswerOptions(
             request_id=asked.request_id,
-            num_choices=len(all_asked),
+            num_choices=num_choices,
             model=asked.model or self._models.card().name,
             created=int(time.time()),
             stream=stream,
@@ -159,6 +165,7 @@ class Endpoints:
             logprobs=asked.logprobs is not None,
             return_token_ids=body.flag("return_token_ids"),
             timings=body.flag("timings"),
+            num_chosen=choice_counts(body)[0],
         )
 
     async def _answer(
@@ -166,7 +173,10 @@ class Endpoints:
     ) -> web.StreamResponse:
         async with aclosing(self._pipeline.generate(*asked)) as deltas:
             if not options.stream:
-                whole = shape.whole([delta async for delta in deltas])
+                found = [delta async for delta in deltas]
+                if asked[0].rates_tokens:
+                    found = choose_best(found, options.num_chosen, asked[0].num_choices)
+                whole = shape.whole(found)
                 return web.json_response(
                     text=msgspec.json.encode(whole).decode()
                 )  # -inf is null, as in streams

@@ -3,12 +3,10 @@
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from contract.requests import MAX_LOGIT_BIAS
+from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS
 from router.http.body import Body
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -62,8 +60,11 @@ def _spelled(neutral: tuple[Any, ...]) -> str:
 
 def shared_fields(body: Body) -> dict[str, Any]:
     """Keyword arguments of ``GenerationRequest`` that both endpoints read alike."""
+    num_chosen, num_choices = choice_counts(body)
     return {
         "model": body.string("model"),
+        "num_choices": num_choices,
+        "rates_tokens": num_choices > num_chosen,
         "temperature": body.number("temperature"),
         "top_k": _top_k(body),
         "top_p": body.number("top_p"),
@@ -81,6 +82,17 @@ def shared_fields(body: Body) -> dict[str, Any]:
         "priority": body.integer("priority") or 0,
         "cache_salt": body.string("cache_salt") or "",
     }
+
+
+def choice_counts(body: Body) -> tuple[int, int]:
+    """``n`` and ``best_of``: how many answers to each prompt the client gets, and of how many they are chosen."""
+    num_chosen = body.integer_within("n", 1, MAX_CHOICES) or 1
+    num_choices = body.integer_within("best_of", num_chosen, MAX_CHOICES) or num_chosen
+    if num_choices > num_chosen and body.flag("stream"):
+        raise InvalidRequestError(
+            "best_of above n chooses from whole answers; it cannot stream", param="best_of"
+        )
+    return num_chosen, num_choices
 
 
 def _logit_bias(body: Body) -> tuple[tuple[int, float], ...]:
