@@ -108,7 +108,6 @@ LATER: list[dict[str, Any]] = [
     {"reasoning_effort": "high"},
     {"web_search_options": {}},
     {"prediction": {"type": "content"}},
-    {"store": True},
     {"guided_json": {}},
 ]
 
