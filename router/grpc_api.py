@@ -70,8 +70,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: pb.CancelGenerationRequest, context: Any
     ) -> pb.CancelGenerationResponse:
         """End the caller's requests of this id or name."""
-        count = self._running.cancel(authorization_of(context.invocation_metadata()), request.request_id)
-        return pb.CancelGenerationResponse(num_cancelled=count)
+        answer = pb.CancelGenerationResponse()
+        async with _answering(context, "cancel"):
+            if not request.request_id:
+                raise InvalidRequestError("request_id is missing: an id or a name", param="request_id")
+            owner = authorization_of(context.invocation_metadata())
+            answer.num_cancelled = self._running.cancel(owner, request.request_id)
+        return answer
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
         """The ids of a text, with the special tokens that the tokenizer adds where they are wanted."""

@@ -23,7 +23,7 @@ def client_name(given: str | None) -> str | None:
 class RunningRequests:
     """Owns who asked for what under which name. A name counts among the requests of one owner only.
 
-    owner: what the client showed as its key, of which a digest is kept; empty where it showed none.
+    owner: the ``Authorization`` that the client showed, of which a digest is kept; empty where it showed none.
     """
 
     def __init__(self) -> None:
@@ -62,4 +62,5 @@ class RunningRequests:
 
 
 def _key(owner: str, name: str) -> tuple[bytes, str]:
-    return sha256(owner.encode("utf-8", "surrogateescape")).digest(), name
+    _, _, credential = owner.partition(" ")
+    return sha256(credential.strip().encode("utf-8", "surrogateescape")).digest(), name

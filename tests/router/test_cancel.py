@@ -113,7 +113,14 @@ async def test_others_cannot_cancel_it() -> None:
         request_id = dict(await call.initial_metadata())[REQUEST_ID_KEY]
         for name in ("1", request_id):
             assert await cancel(cluster, name, metadata=keys["bob"]) == 0
-        assert await cancel(cluster, "1", metadata=keys["alice"]) == 1
+        assert await cancel(cluster, "1", metadata=(("authorization", "bearer  alice"),)) == 1
+
+
+async def test_cancel_needs_an_id() -> None:
+    async with running_cluster(HELLO, ()) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cancel(cluster, "")
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("name", ["a" * 65, "a b", "\x7f", "ü"])
