@@ -48,6 +48,52 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
+class CancelGenerationRequest(_message.Message):
+    """Which requests to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The router's id of a request (initial metadata or HTTP header ``x-kvbaton-request-id``), or the name that its client
+    gave it (``request_id``, metadata or header ``x-request-id``). Others' requests (another API key) are not found.
+    """
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelGenerationRequest: _TypeAlias = CancelGenerationRequest  # noqa: Y015
+
+@_typing.final
+class CancelGenerationResponse(_message.Message):
+    """What was ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_CANCELLED_FIELD_NUMBER: _builtins.int
+    num_cancelled: _builtins.int
+    """How many requests; 0 where none of this id or name runs."""
+    def __init__(
+        self,
+        *,
+        num_cancelled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cancelled", b"num_cancelled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelGenerationResponse: _TypeAlias = CancelGenerationResponse  # noqa: Y015
+
+@_typing.final
 class TokenizeRequest(_message.Message):
     """A text to tokenize."""
 
@@ -425,7 +471,9 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Name of the request in logs; made by the router where empty."""
+    """The client's name of the request: comes back in answers, and cancels it. Up to 64 printable ASCII characters without
+    spaces; where empty, metadata ``x-request-id`` is taken, then the router's id. Several requests may share a name.
+    """
     model: _builtins.str
     """Name of the served model; empty means the one that is served."""
     text: _builtins.str
@@ -644,7 +692,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request."""
+    """The client's name of the request, or else the router's id."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceDelta]:
         """New tokens, per choice."""

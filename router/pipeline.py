@@ -22,6 +22,7 @@ from itertools import chain
 
 from router.answer import Answer, Delta, Usage
 from router.ledger import Ledger
+from router.limits import check_limits
 from router.model_source import ModelSource
 from router.registry import Registry
 from router.relay import Relay, Relays
@@ -83,6 +84,7 @@ class Pipeline:
 
     async def _prepare(self, asked: GenerationRequest, card: ModelCard) -> PreparedRequest:
         """Long texts are tokenized in a thread, so that they do not hold up the tokens of others."""
+        check_limits(asked)
         if isinstance(asked.prompt, tuple) or len(str(asked.prompt)) < _LONG_PROMPT_CHARACTERS:
             prompt_ids = tokenize(asked, card)
         else:

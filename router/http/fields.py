@@ -5,8 +5,9 @@ from typing import Any
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS
 from router.http.body import Body
+from router.http.strictness import check_ignored
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -24,8 +25,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "prediction": (),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -38,14 +37,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "prompt_embeds": (),
 }
-"""Field → the values (besides null) that ask for nothing. Unknown fields are ignored, as OpenAI's clients expect."""
+"""Field → the values (besides null) that ask for nothing. One that gets served moves to ``router.http.schema``."""
 _MAX_DIGITS = 10
 
 
 def refuse_unserved(body: Body) -> None:
-    """Raise UnsupportedFieldError that names the first field which asks for something that is not served yet."""
+    """Raise UnsupportedFieldError that names the first field which asks for something that is not served yet.
+
+    Raises InvalidRequestError for a field that is ignored, and of a wrong type.
+    """
+    check_ignored(body)
     for name, value in body.fields.items():
-        neutral = _NEUTRAL.get(name)
+        neutral = NEUTRAL.get(name)
         if neutral is None or value is None:
             continue
         if not any(type(value) is type(idle) and value == idle for idle in neutral):

@@ -113,7 +113,6 @@ LATER: list[dict[str, Any]] = [
     {"reasoning_effort": "high"},
     {"web_search_options": {}},
     {"prediction": {"type": "content"}},
-    {"store": True},
     {"guided_json": {}},
 ]
 
