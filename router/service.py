@@ -63,7 +63,7 @@ class RouterService:
         self._secret = settings.read_secret()
         self._changes = ChangeSignal()
         self._registry = Registry(self._changes)
-        self._models = ModelSource(self._changes, settings.served_model_name)
+        self._models = ModelSource(self._changes, settings.served_model_name, settings.parsers)
         self._metrics = RouterMetrics()
         self._ledger = Ledger(settings.max_queue, self._metrics)
         self._tasks = TaskSet()

@@ -1,11 +1,20 @@
 """The settings of one router process."""
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
 from serving.settings import Address, Settings, read_secret_file
+from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
+
+
+def _check_tags(value: str) -> str:
+    tags = value.split()
+    if len(tags) != 2 or tags[0] == tags[1]:
+        raise ValueError(f"{value!r} must be two different tags, separated by a space")
+    return value
 
 
 class RouterSettings(Settings):
@@ -27,6 +36,12 @@ class RouterSettings(Settings):
     """File with the cluster secret (mode 0600)."""
     secret: str | None = Field(default=None, repr=False)
     """The cluster secret itself, for tests; prefer the file."""
+    tool_parser: ToolParserName = "auto"
+    """How the model writes tool calls; auto: as its chat template says; none: it has no tools."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """Whether reasoning is told from the answer: think (always), none, or auto, if the chat template has the tags."""
+    reasoning_tags: Annotated[str, AfterValidator(_check_tags)] = "<think> </think>"
+    """What opens and what closes the reasoning, separated by a space."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """Bytes of a request's body; larger ones are answered 413."""
     max_queue: int = Field(default=1024, ge=1)
@@ -45,6 +60,12 @@ class RouterSettings(Settings):
     """How long a streaming client may read nothing before its request is cancelled."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
     """Silence of a worker's connection after which it counts as dead."""
+
+    @property
+    def parsers(self) -> ParserChoice:
+        """How answers are read."""
+        opening, closing = self.reasoning_tags.split()
+        return ParserChoice(self.tool_parser, self.reasoning_parser, (opening, closing))
 
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none, or where two are given."""

@@ -29,6 +29,9 @@ class ToolChoice:
         return self.mode in ("required", "function")
 
 
+AUTO = ToolChoice("auto")
+
+
 def parse_tools(raw: Any) -> tuple[Tool, ...]:
     """A request's ``tools``, as a chat template gets them; functions without parameters take none.
 

@@ -16,6 +16,7 @@ from contract.errors import DeadlineError, InvalidRequestError, NotFoundError
 from contract.requests import MAX_LOGPROBS
 from router.http.body import Body, read_body
 from router.http.boundary import REQUEST_ID, STREAM, request_id_header
+from router.http.chat_fields import CHAT_FIELDS, chat_of
 from router.http.fields import refuse_unserved, shared_fields
 from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from router.http.streaming import EventStream
@@ -26,7 +27,6 @@ from router.registry import Registry
 from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, new_request_id
 from router.settings import RouterSettings
 from serving.metrics import CONTENT_TYPE, render
-from text.chat import parse_messages
 
 _MAX_LEGACY_LOGPROBS = 5
 _MAX_PROMPTS = 2048
@@ -71,11 +71,11 @@ class Endpoints:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
         body = await self._body(request, "chatcmpl")
-        refuse_unserved(body)
+        refuse_unserved(body, CHAT_FIELDS)
         longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         asked = GenerationRequest(
             request_id=request[REQUEST_ID],
-            prompt=parse_messages(body.get("messages")),
+            prompt=chat_of(body),
             max_tokens=body.integer(longest),
             logprobs=_chat_logprobs(body),
             arrival=arrival,

@@ -18,6 +18,11 @@ class AnswerParser:
         self._reasoning, self._calls, self._max_calls = reasoning, calls, max_calls
 
     @property
+    def tags(self) -> tuple[str, ...]:
+        """Markup that must be in the text, also where it is special tokens."""
+        return tuple(tag for parser in (self._reasoning, self._calls) if parser for tag in parser.tags)
+
+    @property
     def is_reasoning(self) -> bool:
         """The text is in the reasoning now."""
         return self._reasoning is not None and self._reasoning.is_reasoning

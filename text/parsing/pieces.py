@@ -1,6 +1,7 @@
 """What an answer's text consists of."""
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class CallArguments:
     text: str
 
 
-Piece = Content | Reasoning | CallBegin | CallArguments
+CallPiece = CallBegin | CallArguments
+Piece = Content | Reasoning | CallPiece
+P = TypeVar("P", bound=Piece)
 
 
-def append(pieces: list[Piece], piece: Piece) -> None:
+def append(pieces: list[P], piece: P) -> None:
     """Add a piece at the end; text that goes on is joined, empty text is left out."""
     if isinstance(piece, CallBegin):
         pieces.append(piece)

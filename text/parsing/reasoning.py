@@ -8,19 +8,20 @@ from text.parsing.reader import Steps
 class ReasoningParser(TextParser):
     """Tells the reasoning at an answer's beginning from the answer. White space beside the tags belongs to them.
 
-    is_reasoning: whether the text is in the reasoning now; at first, whether the prompt has opened it.
+    tags: the opening and the closing one. is_reasoning: whether the text is in the reasoning now; at first, whether the
+    prompt has opened it.
     """
 
     def __init__(self, opening: str, closing: str, *, is_reasoning: bool = False) -> None:
         super().__init__()
-        self._opening, self._closing = opening, closing
+        self.tags = (opening, closing)
         self.is_reasoning = is_reasoning
 
     def _read(self) -> Steps[None]:
         reader = self._reader
         reader.hold()
         yield from reader.skip_space()
-        is_opened = yield from reader.skip(self._opening)
+        is_opened = yield from reader.skip(self.tags[0])
         if is_opened or self.is_reasoning:
             reader.release()
             self.is_reasoning = True
@@ -32,8 +33,8 @@ class ReasoningParser(TextParser):
     def _read_reasoning(self) -> Steps[None]:
         reader = self._reader
         yield from reader.skip_space()
-        yield from reader.copy_until([self._closing], lambda text: self._emit(Reasoning(text)))
+        yield from reader.copy_until([self.tags[1]], lambda text: self._emit(Reasoning(text)))
         yield from reader.skip_space()
-        yield from reader.skip(self._closing)
+        yield from reader.skip(self.tags[1])
         self.is_reasoning = False
         yield from reader.skip_space()

@@ -1,16 +1,19 @@
 """Which parsers an answer goes through: by the settings, by the template's text, by the prompt's end."""
 
+from typing import Any
+
 import pytest
 
-from contract.errors import SettingError
 from tests.text.parsing.cutting import Parsed, Parser, assert_parses, parse, tool
+from text.chat import Chat
 from text.parsing.answer_format import TOOL_PARSERS, AnswerFormat, ParserChoice
 from text.parsing.hermes import HermesParser
 from text.parsing.llama3 import Llama3Parser
 from text.parsing.mistral import MistralParser
 from text.parsing.qwen import QwenParser
+from text.tools import ToolChoice
 
-TOOLS = [tool("f"), tool("g")]
+TOOLS = (tool("f"), tool("g"))
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 QWEN = (
     r"""{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}"""
@@ -48,20 +51,13 @@ def test_a_parser_by_its_name(name: str) -> None:
 def test_none_and_think_go_over_the_template() -> None:
     none = ParserChoice(tool_parser="none", reasoning_parser="none")
     assert AnswerFormat.chosen(none, QWEN + "<think></think>") == AnswerFormat()
-    think = ParserChoice(reasoning_parser="think", reasoning_tags="[THINK] [/THINK]")
+    think = ParserChoice(reasoning_parser="think", reasoning_tags=("[THINK]", "[/THINK]"))
     assert AnswerFormat.chosen(think, "").reasoning_tags == ("[THINK]", "[/THINK]")
 
 
-@pytest.mark.parametrize("tags", ["", "<think>", "<t> <t>", "a b c"])
-def test_tags_that_cannot_be_told_apart(tags: str) -> None:
-    with pytest.raises(SettingError, match="two different tags") as caught:
-        ParserChoice(reasoning_tags=tags).check()
-    assert caught.value.param == "reasoning_tags"
-
-
-def both(prompt_end: str = "<|assistant|>", parallel: bool = True) -> Parser:
+def both(prompt_end: str = "<|assistant|>", **options: Any) -> Parser:
     answer_format = AnswerFormat(HermesParser, ("<think>", "</think>"))
-    return answer_format.parser(prompt_end, TOOLS, parallel=parallel)
+    return answer_format.parser(Chat(messages=[], tools=TOOLS, **options), prompt_end)
 
 
 def test_calls_behind_reasoning() -> None:
@@ -76,10 +72,18 @@ def test_the_prompts_end_opens_the_reasoning(end: str) -> None:
 
 
 def test_without_parallel_calls_the_first_one_counts() -> None:
-    assert_parses(lambda: both(parallel=False), f"a {CALL} {CALL} b", Parsed("a b", [("f", "{}")]))
+    assert_parses(lambda: both(parallel_tool_calls=False), f"a {CALL} {CALL} b", Parsed("a b", [("f", "{}")]))
 
 
 def test_without_tools_calls_are_text() -> None:
-    plain = AnswerFormat(HermesParser).parser("", (), parallel=True)
+    plain = AnswerFormat(HermesParser).parser(Chat(messages=[]), "")
     assert parse(plain, CALL) == Parsed(CALL)
-    assert plain.is_reasoning is False
+    assert (plain.is_reasoning, plain.tags) == (False, ())
+
+
+def test_forced_calls_are_read_from_the_answers_first_character_on() -> None:
+    """A grammar leaves no room for reasoning, though the prompt may have opened it."""
+    named = both("<think>", tool_choice=ToolChoice("function", "g"))
+    assert parse(named, '{"a": 1}') == Parsed(calls=[("g", '{"a": 1}')])
+    required = both("<think>", tool_choice=ToolChoice("required"))
+    assert parse(required, '[{"name": "g", "parameters": {}}]') == Parsed(calls=[("g", "{}")])

@@ -7,14 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.text.parsing.cutting import Parsed, Parser, parse, tool
-from text.parsing.answer_format import AnswerFormat
+from text.chat import Chat
+from text.parsing.answer_format import TOOL_PARSERS, AnswerFormat
 from text.parsing.forced import ForcedCallsParser
-from text.parsing.hermes import HermesParser
-from text.parsing.llama3 import Llama3Parser
-from text.parsing.mistral import MistralParser
-from text.parsing.qwen import QwenParser
 
-TOOLS = [tool("f", a={"type": "string"}, b={"type": "integer"})]
+TOOLS = (tool("f", a={"type": "string"}, b={"type": "integer"}),)
 MARKUP = [
     *(
         "<tool_call>",
@@ -58,23 +55,13 @@ PLAIN = st.text(alphabet=st.characters(exclude_characters='<[{"', exclude_catego
 
 
 def new_parser(name: str) -> Parser:
-    tags = ("<think>", "</think>")
-    match name:
-        case "hermes":
-            return AnswerFormat(HermesParser, tags).parser("", TOOLS, parallel=True)
-        case "llama3":
-            return AnswerFormat(Llama3Parser, tags).parser("", TOOLS, parallel=True)
-        case "mistral":
-            return AnswerFormat(MistralParser, tags).parser("", TOOLS, parallel=True)
-        case "qwen":
-            return AnswerFormat(QwenParser, tags).parser("", TOOLS, parallel=True)
-        case "required":
-            return ForcedCallsParser()
-        case _:
-            return ForcedCallsParser("f")
+    if name in TOOL_PARSERS:
+        answer_format = AnswerFormat(TOOL_PARSERS[name], ("<think>", "</think>"))
+        return answer_format.parser(Chat(messages=[], tools=TOOLS), "")
+    return ForcedCallsParser("f" if name == "named" else None)
 
 
-PARSERS = ["hermes", "llama3", "mistral", "qwen", "required", "named"]
+PARSERS = [*TOOL_PARSERS, "required", "named"]
 
 
 @pytest.mark.parametrize("name", PARSERS)
