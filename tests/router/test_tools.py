@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from contract.identity import Role
 from contract.requests import FinishReason
+from protos import worker_pb2 as pb
 from router.settings import RouterSettings
 from tests.router.tool_cluster import (
     ASK,
     CHAT,
+    LENGTH,
     NOW,
     WEATHER,
     choices,
@@ -185,6 +188,21 @@ async def test_logprobs_and_token_ids_are_those_of_all_tokens(tmp_path: Path) ->
     positions = [entry for one in found if one["logprobs"] for entry in one["logprobs"]["content"]]
     assert shown == choice["token_ids"]
     assert positions == choice["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("die_at", [1, 5, 30, 60, 90])
+async def test_a_call_goes_on_when_its_worker_dies(die_at: int, tmp_path: Path) -> None:
+    """Inside of a tag, of the name, of the arguments: nothing is lost and nothing comes twice."""
+
+    def script(task: pb.Task) -> dict[str, Any]:
+        return {"die_at": die_at if task.attempt == 0 else None}
+
+    async with writing_cluster(tmp_path, FORMATS["hermes"], script=script, tool_parser="hermes") as cluster:
+        await cluster.add(Role.DECODE, "decode-1", max_model_len=LENGTH)
+        streamed = joined(await cluster.stream(CHAT, ASK))
+        assert (await cluster.metrics())['kvbaton_request_replays_total{kind="worker_lost"}'] == 1
+    assert functions(streamed["calls"]) == [("get_weather", PARIS), ("now", "{}")]
+    assert (streamed["content"], streamed["finish_reason"]) == ("", "tool_calls")
 
 
 async def test_a_stop_string_ends_an_answer_with_a_call(tmp_path: Path) -> None:

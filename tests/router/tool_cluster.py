@@ -1,12 +1,13 @@
 """A router whose model can call tools and reason, in front of workers that write a given answer byte by byte."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from contract.identity import Role
+from protos import worker_pb2 as pb
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids, model_files, tiny_tokenizer, write_model
@@ -37,10 +38,10 @@ async def writing_cluster(
     *,
     template: str = TEMPLATE,
     special: tuple[str, ...] = (),
-    script: dict[str, Any] | None = None,
+    script: dict[str, Any] | Callable[[pb.Task], dict[str, Any]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """``special``: more special tokens of the model, with the ids from ``first_special()`` on."""
+    """special: more special tokens of the model, with the ids from ``first_special()`` on. script: more of ``Script``."""
     backend = tiny_tokenizer()
     backend.add_special_tokens(list(special))
     config = {"chat_template": template, "eos_token": "<|end|>"}
@@ -50,8 +51,9 @@ async def writing_cluster(
     }
     model = write_model(folder / "tiny", files)
     tokens = [*(byte_ids(answer.encode()) if isinstance(answer, str) else answer), END]
+    more = script if callable(script) else (lambda _: script or {})
     async with running_cluster(
-        Script(tokens=tokens, **(script or {})), (), model=model, **settings
+        lambda task: Script(tokens=tokens, **more(task)), (), model=model, **settings
     ) as cluster:
         for role in (Role.PREFILL, Role.DECODE):
             await cluster.add(role, max_model_len=LENGTH)

@@ -17,6 +17,8 @@ Steps = Generator[None, None, T]
 Write = Callable[[str], None]
 
 SPACE = " \t\r\n"
+MAX_SPACE = 64
+"""Characters of white space before markup that can belong to it; what is longer is text, and nobody waits for its end."""
 _SPACES = re.compile(f"[{SPACE}]+")
 
 
@@ -92,19 +94,20 @@ class Reader:
     def copy_until(self, markers: Sequence[str], write: Write, *, trim: str = SPACE) -> Steps[str | None]:
         """Read up to the first of ``markers``, or of the ``trim`` characters before it, and write it out as it comes.
 
-        The result is the marker, which is not read; None where the text ends first: then all of it was written.
+        There are MAX_SPACE of those at most. The result is the marker, which is not read; None where the text ends
+        first: then all of it was written.
         """
         pattern = re.compile("|".join(map(re.escape, markers)))
         while True:
             text = self._text[self._at :]
             if match := pattern.search(text):
-                write(self._read(len(text[: match.start()].rstrip(trim))))
+                write(self._read(_length_without(trim, text[: match.start()])))
                 return match[0]
             if self.is_ended:
                 write(self._read(len(text)))
                 return None
             certain = text[: len(text) - num_held_back(text, markers)]
-            write(self._read(len(certain.rstrip(trim))))
+            write(self._read(_length_without(trim, certain)))
             yield
 
     def copy_rest(self, write: Write) -> Steps[None]:
@@ -115,3 +118,8 @@ class Reader:
     def _read(self, length: int) -> str:
         self._at += length
         return self._text[self._at - length : self._at]
+
+
+def _length_without(trim: str, text: str) -> int:
+    end = text[-MAX_SPACE:]
+    return len(text) - len(end) + len(end.rstrip(trim))

@@ -7,6 +7,7 @@ import pytest
 from tests.text.parsing.cutting import Parsed, assert_parses
 from text.parsing.hermes import HermesParser
 from text.parsing.pieces import CallArguments, CallBegin, Content
+from text.parsing.reader import MAX_SPACE
 
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 PARIS = ("get_weather", '{"city": "Paris"}')
@@ -156,6 +157,15 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert parser.push("two") == [CallArguments(0, "two")]
     assert parser.push('"}}</tool') == [CallArguments(0, '"}')]
     assert parser.push("_call>") == [] == parser.flush()
+
+
+@pytest.mark.parametrize("num_spaces", [MAX_SPACE - 1, MAX_SPACE, MAX_SPACE + 1, 3 * MAX_SPACE])
+def test_white_space_without_end_is_not_held_back(num_spaces: int) -> None:
+    space = "\n" * num_spaces
+    content = "a" + space[MAX_SPACE:]
+    assert_parses(HermesParser, f"a{space}<tool_call>{WEATHER}</tool_call>", Parsed(content, [PARIS]))
+    assert_parses(HermesParser, f"a{space}b", Parsed(f"a{space}b"))
+    assert len(HermesParser().push(space)) == (num_spaces > MAX_SPACE)
 
 
 def test_only_what_may_be_markup_is_held_back() -> None:
