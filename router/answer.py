@@ -1,5 +1,6 @@
-"""Tokens → text of one choice: end tokens hidden, stop strings cut, counts kept."""
+"""Tokens → text of one choice: end tokens hidden, stop strings cut, reasoning and tool calls told apart, counts kept."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from contract.requests import FinishReason
@@ -8,17 +9,26 @@ from router.delivery import Token
 from router.request import PreparedRequest
 from router.timings import Timings
 from text.detokenizer import Detokenizer
+from text.model_card import ModelCard
+from text.parsing.answer import AnswerParser
+from text.parsing.pieces import CallPiece, Content, Piece, Reasoning, append
 from text.stop import StopStrings
-from text.tokenizer import Tokenizer
+
+_PROMPT_END = 32
+"""Tokens of the prompt that say whether it has opened the reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Token counts. num_cached_tokens: prompt tokens whose KV nobody computed for this request."""
+    """Token counts. num_cached_tokens: prompt tokens whose KV nobody computed for this request.
+
+    num_reasoning_tokens: those of the completion that belong to the reasoning, its tags included.
+    """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
+    num_reasoning_tokens: int = 0
 
     def __add__(self, other: "Usage") -> "Usage":
         """Of several answers."""
@@ -26,6 +36,7 @@ class Usage:
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_completion_tokens=self.num_completion_tokens + other.num_completion_tokens,
             num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
+            num_reasoning_tokens=self.num_reasoning_tokens + other.num_reasoning_tokens,
         )
 
 
@@ -33,16 +44,30 @@ class Usage:
 class Delta:
     """What one arrival adds to a choice; ``text`` may be empty while a character or a stop string is unfinished.
 
-    The last one carries ``finish_reason``, ``usage`` and ``timings``. stop_reason: the stop string or stop token id.
+    reasoning, calls: what is no text for the reader; in chats only. The last one carries ``finish_reason``, ``usage``
+    and ``timings``. stop_reason: the stop string or stop token id.
     """
 
     index: int = 0
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """What has been read of the answer's text."""
+        for piece in pieces:
+            match piece:
+                case Content():
+                    self.text += piece.text
+                case Reasoning():
+                    self.reasoning += piece.text
+                case _:
+                    append(self.calls, piece)
 
 
 class Answer:
@@ -52,12 +77,19 @@ class Answer:
     earlier tokens is not searched.
     """
 
-    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: PreparedRequest, card: ModelCard) -> None:
+        tokenizer = card.tokenizer
         self._hidden = {*request.eos_token_ids, *request.sampling.stop_token_ids}
         self._min_tokens = request.sampling.min_tokens
         self._text = Detokenizer(tokenizer, request.prompt_token_ids)
         self._stops = StopStrings(request.stop)
+        self._parser = AnswerParser()
+        if request.chat:
+            end = tokenizer.decode(request.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
+            self._parser = card.answer_format.parser(request.chat, end)
+        self._tags = {tokenizer.token_id(tag): tag for tag in self._parser.tags}
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.is_finished = False
 
     def push(self, arrival: Arrival) -> Delta:
@@ -65,25 +97,29 @@ class Answer:
         delta = Delta()
         for token in arrival.tokens:
             delta.tokens.append(token)
-            delta.text += self._push_token(token)
+            was_reasoning = self._parser.is_reasoning
+            delta.add(self._parser.push(self._text_of(token)))
+            self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
             if self._stops.matched is not None:
                 return self._end(delta, FinishReason.STOP, self._stops.matched)
         if arrival.finish_reason is None:
             return delta
-        delta.text += self._stops.push(self._text.flush())
+        delta.add(self._parser.push(self._stops.push(self._text.flush())))
         if self._stops.matched is not None:
             return self._end(delta, FinishReason.STOP, self._stops.matched)
-        delta.text += self._stops.flush()
+        delta.add(self._parser.push(self._stops.flush()))
         return self._end(delta, arrival.finish_reason, arrival.stop_reason)
 
-    def _push_token(self, token: Token) -> str:
+    def _text_of(self, token: Token) -> str:
         self.num_tokens += 1
         if token.token_id in self._hidden:
             return ""
-        text = self._text.push(token.token_id)
+        tag = self._tags.get(token.token_id)
+        text = self._text.push(token.token_id) if tag is None else self._text.flush() + tag
         return text if self.num_tokens < self._min_tokens else self._stops.push(text)
 
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> Delta:
         self.is_finished = True
+        delta.add(self._parser.flush())
         delta.finish_reason, delta.stop_reason = reason, stop_reason
         return delta

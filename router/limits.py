@@ -4,6 +4,7 @@ from collections.abc import Sized
 
 from contract.errors import InvalidRequestError
 from router.request import GenerationRequest
+from text.chat import Chat
 
 MAX_MESSAGES = 4096
 MAX_STOPS = 64
@@ -14,8 +15,8 @@ MAX_LOGIT_BIASES = 1024
 
 def check_limits(asked: GenerationRequest) -> None:
     """Raise InvalidRequestError that names the first field that holds too much."""
-    if isinstance(asked.prompt, list):
-        _at_most(MAX_MESSAGES, asked.prompt, "messages", "messages")
+    if isinstance(asked.prompt, Chat):
+        _at_most(MAX_MESSAGES, asked.prompt.messages, "messages", "messages")
     _at_most(MAX_STOPS, asked.stop, "stop", "strings")
     longest = max((len(text) for text in asked.stop), default=0)
     if longest > MAX_STOP_CHARACTERS:

@@ -10,6 +10,7 @@ from contract.errors import InternalError, KvbatonError, NotFoundError, Unavaila
 from router.changes import ChangeSignal
 from router.registry import AttachedWorker, Registry
 from text.model_card import MODEL_FILES, ModelCard
+from text.parsing.answer_format import ParserChoice
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +20,15 @@ _MAX_BYTES = 256 * 2**20
 class ModelSource:
     """Owns the model card, once there is one; ``changes`` is told then."""
 
-    def __init__(self, changes: ChangeSignal, served_model_name: str | None = None) -> None:
+    def __init__(
+        self,
+        changes: ChangeSignal,
+        served_model_name: str | None = None,
+        parsers: ParserChoice | None = None,
+    ) -> None:
         self._changes = changes
         self._served_model_name = served_model_name
+        self._parsers = parsers
         self._card: ModelCard | None = None
         self.known_since = 0
         """Unix time at which the card was read."""
@@ -50,7 +57,8 @@ class ModelSource:
 
     async def read_folder(self, folder: Path, name: str | None = None) -> None:
         """Read the card from a folder. Raises SettingError that names what is missing."""
-        self._card = await asyncio.to_thread(ModelCard.from_folder, folder, self._served_model_name or name)
+        shown_name = self._served_model_name or name
+        self._card = await asyncio.to_thread(ModelCard.from_folder, folder, shown_name, self._parsers)
         self.known_since = int(time.time())
         self._changes.tell()
 

@@ -6,7 +6,8 @@
 3. **Bind.** The request waits in the router's line until a prefill and a decode worker (or one that is both) have room.
 4. **Send.** ``Prefill`` and ``Decode`` go out at the same time; the workers meet without the router.
 5. **Stream.** The first token comes from the prefill worker at once, all others from the decode worker, each exactly
-   once and in order. Every arrival becomes a delta: detokenized, end tokens hidden, cut at a stop string.
+   once and in order. Every arrival becomes a delta: detokenized, end tokens hidden, cut at a stop string, and in chats
+   told apart into content, reasoning and tool calls.
 6. **Survive.** When a worker dies or a hand-over fails, the relay goes back to 3 with the prompt and the tokens that
    were delivered; the client sees a pause.
 7. **End.** Finish, a stop string, cancel, deadline and an error that nothing mends all leave the relay's block, which
@@ -67,7 +68,7 @@ class Pipeline:
 
     async def _answer(self, relay: Relay, card: ModelCard) -> AsyncGenerator[Delta, None]:
         request, record = relay.request, relay.record
-        answer = Answer(request, card.tokenizer)
+        answer = Answer(request, card)
         while not answer.is_finished:
             delta = answer.push(await relay.next())
             record.arrived(delta)
@@ -78,6 +79,7 @@ class Pipeline:
                     num_prompt_tokens=len(request.prompt_token_ids) if is_first else 0,
                     num_completion_tokens=answer.num_tokens,
                     num_cached_tokens=relay.report.num_cached_tokens if is_first else 0,
+                    num_reasoning_tokens=answer.num_reasoning_tokens,
                 )
                 record.finish(delta, delta.finish_reason, usage, relay.report)
             yield delta

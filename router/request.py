@@ -8,7 +8,7 @@ from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
 from contract.requests import MAX_CHOICES, EngineRequest, SamplingParams, choice_seed
-from text.chat import Message
+from text.chat import Chat
 from text.model_card import ModelCard
 
 COMPLETION_MAX_TOKENS = 16
@@ -22,14 +22,14 @@ _INT32 = 2**31
 class GenerationRequest:
     """A request as the client sent it. None means: not given, take the model's or the documented default.
 
-    prompt: text, token ids, or a chat's messages. num_choices: answers to it. logprobs: how many alternatives the client
-    sees of each token. rates_tokens: each token's log probability is needed, even if it sees none. default_max_tokens: used
-    where ``max_tokens`` is None; None is all that fits the model. arrival: on the router's monotonic clock.
-    timeout_seconds: the client's own deadline.
+    prompt: text, token ids, or a chat. num_choices: answers to it. logprobs: how many alternatives the client sees of each
+    token. rates_tokens: each token's log probability is needed, even if it sees none. default_max_tokens: used where
+    ``max_tokens`` is None; None is all that fits the model. arrival: on the router's monotonic clock. timeout_seconds: the
+    client's own deadline.
     """
 
     request_id: str
-    prompt: str | tuple[int, ...] | list[Message]
+    prompt: str | tuple[int, ...] | Chat
     model: str | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -67,8 +67,8 @@ class GenerationRequest:
 class PreparedRequest:
     """A request with its prompt as token ids and every default filled in; it fits the model.
 
-    choice: which answer to the prompt it asks for; ``sampling`` has that one's seed. deadline: when it ends with an error
-    at the latest, on the router's monotonic clock.
+    chat: what the prompt was made of; None for a text. choice: which answer to the prompt it asks for; ``sampling`` has
+    that one's seed. deadline: when it ends with an error at the latest, on the router's monotonic clock.
     """
 
     request_id: str
@@ -80,6 +80,7 @@ class PreparedRequest:
     cache_salt: str
     arrival: float
     deadline: float
+    chat: Chat | None = None
     choice: int = 0
 
     def of_choice(self, choice: int) -> "PreparedRequest":
@@ -101,7 +102,7 @@ def new_request_id(prefix: str) -> str:
 def tokenize(asked: GenerationRequest, card: ModelCard) -> list[int]:
     """The prompt as token ids (A6): chats by the model's template, text with its special tokens, ids as they are.
 
-    Raises InvalidRequestError for a chat with a model that has no chat template.
+    Raises InvalidRequestError for a chat with a model that has no chat template, or for tools without a parser.
     """
     if isinstance(asked.prompt, tuple):
         return list(asked.prompt)
@@ -111,7 +112,17 @@ def tokenize(asked: GenerationRequest, card: ModelCard) -> list[int]:
         raise InvalidRequestError(
             f"the model {card.name} has no chat template; use /v1/completions", param="messages"
         )
+    _check_tools(asked.prompt, card)
     return card.tokenizer.encode(card.chat_template.render(asked.prompt), add_special_tokens=False)
+
+
+def _check_tools(chat: Chat, card: ModelCard) -> None:
+    if chat.tools and not chat.tool_choice.is_forced and card.answer_format.tool_parser is None:
+        raise InvalidRequestError(
+            f"the calls of the model {card.name} cannot be read: its chat template shows no known format; set tool_parser "
+            "where the router is started, or send tool_choice none",
+            param="tools",
+        )
 
 
 def prepare(
@@ -163,6 +174,7 @@ def prepare(
         cache_salt=asked.cache_salt,
         arrival=asked.arrival,
         deadline=asked.arrival + min(timeout_seconds, asked.timeout_seconds or timeout_seconds),
+        chat=asked.prompt if isinstance(asked.prompt, Chat) else None,
     )
 
 
@@ -186,7 +198,7 @@ def _max_tokens(asked: GenerationRequest, num_prompt: int, max_model_len: int) -
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_prompt + wanted} tokens ({num_prompt} in the prompt, {wanted} in the completion). "
             "Please reduce the length of the prompt or of the completion.",
-            param="messages" if isinstance(asked.prompt, list) else "prompt",
+            param="messages" if isinstance(asked.prompt, Chat) else "prompt",
         )
     if asked.max_tokens is not None:
         return asked.max_tokens

@@ -68,7 +68,7 @@ class RouterService:
         self._secret = settings.read_secret()
         self._changes = ChangeSignal()
         self._registry = Registry(self._changes)
-        self._models = ModelSource(self._changes, settings.served_model_name)
+        self._models = ModelSource(self._changes, settings.served_model_name, settings.parsers)
         self._metrics = RouterMetrics()
         self._keys = ApiKeys(settings.api_keys, settings.api_keys_file)
         self._tls = read_tls(settings.tls_certificate_file, settings.tls_key_file)

@@ -8,6 +8,15 @@ from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
 from serving.settings import Address, Settings, read_secret_file
+from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
+
+
+def _check_tags(value: str) -> str:
+    tags = value.split()
+    if len(tags) != 2 or tags[0] == tags[1]:
+        raise ValueError(f"{value!r} must be two different tags, separated by a space")
+    return value
+
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s,*]+")
 
@@ -56,6 +65,12 @@ class RouterSettings(Settings):
     """Its private key (PEM, without a passphrase)."""
     strict_api: bool = False
     """Refuse fields of a request that are not known, instead of ignoring them."""
+    tool_parser: ToolParserName = "auto"
+    """How the model writes tool calls; auto: as its chat template says; none: it has no tools."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """Whether reasoning is told from the answer: think (always), none, or auto, if the chat template has the tags."""
+    reasoning_tags: Annotated[str, AfterValidator(_check_tags)] = "<think> </think>"
+    """What opens and what closes the reasoning, separated by a space."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """Bytes of a request's body; larger ones are answered 413."""
     max_queue: int = Field(default=1024, ge=1)
@@ -79,6 +94,12 @@ class RouterSettings(Settings):
     def origins(self) -> tuple[str, ...]:
         """``cors_origins`` one by one."""
         return _listed(self.cors_origins or "")
+
+    @property
+    def parsers(self) -> ParserChoice:
+        """How answers are read."""
+        opening, closing = self.reasoning_tags.split()
+        return ParserChoice(self.tool_parser, self.reasoning_parser, (opening, closing))
 
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none, or where two are given."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from contract.errors import SettingError
 from text.chat import ChatTemplate
+from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.tokenizer import Tokenizer, read_json
 
 MODEL_FILES = (
@@ -25,7 +26,8 @@ class ModelCard:
     """A served model. ``temperature`` to ``repetition_penalty`` are its own generation defaults.
 
     max_model_len: tokens of prompt and answer that the model was made for. eos_token_ids: tokens that end an answer.
-    vocab_size: token ids are below this. chat_template: None for a model without one.
+    vocab_size: token ids are below this. chat_template: None for a model without one. answer_format: how it writes tool
+    calls and reasoning.
     """
 
     name: str
@@ -39,25 +41,29 @@ class ModelCard:
     repetition_penalty: float
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    answer_format: AnswerFormat
 
     @classmethod
-    def from_folder(cls, folder: Path, name: str | None = None) -> "ModelCard":
+    def from_folder(
+        cls, folder: Path, name: str | None = None, parsers: ParserChoice | None = None
+    ) -> "ModelCard":
         """Read a Hugging Face model folder. Raises SettingError that names what is missing or of another shape."""
         try:
-            return cls._read(folder, name)
+            return cls._read(folder, name, parsers or ParserChoice())
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise SettingError(
                 f"the model files in {folder} cannot be read: {error!r}", param="model"
             ) from error
 
     @classmethod
-    def _read(cls, folder: Path, name: str | None) -> "ModelCard":
+    def _read(cls, folder: Path, name: str | None, parsers: ParserChoice) -> "ModelCard":
         config = read_json(folder / "config.json")
         if not config:
             raise SettingError(f"{folder} holds no config.json", param="model")
         config = config.get("text_config") or config
         generation = read_json(folder / "generation_config.json")
         tokenizer = Tokenizer.from_folder(folder)
+        template = _chat_template(folder, tokenizer)
         return cls(
             name=name or folder.resolve().name,
             max_model_len=_max_model_len(config, folder),
@@ -69,7 +75,8 @@ class ModelCard:
             min_p=_number(generation, "min_p", 0.0),
             repetition_penalty=_number(generation, "repetition_penalty", 1.0),
             tokenizer=tokenizer,
-            chat_template=_chat_template(folder, tokenizer),
+            chat_template=template,
+            answer_format=AnswerFormat.chosen(parsers, template.source) if template else AnswerFormat(),
         )
 
 
@@ -105,8 +112,12 @@ def _chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
     source = source or read_json(folder / "tokenizer_config.json").get("chat_template")
+    tool_source = None
     if isinstance(source, list):
-        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+        named = {t.get("name"): t.get("template") for t in source}
+        source, tool_source = named.get("default"), named.get("tool_use")
     if not isinstance(source, str):
         return None
-    return ChatTemplate(source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    return ChatTemplate(
+        source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, tool_source=tool_source
+    )

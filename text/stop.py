@@ -25,7 +25,7 @@ class StopStrings:
             start, self.matched = cut
             out, self._held = self._held[:start], ""
             return out
-        keep = self._num_held_back()
+        keep = num_held_back(self._held, self._stops)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return out
 
@@ -45,11 +45,13 @@ class StopStrings:
         _, start, stop = min(found)
         return start, stop
 
-    def _num_held_back(self) -> int:
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+
+def num_held_back(text: str, wanted: Sequence[str]) -> int:
+    """Characters at the end of ``text`` that could still become one of the ``wanted`` strings."""
+    longest = 0
+    for one in wanted:
+        for length in range(min(len(one) - 1, len(text)), longest, -1):
+            if text.endswith(one[:length]):
+                longest = length
+                break
+    return longest

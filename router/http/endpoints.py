@@ -18,6 +18,7 @@ from router.best_of import choose_best
 from router.http.access import authorization_of
 from router.http.body import Body, Json, read_body
 from router.http.boundary import REQUEST_ID, STREAM, name_of, request_id_header
+from router.http.chat_fields import CHAT_FIELDS, chat_of
 from router.http.fields import choice_counts, refuse_unserved, shared_fields
 from router.http.openapi import document
 from router.http.schema import CHAT, COMPLETION, MAX_LEGACY_LOGPROBS, MAX_PROMPTS
@@ -33,7 +34,6 @@ from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, new_request
 from router.running import RunningRequests
 from router.settings import RouterSettings
 from serving.metrics import CONTENT_TYPE, render
-from text.chat import parse_messages
 
 
 class Endpoints:
@@ -87,11 +87,11 @@ class Endpoints:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
         body = await self._body(request, "chatcmpl", CHAT)
-        refuse_unserved(body)
+        refuse_unserved(body, CHAT_FIELDS)
         longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         asked = GenerationRequest(
             request_id=request[REQUEST_ID],
-            prompt=parse_messages(body.get("messages")),
+            prompt=chat_of(body),
             max_tokens=body.integer(longest),
             logprobs=_chat_logprobs(body),
             arrival=arrival,

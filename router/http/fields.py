@@ -1,5 +1,6 @@
 """The fields that chat and text completions share, and those that this version refuses by name."""
 
+from collections.abc import Container
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
@@ -41,14 +42,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _MAX_DIGITS = 10
 
 
-def refuse_unserved(body: Body) -> None:
+def refuse_unserved(body: Body, served: Container[str] = ()) -> None:
     """Raise UnsupportedFieldError that names the first field which asks for something that is not served yet.
 
-    Raises InvalidRequestError for a field that is ignored, and of a wrong type.
+    served: fields that this endpoint serves, and others do not. Raises InvalidRequestError for a field that is ignored, and
+    of a wrong type.
     """
     check_ignored(body)
     for name, value in body.fields.items():
-        neutral = NEUTRAL.get(name)
+        neutral = None if name in served else NEUTRAL.get(name)
         if neutral is None or value is None:
             continue
         if not any(type(value) is type(idle) and value == idle for idle in neutral):

@@ -126,6 +126,37 @@ def _object(required: list[str], properties: dict[str, Json]) -> Json:
     return {"type": "object", "required": required, "properties": properties}
 
 
+_TOOL: Json = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
+                "description": field("string", "What it is for."),
+                "parameters": field("object", "JSON Schema of its arguments.", additionalProperties=True),
+                "strict": field("boolean", "Accepted."),
+            },
+        },
+    },
+}
+_CHAT_ONLY: dict[str, Json] = {
+    "tools": field("array", "Functions that the model may call.", items=_TOOL),
+    "tool_choice": {
+        "description": "Whether it calls them; auto where there are tools.",
+        "anyOf": [{"enum": ["none", "auto", None]}],
+    },
+    "parallel_tool_calls": field("boolean", "Whether it may make several calls; true."),
+    "documents": field("array", "For templates that know them.", items={"type": "object"}),
+    "add_generation_prompt": field("boolean", "Begin an answer behind the messages; true."),
+    "continue_final_message": field("boolean", "Go on with the last message; false."),
+    "chat_template_kwargs": field(
+        "object", "More variables for the chat template.", additionalProperties=True
+    ),
+}
 CHAT = _object(
     ["messages"],
     {
@@ -134,6 +165,7 @@ CHAT = _object(
         "logprobs": field("boolean", "Add log probabilities."),
         "top_logprobs": field("integer", "Alternatives; needs logprobs.", **_numbers(0, MAX_LOGPROBS)),
         **_GENERATION,
+        **_CHAT_ONLY,
     },
 )
 COMPLETION = _object(
@@ -163,7 +195,7 @@ TOKENIZE = _object(
         "prompt": field("string", "The text."),
         "messages": {**_MESSAGES, "type": ["array", "null"], "description": "A chat, in its template."},
         "add_special_tokens": field("boolean", "Default: true for a text, false for messages."),
-        "add_generation_prompt": field("boolean", "Begin an answer behind the messages; true."),
+        **_CHAT_ONLY,
         "return_token_strs": field("boolean", "Add what each token is written as."),
     },
 )

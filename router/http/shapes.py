@@ -7,8 +7,10 @@ from functools import reduce
 from operator import add
 from typing import Any, Protocol
 
+from contract.requests import FinishReason
 from router.answer import Delta, Usage
 from router.http.logprobs import ChatLogprobs, LegacyLogprobs, LogprobsShape, merged
+from router.http.message import message_deltas, whole_message
 from text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -34,13 +36,15 @@ class AnswerOptions:
 
 
 def usage_object(usage: Usage) -> Json:
-    """OpenAI's ``usage``; ``prompt_tokens_details`` is null where nothing was cached."""
-    cached = usage.num_cached_tokens
+    """OpenAI's ``usage``; ``prompt_tokens_details`` is null where nothing was cached, the other details are left out."""
+    cached, reasoning = usage.num_cached_tokens, usage.num_reasoning_tokens
+    details = {"completion_tokens_details": {"reasoning_tokens": reasoning}} if reasoning else {}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+        **details,
     }
 
 
@@ -66,9 +70,9 @@ class _OpenAIShape:
         options = self._options
         return {"id": options.request_id, "object": kind, "created": options.created, "model": options.model}
 
-    def _shows(self, delta: Delta) -> bool:
-        detail = self._options.logprobs or self._options.return_token_ids
-        return bool(delta.text) or (detail and bool(delta.tokens))
+    def _has_detail(self, delta: Delta) -> bool:
+        """There is something to show of its tokens, beside the text."""
+        return bool(delta.tokens) and (self._options.logprobs or self._options.return_token_ids)
 
     def _choice(self, deltas: list[Delta], content: Json) -> Json:
         """A choice with ``content`` and what else of its deltas was asked for."""
@@ -124,7 +128,7 @@ class CompletionShape(_OpenAIShape):
     def chunks(self, delta: Delta) -> list[Json]:
         """One chunk for text or the end."""
         if not delta.finish_reason:
-            return [self._piece([delta])] if self._shows(delta) else []
+            return [self._piece([delta])] if delta.text or self._has_detail(delta) else []
         return self._finished(self._KIND, [self._piece([delta])], delta)
 
     def whole(self, deltas: list[Delta]) -> Json:
@@ -140,23 +144,34 @@ class CompletionShape(_OpenAIShape):
 
 
 class ChatShape(_OpenAIShape):
-    """``chat.completion``; the role comes in the first chunk only, the finish reason in a last one without text."""
+    """``chat.completion``; the role comes in the first chunk only, the finish reason in a last one without text.
+
+    Content, reasoning, a call's name and its arguments come in chunks of their own.
+    """
 
     _CHUNK = "chat.completion.chunk"
 
     def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
         super().__init__(options, lambda: ChatLogprobs(tokenizer))
         self._begun: set[int] = set()
+        self._called: set[int] = set()
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """The role chunk at first, one for text, one for the end."""
+        """The role chunk at first, one for each kind of thing in the delta, one for the end."""
         out = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             out.append(self._bare({"role": "assistant", "content": ""}, Delta(index=delta.index)))
-        if self._shows(delta):
-            piece = Delta(index=delta.index, text=delta.text, tokens=delta.tokens)
-            out.append(self._chunk(self._CHUNK, self._choice([piece], {"delta": {"content": delta.text}})))
+        parts = message_deltas(delta)
+        if not parts and self._has_detail(delta):
+            parts = [{"content": ""}]
+        for number, part in enumerate(parts):
+            piece = Delta(index=delta.index, tokens=delta.tokens)
+            out.append(
+                self._piece(piece, part) if number == 0 else self._bare(part, Delta(index=delta.index))
+            )
+        if delta.calls:
+            self._called.add(delta.index)
         if not delta.finish_reason:
             return out
         return self._finished(self._CHUNK, [*out, self._bare({}, delta)], delta)
@@ -166,19 +181,27 @@ class ChatShape(_OpenAIShape):
         return self._whole("chat.completion", deltas, self._whole_choice)
 
     def _whole_choice(self, deltas: list[Delta]) -> Json:
-        text = "".join(delta.text for delta in deltas)
-        return self._choice(deltas, {"message": {"role": "assistant", "content": text, "refusal": None}})
+        has_calls = any(delta.calls for delta in deltas)
+        choice = self._choice(deltas, {"message": whole_message(deltas)})
+        return {**choice, "finish_reason": _finish_reason(deltas[-1], has_calls)}
+
+    def _piece(self, delta: Delta, content: Json) -> Json:
+        return self._chunk(self._CHUNK, self._choice([delta], {"delta": content}))
 
     def _bare(self, delta_object: Json, delta: Delta) -> Json:
         choice = {
             "index": delta.index,
             "delta": delta_object,
             "logprobs": None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": _finish_reason(delta, delta.index in self._called),
         }
         if delta.finish_reason:
             choice["stop_reason"] = delta.stop_reason
         return self._chunk(self._CHUNK, choice)
+
+
+def _finish_reason(delta: Delta, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
 
 
 def _sum(usages: list[Usage]) -> Usage:

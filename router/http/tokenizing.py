@@ -9,10 +9,10 @@ from aiohttp import web
 from contract.errors import InvalidRequestError
 from contract.requests import check_token_ids
 from router.http.body import Body, Json
+from router.http.chat_fields import chat_of
 from router.http.schema import DETOKENIZE, TOKENIZE
 from router.model_source import ModelSource
 from router.registry import Registry
-from text.chat import parse_messages
 from text.model_card import ModelCard
 
 ReadBody = Callable[[web.Request, str, Json], Awaitable[Body]]
@@ -66,7 +66,5 @@ def _encode(body: Body, card: ModelCard) -> list[int]:
         raise InvalidRequestError(
             f"the model {card.name} has no chat template; send prompt", param="messages"
         )
-    text = card.chat_template.render(
-        parse_messages(messages), add_generation_prompt=body.flag("add_generation_prompt", default=True)
-    )
+    text = card.chat_template.render(chat_of(body))
     return card.tokenizer.encode(text, add_special_tokens=body.flag("add_special_tokens"))

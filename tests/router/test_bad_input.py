@@ -16,6 +16,8 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 SAY = {"messages": [{"role": "user", "content": "hello"}]}
 
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
@@ -82,6 +84,22 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": 7}, "allowed_token_ids"),
     ({"allowed_token_ids": [300]}, "allowed_token_ids"),
     ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"tools": 7}, "tools"),
+    ({"tools": [FUNCTION, FUNCTION, {"type": "function", "function": {}}]}, "tools[2].function.name"),
+    ({"tools": [FUNCTION]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tools": [FUNCTION], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"documents": "d"}, "documents"),
+    ({"documents": ["d"]}, "documents"),
+    ({"chat_template_kwargs": 7}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"continue_final_message": 1}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    (
+        {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
+        "continue_final_message",
+    ),
 ]
 BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -102,10 +120,12 @@ BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"n": 3, "prompt": ["a"] * 700}, "n"),
+    ({"tools": [FUNCTION]}, "tools"),
+    ({"continue_final_message": True}, "continue_final_message"),
 ]
 LATER: list[dict[str, Any]] = [
-    {"tools": [{"type": "function"}]},
-    {"tool_choice": "required"},
+    {"tools": [FUNCTION], "tool_choice": "required"},
+    {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"functions": [{}]},
     {"response_format": {"type": "json_object"}},
     {"audio": {"voice": "x"}},
@@ -146,7 +166,7 @@ async def test_fields_of_wrong_type_or_range_are_named() -> None:
 async def test_fields_that_come_later_are_refused_by_name() -> None:
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         for fields in LATER:
-            (name,) = fields
+            *_, name = fields
             status, answer = await cluster.post(CHAT, {**SAY, **fields})
             error = check_error(answer, status, name)
             assert (status, error["code"]) == (400, "unsupported_parameter"), fields

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from contract.errors import InvalidRequestError, SettingError
 from tests.text.tiny_model import model_files, write_model
-from text.chat import ChatTemplate, parse_messages
+from text.chat import Chat, ChatTemplate, parse_messages
 from text.model_card import ModelCard
 
 CHATML = (
@@ -53,8 +53,12 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
 
 
+def said(*texts: str, **options: Any) -> Chat:
+    return Chat(messages=[{"role": "user", "content": text} for text in texts], **options)
+
+
 def test_tools_and_documents_are_none_as_in_transformers() -> None:
-    found = template("{{ tools is none }} {{ documents is none }}").render([{"role": "user", "content": "x"}])
+    found = template("{{ tools is none }} {{ documents is none }}").render(said("x"))
     assert found == "True True"
 
 
@@ -105,7 +109,7 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
     )
     assert conversation[1] == {"role": "user", "content": "Who won the world series in 2020?"}
     assert card.chat_template is not None
-    text = card.chat_template.render(conversation)
+    text = card.chat_template.render(Chat(messages=conversation))
     assert text == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nWho won the world series in 2020?<|im_end|>\n<|im_start|>assistant\n"
@@ -134,6 +138,20 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
             "'image_url'",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]", "with a string"),
+        ([{"role": "tool", "content": "", "tool_call_id": 7}], "messages[0].tool_call_id", "string"),
+        ([{"role": "user", "content": "", "name": []}], "messages[0].name", "string"),
+        (
+            [{"role": "assistant", "content": "", "reasoning_content": 7}],
+            "messages[0].reasoning_content",
+            "string",
+        ),
+        ([{"role": "assistant", "tool_calls": 7}], "messages[0].tool_calls", "list of calls"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0]", "no call"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}],
+            "messages[0].tool_calls[0].function.name",
+            "''",
+        ),
     ],
 )
 def test_a_bad_message_is_named_by_its_index(messages: Any, param: str, words: str) -> None:
@@ -145,8 +163,10 @@ def test_a_bad_message_is_named_by_its_index(messages: Any, param: str, words: s
 
 def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    assert parse_messages([{"role": "assistant", "content": None, "tool_calls": calls}]) == [
-        {"role": "assistant", "content": "", "tool_calls": calls}
+    (message,) = parse_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert message["content"] == ""
+    assert message["tool_calls"] == [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
     ]
 
 
@@ -162,13 +182,13 @@ def test_template_sees_what_transformers_gives_it() -> None:
         "{% generation %}g{% endgeneration %}"
     )
     year = datetime.now().astimezone().year
-    out = template(source).render([{"role": "user", "content": "x"}, {"role": "user", "content": "y"}])
+    out = template(source).render(said("x", "y"))
     assert out.split() == ['<s></s>{"a":', f'"é<"}}{year}', "xg"]
 
 
 def test_blocks_leave_no_blank_lines() -> None:
     source = "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}\n"
-    assert template(source).render([{"role": "user", "content": ""}]) == "user\n"
+    assert template(source).render(said("")) == "user\n"
 
 
 @pytest.mark.parametrize(
@@ -182,12 +202,12 @@ def test_blocks_leave_no_blank_lines() -> None:
 )
 def test_a_template_that_refuses_is_the_clients_error(source: str, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        template(source).render([{"role": "user", "content": "x"}])
+        template(source).render(said("x"))
     assert caught.value.param == "messages"
 
 
 def test_developer_messages_are_system_messages_where_the_template_has_no_developer() -> None:
-    message = [{"role": "developer", "content": "x"}]
+    message = Chat(messages=[{"role": "developer", "content": "x"}])
     assert template("{{ messages[0].role }}").render(message) == "system"
     assert template("{{ messages[0].role }}{# developer #}").render(message) == "developer"
 
@@ -195,3 +215,93 @@ def test_developer_messages_are_system_messages_where_the_template_has_no_develo
 def test_a_broken_template_is_a_setting_error() -> None:
     with pytest.raises(SettingError, match="cannot be compiled"):
         template("{% if %}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ('{"a": ', "not valid JSON"),
+        ("[1]", "JSON object"),
+        ("7", "JSON object"),
+        (7, "JSON object"),
+        ('{"a": "\\ud800"}', "JSON"),
+    ],
+)
+def test_arguments_of_a_call_that_are_no_object_are_named(arguments: Any, words: str) -> None:
+    calls = [{"function": {"name": "f"}}, {"function": {"name": "f", "arguments": arguments}}]
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        parse_messages([{"role": "assistant", "tool_calls": calls}])
+    assert caught.value.param == "messages[0].tool_calls[1].function.arguments"
+
+
+def test_a_template_gets_calls_with_arguments_that_it_can_go_through() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}|{{ m.content }}|{{ m.tool_call_id }}|{{ m.reasoning_content }}"
+        "{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }}{% for k, v in c.function.arguments | items %}"
+        " {{ k }}={{ v | tojson }}{% endfor %}{% endfor %};{% endfor %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1], "b": "é"}'}}
+    messages = parse_messages(
+        [
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Hm."},
+            {"role": "tool", "content": "3", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "3!", "tool_calls": []},
+        ]
+    )
+    assert template(source).render(Chat(messages=messages)) == (
+        'assistant|||Hm.c1 f a=[1] b="é";tool|3|c1|;assistant|3!||;'
+    )
+    assert "tool_calls" not in messages[2]
+
+
+def test_a_template_gets_tools_documents_and_variables() -> None:
+    source = "{{ tools | tojson }} {{ documents[0].text }} {{ enable_thinking }} {{ add_generation_prompt }}"
+    chat = said(
+        "x",
+        tools=({"type": "function"},),
+        documents=({"text": "d"},),
+        template_kwargs={"enable_thinking": False},
+    )
+    assert template(source).render(chat) == '[{"type": "function"}] d False True'
+
+
+def test_tools_have_a_template_of_their_own_where_the_model_has_one() -> None:
+    found = ChatTemplate("plain", bos_token=None, eos_token=None, tool_source="with tools")
+    assert [found.render(said("x")), found.render(said("x", tools=({},)))] == ["plain", "with tools"]
+    assert found.source == "plain\nwith tools"
+
+
+@pytest.mark.parametrize(
+    ("content", "written", "end"),
+    [
+        ("Once upon", "{{ m.content }}", "Once upon"),
+        ("Once ", "{{ m.content }}", "Once "),
+        ("Once ", "{{ m.content | trim }}", "Once"),
+        ("\n Once ", "{{ m.content | trim }}", "Once"),
+        ("x", "x {{ m.content }}", "x x"),
+    ],
+)
+def test_the_final_message_is_continued_where_its_content_ends(content: str, written: str, end: str) -> None:
+    source = (
+        "{% for m in messages %}<" + written + "></s>{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    chat = said("hi", content, add_generation_prompt=False, continue_final_message=True)
+    first = template(source.replace("{% endfor %}", "{% break %}{% endfor %}")).render(
+        said("hi", add_generation_prompt=False)
+    )
+    assert template(source).render(chat) == f"{first}<{end}"
+
+
+def test_a_final_message_that_the_template_writes_otherwise_cannot_be_continued() -> None:
+    chat = said("abc", add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="writes as it is") as caught:
+        template("{{ messages[0].content | upper }}").render(chat)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_what_is_nested_too_deep_for_the_template_is_the_clients_error() -> None:
+    deep = "[" * 50_000 + "]" * 50_000
+    with pytest.raises(InvalidRequestError):
+        call = {"function": {"name": "f", "arguments": f'{{"a": {deep}}}'}}
+        messages = parse_messages([{"role": "assistant", "tool_calls": [call]}])
+        template("{{ messages | tojson }}").render(Chat(messages=messages))

@@ -8,6 +8,7 @@ import pytest
 
 from contract.errors import SettingError
 from tests.text.tiny_model import END, TEMPLATE, model_files, write_model
+from text.chat import Chat
 from text.model_card import ModelCard
 
 
@@ -57,7 +58,7 @@ def test_the_template_file_goes_over_the_config(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("from the file")
     card = ModelCard.from_folder(folder)
     assert card.chat_template is not None
-    assert card.chat_template.render([{"role": "user", "content": "x"}]) == "from the file"
+    assert card.chat_template.render(Chat(messages=[{"role": "user", "content": "x"}])) == "from the file"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""A chat's own fields: the messages, the tools, and what the chat template is told."""
+
+from typing import Any
+
+from contract.errors import InvalidRequestError, UnsupportedFieldError
+from router.http.body import Body
+from text.chat import RESERVED, Chat, parse_messages
+from text.tools import parse_tool_choice, parse_tools
+
+CHAT_FIELDS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Fields that chats serve and text completions do not."""
+
+
+def chat_of(body: Body) -> Chat:
+    """The conversation that is to be answered. With tool_choice none the model does not hear of the tools.
+
+    Raises InvalidRequestError, UnsupportedFieldError.
+    """
+    tools = parse_tools(body.get("tools"))
+    choice = parse_tool_choice(body.get("tool_choice"), tools)
+    if choice.is_forced:
+        raise UnsupportedFieldError(
+            "tool_choice that asks for a call is not served by this version; send auto or none",
+            param="tool_choice",
+        )
+    continues = body.flag("continue_final_message")
+    has_header = body.flag("add_generation_prompt", default=not continues)
+    if continues and has_header:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    return Chat(
+        messages=parse_messages(body.get("messages")),
+        tools=() if choice.mode == "none" else tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
+        documents=_documents(body.get("documents")),
+        template_kwargs=_template_kwargs(body),
+        add_generation_prompt=has_header,
+        continue_final_message=continues,
+    )
+
+
+def _documents(raw: Any) -> tuple[dict[str, Any], ...]:
+    if raw is None:
+        return ()
+    if not isinstance(raw, list) or not all(isinstance(document, dict) for document in raw):
+        raise InvalidRequestError("documents must be a list of objects", param="documents")
+    return tuple(raw)
+
+
+def _template_kwargs(body: Body) -> dict[str, Any]:
+    found = body.object("chat_template_kwargs").fields
+    if taken := next((name for name in found if name in RESERVED), None):
+        raise InvalidRequestError(
+            f"chat_template_kwargs.{taken} cannot be set; these variables have fields of their own, or belong to the model: "
+            f"{', '.join(RESERVED)}",
+            param=f"chat_template_kwargs.{taken}",
+        )
+    return found

@@ -1,0 +1,81 @@
+"""Whatever a model writes: no parser raises, plain text is never changed, the cuts make no difference."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.text.parsing.cutting import Parsed, Parser, parse, tool
+from text.chat import Chat
+from text.parsing.answer_format import TOOL_PARSERS, AnswerFormat
+from text.parsing.forced import ForcedCallsParser
+
+TOOLS = (tool("f", a={"type": "string"}, b={"type": "integer"}),)
+MARKUP = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=",
+        "f",
+        ">",
+        "</function>",
+        "<parameter=",
+        "a",
+        "b",
+        "</parameter>",
+    ),
+    *(
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+        "<think>",
+        "</think>",
+        ";",
+        ",",
+        ":",
+        " ",
+        "\n",
+    ),
+    *(
+        '{"name": "f", "arguments": {',
+        '"parameters"',
+        '"arguments"',
+        '"name"',
+        '"f"',
+        "null",
+        "1",
+        '"\\u00e9"',
+    ),
+    *("{", "}", "[", "]", '"', "\\", "x", "é", "🎉", "\x00", "<", "</"),
+]
+TEXTS = st.lists(st.sampled_from(MARKUP), max_size=25).map("".join)
+PLAIN = st.text(alphabet=st.characters(exclude_characters='<[{"', exclude_categories=["Cs"]), max_size=60)
+
+
+def new_parser(name: str) -> Parser:
+    if name in TOOL_PARSERS:
+        answer_format = AnswerFormat(TOOL_PARSERS[name], ("<think>", "</think>"))
+        return answer_format.parser(Chat(messages=[], tools=TOOLS), "")
+    return ForcedCallsParser("f" if name == "named" else None)
+
+
+PARSERS = [*TOOL_PARSERS, "required", "named"]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(TEXTS, st.lists(st.integers(0, 100), max_size=8))
+def test_the_result_does_not_depend_on_the_cuts(name: str, text: str, cuts: list[int]) -> None:
+    marks = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    texts = [text[start:end] for start, end in pairwise(marks)]
+    whole = parse(new_parser(name), text)
+    assert parse(new_parser(name), *texts) == whole == parse(new_parser(name), *text)
+    if not whole.calls and "<think>" not in text:
+        assert whole == Parsed(text)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(PLAIN)
+def test_plain_text_is_not_changed(name: str, text: str) -> None:
+    assert parse(new_parser(name), *text) == Parsed(text)

@@ -1,0 +1,74 @@
+"""How a model writes what is no plain text: chosen by settings, or found in the text of its chat template."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from text.chat import Chat
+from text.parsing.answer import AnswerParser
+from text.parsing.forced import ForcedCallsParser
+from text.parsing.hermes import HermesParser
+from text.parsing.llama3 import Llama3Parser
+from text.parsing.mistral import MistralParser
+from text.parsing.parser import ToolParser
+from text.parsing.qwen import QwenParser
+from text.parsing.reasoning import ReasoningParser
+
+ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral", "qwen"]
+ReasoningParserName = Literal["auto", "none", "think"]
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3": Llama3Parser,
+    "mistral": MistralParser,
+    "qwen": QwenParser,
+}
+_SIGNS = (
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("qwen", ("<tool_call>", "<function=", "<parameter=")),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ('{"name": function name, "parameters":',)),
+    ("none", ("<tool_call>", "<arg_key>")),
+    ("hermes", ("<tool_call>", "arguments")),
+)
+"""(parser, what a template says all of, if the model writes calls as that parser reads them), the first that fits."""
+
+
+@dataclass(frozen=True)
+class ParserChoice:
+    """What the settings say. reasoning_tags: the opening and the closing one."""
+
+    tool_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
+    reasoning_tags: tuple[str, str] = ("<think>", "</think>")
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """One model's way. None: it writes no calls, or no reasoning, that anybody here could read."""
+
+    tool_parser: type[ToolParser] | None = None
+    reasoning_tags: tuple[str, str] | None = None
+
+    @classmethod
+    def chosen(cls, choice: ParserChoice, template: str) -> "AnswerFormat":
+        """By the settings, and the template's text where they say auto."""
+        name = _found(template) if choice.tool_parser == "auto" else choice.tool_parser
+        is_thinking = all(tag in template for tag in choice.reasoning_tags)
+        if choice.reasoning_parser != "auto":
+            is_thinking = choice.reasoning_parser == "think"
+        return cls(TOOL_PARSERS.get(name), choice.reasoning_tags if is_thinking else None)
+
+    def parser(self, chat: Chat, prompt_end: str) -> AnswerParser:
+        """A parser for one answer. prompt_end: how the prompt ends; it may have opened the reasoning."""
+        if chat.tool_choice.is_forced:
+            return AnswerParser(calls=ForcedCallsParser(chat.tool_choice.name))
+        calls = self.tool_parser(chat.tools) if self.tool_parser and chat.tools else None
+        reasoning = None
+        if self.reasoning_tags:
+            opening, closing = self.reasoning_tags
+            is_open = prompt_end.rstrip().endswith(opening)
+            reasoning = ReasoningParser(opening, closing, is_reasoning=is_open)
+        return AnswerParser(reasoning, calls, max_calls=None if chat.parallel_tool_calls else 1)
+
+
+def _found(template: str) -> str:
+    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), "none")

@@ -1,0 +1,46 @@
+"""Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, and since 2025 ``[TOOL_CALLS]name[ARGS]{…}`` for each."""
+
+import re
+import secrets
+import string
+
+from text.parsing.json_text import copy_value
+from text.parsing.parser import ToolParser
+from text.parsing.reader import Steps
+
+_CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_ID_LENGTH = 9
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+class MistralParser(ToolParser):
+    """Calls follow a tag, anywhere in the answer. Their ids are what these models' templates take: 9 letters or digits."""
+
+    tags = (_CALLS, _CALL_ID, _ARGS)
+
+    def _read(self) -> Steps[None]:
+        yield from self._read_marked([_CALLS], self._read_calls)
+
+    def _new_call_id(self) -> str:
+        return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+
+    def _read_calls(self, _: str) -> Steps[None]:
+        yield from self._reader.skip_space()
+        if (yield from self._reader.skip("[")):
+            yield from self._read_list()
+        elif (yield from self._reader.peek()) == "{":
+            yield from self._read_object()
+        else:
+            yield from self._read_named()
+
+    def _read_named(self) -> Steps[None]:
+        reader = self._reader
+        name = yield from reader.take_all(_NAME)
+        if name and (yield from reader.skip(_CALL_ID)):
+            yield from reader.take_all(_NAME)
+        yield from reader.skip(_ARGS)
+        yield from reader.skip_space()
+        if name and (yield from reader.peek()) == "{":
+            self._begin(name)
+            yield from copy_value(reader, self._arguments)

@@ -1,0 +1,125 @@
+"""What all parsers of an answer share: text in, pieces out, and what is no call given back."""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from text.parsing.call_object import CallObject
+from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, append
+from text.parsing.reader import Reader, Steps
+from text.tools import Tool
+
+
+class TextParser(ABC):
+    """One answer's text, read once. ``push`` gives what is certain, ``flush`` the rest at the end."""
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._pieces: list[Piece] = []
+        self._steps = self._read()
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that are certain with this text."""
+        self._reader.add(text)
+        next(self._steps, None)
+        return self._taken()
+
+    def flush(self) -> list[Piece]:
+        """The pieces that were held back, at the end of the text; call once."""
+        self._reader.is_ended = True
+        next(self._steps, None)
+        return self._taken()
+
+    @abstractmethod
+    def _read(self) -> Steps[None]:
+        """Read all of the text; ``_emit`` what it is."""
+
+    def _emit(self, piece: Piece) -> None:
+        append(self._pieces, piece)
+
+    def _content(self, text: str) -> None:
+        self._emit(Content(text))
+
+    def _taken(self) -> list[Piece]:
+        taken, self._pieces = self._pieces, []
+        return taken
+
+
+class ToolParser(TextParser):
+    """Finds calls in an answer. Nothing of the text is lost but a call's own markup and white space beside it.
+
+    Between two texts one such white space stays. A call counts from its name on: what stops being a call before that
+    is given back as content, what breaks after that ends the call, and the text goes on as content. Arguments are
+    copied as the model writes them: JSON if that is JSON. tools: what the model was offered.
+    """
+
+    tags: ClassVar[tuple[str, ...]] = ()
+    """Markup that may be special tokens of the model; it must be in the text all the same."""
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__()
+        self._tools = {tool["function"]["name"]: tool for tool in reversed(tools)}
+        self._num_calls = 0
+        self._has_content = False
+        self._space = ""
+        """White space beside calls, which is content once more content comes."""
+
+    def _content(self, text: str) -> None:
+        if text:
+            space = self._space if self._has_content else ""
+            self._has_content, self._space = True, ""
+            super()._content(space + text)
+
+    def _skip_space(self) -> Steps[None]:
+        """Read white space beside a call."""
+        space = yield from self._reader.skip_space()
+        self._space = self._space or space
+
+    def _begin(self, name: str) -> None:
+        self._reader.release()
+        self._num_calls += 1
+        self._emit(CallBegin(self._num_calls - 1, self._new_call_id(), name))
+
+    def _arguments(self, text: str) -> None:
+        self._emit(CallArguments(self._num_calls - 1, text))
+
+    def _new_call_id(self) -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+    def _give_back(self) -> None:
+        """What was read since ``hold`` is content, if a call has not begun."""
+        self._content(self._reader.release())
+
+    def _read_marked(self, markers: Sequence[str], calls: Callable[[str], Steps[None]]) -> Steps[None]:
+        """Content, and ``calls`` behind each marker, to the end of the text."""
+        reader = self._reader
+        while marker := (yield from reader.copy_until(markers, self._content)):
+            reader.hold()
+            space = yield from reader.skip_space()
+            yield from reader.skip(marker)
+            yield from calls(marker)
+            if reader.is_held:
+                self._give_back()
+            else:
+                self._space = self._space or space
+                yield from self._skip_space()
+
+    def _read_object(self, accepts: Callable[[str], bool] = bool) -> Steps[None]:
+        """``{"name": …, "arguments": …}``; if it is one, and its name is accepted, the call begins."""
+        yield from CallObject(self._reader, accepts, self._begin, self._arguments).read()
+
+    def _read_list(self) -> Steps[None]:
+        """Such objects, separated by commas, up to the list's closing bracket; it was opened."""
+        reader = self._reader
+        yield from reader.skip_space()
+        yield from self._read_object()
+        while not reader.is_held:
+            reader.hold()
+            yield from reader.skip_space()
+            if (yield from reader.skip(",")):
+                yield from reader.skip_space()
+                yield from self._read_object()
+            elif (yield from reader.skip("]")) or not (yield from reader.peek()):
+                reader.release()
+                return
