@@ -1,7 +1,7 @@
 """The persistent batch: what the runner knows of every request, and the two tables that hold it (seed 002)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,15 +69,16 @@ class InputBatch:
             self.token_table[row, state.num_tokens] = token_id
             state.num_tokens += 1
 
-    def sampling_row(self, req_id: str) -> SamplingRow:
-        """How the request draws the token that follows its known ones."""
+    def sampling_row(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> SamplingRow:
+        """How the request draws the token that follows its known ones; ``bitmask``: what its grammar allows."""
         state = self.requests[req_id]
         num_prompt, num_known = state.num_prompt_tokens, state.num_tokens
         counted: tuple[NDArray[np.int32], ...] = ()
         if state.sampling.counts_tokens:
             known = self.token_table[self.row_of(req_id), :num_known]
             counted = known[:num_prompt], known[num_prompt:]
-        return SamplingRow(state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, *counted)
+        row = SamplingRow(state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, *counted)
+        return row if bitmask is None else replace(row, bitmask=bitmask)
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
         self._remove(new.req_id)

@@ -177,7 +177,9 @@ class ModelRunner:
         logits = self._forward(inputs, drawing, has_cache=True, watch=watch)
         if watch is not None:
             watch.computed()
-        samples = self._draw(logits, [batch.sampling_row(states[index].req_id) for index in drawing])
+        drawers = [states[index].req_id for index in drawing]
+        rows = [batch.sampling_row(req_id, scheduled.bitmask_of(req_id)) for req_id in drawers]
+        samples = self._draw(logits, rows)
         for index, token_id in zip(drawing, samples.token_ids, strict=True):
             if token_id is not None:
                 batch.append_token(inputs.req_ids[index], token_id)

@@ -3,7 +3,8 @@
 A request's way: ``add_request`` lets it wait for its turn, or, when its KV comes from another worker, for that
 (``KVReceiver``). ``schedule`` hears what the connector has to say, has the ``Batcher`` share out the step's tokens and
 blocks, and orders what prefill legs have to publish (``KVSender``). ``update_from_output`` takes in what was computed:
-tokens go out, full blocks become findable, answers end. Any request can end at any time, by ``finish_requests`` or by
+tokens go out, full blocks become findable, answers end. A request whose answer must match a grammar first waits for that
+(``Grammars``). Any request can end at any time, by ``finish_requests`` or by
 its deadline; whatever the way, it ends in ``_finish``, once.
 """
 
@@ -18,6 +19,7 @@ from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines
 from engine.scheduling.ending import HANDED_OVER, NOT_NEEDED, Ending, RequestStatus, ended_by_error, refused
+from engine.scheduling.grammars import Grammars
 from engine.scheduling.outbox import Outbox
 from engine.scheduling.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender, first_token_of
 from engine.scheduling.request import Request, ending_after, why_impossible
@@ -44,6 +46,7 @@ class Scheduler:
         vocab_size: int,
         model_fingerprint: str,
         connector: SchedulerConnector | None = None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
@@ -52,6 +55,7 @@ class Scheduler:
         self.batcher = Batcher(pool, settings.max_num_seqs, settings.max_num_batched_tokens)
         self.sender = KVSender(connector, pool) if connector is not None else None
         self.receiver = KVReceiver(connector, pool) if connector is not None else None
+        self.grammars = grammars or Grammars(None, settings.max_grammar_bytes)
         self.totals = Totals()
         self.prefix_stats = PrefixCacheStats()
         self._settings = settings
@@ -71,6 +75,7 @@ class Scheduler:
         """Decide one forward pass (B1). Its result goes to ``update_from_output`` before anything else is called."""
         self._end_overdue()
         self._hear_connector()
+        self._hear_grammars()
         return self._give_orders(self.batcher.plan(self.receiver.unserved if self.receiver else None))
 
     def update_from_output(
@@ -90,7 +95,11 @@ class Scheduler:
             self._has_news = True
         if self.receiver and received:
             for request, arrived in self.receiver.take_arrived(received):
-                self._welcome(request, arrived)
+                if self.grammars.is_compiling(request):
+                    self.grammars.keep(request, arrived)
+                    self._await_grammar(request)
+                else:
+                    self._welcome(request, arrived)
 
     # Requests come and go.
 
@@ -105,6 +114,7 @@ class Scheduler:
             raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
         if asked.transfer:
             self._check_transfer(asked, asked.transfer.transfer_id)
+        self.grammars.check(asked)
         now = self._clock()
         request = Request.from_engine_request(
             asked,
@@ -122,6 +132,9 @@ class Scheduler:
             self.receiver.start(request)
             seconds = self._settings.remote_kv_timeout_seconds
             self._deadlines.add(Deadline(now + seconds, request.key, seconds, request.status))
+            self.grammars.start(request)
+        elif self.grammars.start(request):
+            self._await_grammar(request)
         else:
             self.batcher.waiting.add(request)
         self.requests[request.key] = request
@@ -194,7 +207,8 @@ class Scheduler:
 
     def needs_step(self) -> bool:
         """True when a step could change something; False while all wait for events, for blocks or for deadlines."""
-        has_own_work = bool(self.batcher.running or self._has_news or self._finished_req_ids or self._outbox)
+        has_news = self._has_news or self.grammars.has_news
+        has_own_work = bool(self.batcher.running or has_news or self._finished_req_ids or self._outbox)
         return has_own_work or (self._connector is not None and self._connector.has_work())
 
     def next_deadline(self) -> float | None:
@@ -227,7 +241,11 @@ class Scheduler:
     def _end_overdue(self) -> None:
         for deadline in self._deadlines.take_expired(self._clock()):
             request = self.requests.get(deadline.key)
-            if request is not None and deadline.waiting in (None, request.status):
+            if request is None or deadline.waiting not in (None, request.status):
+                continue
+            if deadline.waiting is RequestStatus.WAITING_FOR_FSM:
+                self._finish(request, self.grammars.overdue(request, deadline.seconds))
+            else:
                 where = request.status.name.lower()
                 message = (
                     f"not done after {deadline.seconds:g} s, while {where}; the deadline was set for this"
@@ -240,6 +258,24 @@ class Scheduler:
                 self._finish(self.requests[failure.request_id], _ending_of(failure))
             self.receiver.reserve(self.batcher.num_promised_blocks, self.batcher.waiting.first)
 
+    def _await_grammar(self, request: Request) -> None:
+        """It has no blocks, or its KV has arrived in them; the time for this state bounds how long it holds these."""
+        request.status = RequestStatus.WAITING_FOR_FSM
+        seconds = self._settings.grammar_timeout_seconds
+        self._deadlines.add(Deadline(self._clock() + seconds, request.key, seconds, request.status))
+
+    def _hear_grammars(self) -> None:
+        for ready in self.grammars.take_ready():
+            request, error = ready.request, ready.error
+            if error is not None:
+                self._finish(request, ended_by_error(error.kind, error.message, error.param))
+            elif request.status is RequestStatus.WAITING_FOR_FSM:
+                request.status = RequestStatus.WAITING
+                if ready.received:
+                    self._welcome(request, ready.received)
+                else:
+                    self.batcher.waiting.add(request)
+
     def _give_orders(self, plan: StepPlan) -> SchedulerOutput:
         now = self._clock()
         for turn in plan:
@@ -251,6 +287,7 @@ class Scheduler:
             if self.sender and request.is_sending:
                 self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
         output = plan.to_output(self.pool)
+        self.grammars.mask(plan, output)
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         output.kv_connector_metadata = self._connector.build_metadata() if self._connector else None
         self.totals.num_steps += 1
@@ -271,7 +308,7 @@ class Scheduler:
         self.totals.num_received_tokens += request.num_prompt_tokens - request.num_cached_tokens
         self._index_computed(request)
         self._has_news = True
-        if ending := ending_after(request, request.answer_length - 1, self._max_length):
+        if ending := self._ending_after(request, request.answer_length - 1):
             self._finish(request, ending)
         else:
             self.batcher.arrived.add(request)
@@ -295,7 +332,7 @@ class Scheduler:
 
     def _take_token(self, request: Request, token: int, logprobs: list[TokenLogprobs] | None) -> None:
         request.append_token(token)
-        ending = ending_after(request, request.answer_length, self._max_length)
+        ending = self._ending_after(request, request.answer_length)
         if self.sender and request.is_sending and ending is None:
             self.sender.finish(request, FirstToken(token, logprobs[0] if logprobs else None))
             ending = HANDED_OVER
@@ -303,6 +340,10 @@ class Scheduler:
             self._outbox.tokens(request, [token], None, logprobs)
         else:
             self._finish(request, ending, [token], logprobs)
+
+    def _ending_after(self, request: Request, index: int) -> Ending | None:
+        """Whether the newest token, number ``index`` of the answer, ends it; if not, its grammar follows."""
+        return ending_after(request, index, self._max_length) or self.grammars.follow(request)
 
     def _end_corrupted(self, request: Request, has_nans: bool) -> None:
         """Its logits are NaN, or it sampled nothing where it should have: nobody may reuse its KV."""
@@ -326,6 +367,7 @@ class Scheduler:
         else:
             self.pool.free(request.key)
         self.batcher.remove(request)
+        self.grammars.give_up(request)
         del self.requests[request.key]
         self.roll.discard(request.key)
         self._deadlines.forget(request.key)

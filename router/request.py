@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from contract.errors import ContextLengthError, InvalidRequestError
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest, Grammar, SamplingParams
 from text.chat import Message
 from text.model_card import ModelCard
 
@@ -44,6 +44,7 @@ class GenerationRequest:
     repetition_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
     priority: int = 0
     cache_salt: str = ""
     timeout_seconds: float | None = None
@@ -126,6 +127,7 @@ def prepare(
         ),
         logit_bias=asked.logit_bias,
         allowed_token_ids=asked.allowed_token_ids,
+        grammar=asked.grammar,
     )
     EngineRequest(request_id=asked.request_id, prompt_token_ids=prompt_ids, sampling=sampling).check(
         card.vocab_size

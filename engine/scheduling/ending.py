@@ -40,12 +40,16 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How a request ends on this engine. ``goes_on`` is True when the answer continues on another worker."""
+    """How a request ends on this engine. ``goes_on`` is True when the answer continues on another worker.
+
+    error_param: the request's field that is at fault.
+    """
 
     status: RequestStatus
     stop_reason: int | None = None
     error_kind: str | None = None
     error_message: str | None = None
+    error_param: str | None = None
     goes_on: bool = False
 
     @property
@@ -63,9 +67,9 @@ NOT_NEEDED = Ending(RequestStatus.FINISHED_ABORTED, goes_on=True)
 """The decode leg is not needed: token 0 ended the answer, and the prefill leg has said so."""
 
 
-def ended_by_error(kind: str, message: str) -> Ending:
+def ended_by_error(kind: str, message: str, param: str | None = None) -> Ending:
     """The request ends with an error instead of an answer."""
-    return Ending(RequestStatus.FINISHED_ABORTED, error_kind=kind, error_message=message)
+    return Ending(RequestStatus.FINISHED_ABORTED, error_kind=kind, error_message=message, error_param=param)
 
 
 def refused(message: str) -> Ending:

@@ -36,7 +36,7 @@ class Outbox:
     def refusal(self, asked: EngineRequest, error: KvbatonError) -> None:
         """The request was not accepted."""
         self._totals.num_failed += 1
-        output = EngineOutput.of_error(asked, error.kind.value, error.message)
+        output = EngineOutput.of_error(asked, error.kind.value, error.message, error.param)
         self._outputs[asked.client_index].append(output)
 
     def take(self) -> dict[int, list[EngineOutput]]:
