@@ -22,6 +22,7 @@ class GenerationRequest:
 
     prompt: text, token ids, or a chat's messages. default_max_tokens: used where ``max_tokens`` is None; None is all
     that fits the model. arrival: on the router's monotonic clock. timeout_seconds: the client's own deadline.
+    grammar_field: where the client gave its grammar, for errors.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class GenerationRequest:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    grammar_field: str = "grammar"
     priority: int = 0
     cache_salt: str = ""
     timeout_seconds: float | None = None

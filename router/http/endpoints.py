@@ -17,6 +17,7 @@ from contract.requests import MAX_LOGPROBS
 from router.http.body import Body, read_body
 from router.http.boundary import REQUEST_ID, STREAM, request_id_header
 from router.http.fields import refuse_unserved, shared_fields
+from router.http.grammars import naming_grammar_field
 from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from router.http.streaming import EventStream
 from router.http.tokenizing import TokenizerEndpoints
@@ -164,7 +165,7 @@ class Endpoints:
     async def _answer(
         self, request: web.Request, asked: list[GenerationRequest], options: AnswerOptions, shape: Shape
     ) -> web.StreamResponse:
-        async with aclosing(self._pipeline.generate(*asked)) as deltas:
+        async with naming_grammar_field(asked[0]), aclosing(self._pipeline.generate(*asked)) as deltas:
             if not options.stream:
                 whole = shape.whole([delta async for delta in deltas])
                 return web.json_response(

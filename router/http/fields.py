@@ -5,6 +5,7 @@ from typing import Any
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.requests import MAX_LOGIT_BIAS
 from router.http.body import Body
+from router.http.grammars import grammar_fields
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -14,7 +15,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "echo": (False,),
@@ -28,11 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
@@ -78,6 +74,7 @@ def shared_fields(body: Body) -> dict[str, Any]:
         "repetition_penalty": body.number("repetition_penalty"),
         "logit_bias": _logit_bias(body),
         "allowed_token_ids": body.integers("allowed_token_ids"),
+        **grammar_fields(body),
         "priority": body.integer("priority") or 0,
         "cache_salt": body.string("cache_salt") or "",
     }

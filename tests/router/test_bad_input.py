@@ -102,14 +102,13 @@ LATER: list[dict[str, Any]] = [
     {"tools": [{"type": "function"}]},
     {"tool_choice": "required"},
     {"functions": [{}]},
-    {"response_format": {"type": "json_object"}},
     {"audio": {"voice": "x"}},
     {"modalities": ["text", "audio"]},
     {"reasoning_effort": "high"},
     {"web_search_options": {}},
     {"prediction": {"type": "content"}},
     {"store": True},
-    {"guided_json": {}},
+    {"guided_whitespace_pattern": " ?"},
 ]
 
 
