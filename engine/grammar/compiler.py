@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Queue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -22,11 +22,15 @@ from contract.errors import InternalError, InvalidRequestError, KvbatonError
 from contract.requests import MAX_GRAMMAR_BYTES, EngineRequest, Grammar
 from engine.grammar.matcher import GrammarMatcher, reason_of
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 Outcome = GrammarMatcher | KvbatonError
-_ANY_OBJECT = '{"type": "object"}'
+_JSON: "JsonCompileOptions" = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
+"""What may stand between two things: else a model that has never written JSON goes on with spaces for ever."""
 _NUM_THREADS = 2
 _MAX_CACHED = 64
 _STACK_BYTES = MAX_GRAMMAR_BYTES * 2**11
@@ -131,9 +135,10 @@ def _not_compiled(grammar: Grammar, reason: str) -> InvalidRequestError:
 def _library_form(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text)
+            is_any = grammar.text.strip() == "true"
+            return _library_schema("{}" if is_any else grammar.text)
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(_ANY_OBJECT)
+            return _library_schema('{"type": "object"}')
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
@@ -141,6 +146,13 @@ def _library_form(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, choices)))
         case "ebnf":
             return grammar_from("ebnf", grammar.text)
+
+
+def _library_schema(schema: str) -> str:
+    options = (
+        _JSON if schema.lstrip().startswith("{") else None
+    )  # not for false, which has nowhere to keep them
+    return LLMatcher.grammar_from_json_schema(schema, defaults=options)
 
 
 def _start_threads(jobs: Queue[Callable[[], None] | None]) -> list[threading.Thread]:
