@@ -27,7 +27,7 @@ SCHEMA = {
     },
     "required": ["name", "kind", "sizes"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
+    "x-guidance": {"whitespace_pattern": " ?"},
 }
 GRAMMARS = {
     "json_schema": Grammar("json_schema", json.dumps(SCHEMA)),
