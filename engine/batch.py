@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from contract.errors import InternalError
-from contract.requests import SamplingParams
+from contract.requests import SamplingParams, choice_seed
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.scores import SamplingRow
 
@@ -17,7 +18,8 @@ class RequestState:
     """One request as the runner knows it.
 
     num_tokens: known tokens, prompt and sampled. num_computed_tokens: those whose KV is in ``block_ids`` before the
-    coming step. row: its row in the tables, None while others need all rows; ``parked_tokens`` keeps its tokens then.
+    coming step. num_choices: so many tokens are drawn behind the prompt, the first of them for this request itself. row: its
+    row in the tables, None while others need all rows; ``parked_tokens`` keeps its tokens then.
     """
 
     req_id: str
@@ -27,6 +29,7 @@ class RequestState:
     num_tokens: int
     num_computed_tokens: int
     block_ids: list[int]
+    num_choices: int = 1
     row: int | None = None
     parked_tokens: list[int] = field(default_factory=list)
 
@@ -69,16 +72,26 @@ class InputBatch:
             self.token_table[row, state.num_tokens] = token_id
             state.num_tokens += 1
 
-    def sampling_row(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> SamplingRow:
-        """How the request draws the token that follows its known ones; ``bitmask``: what its grammar allows."""
+    def sampling_rows(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> list[SamplingRow]:
+        """How the tokens that follow its known ones are drawn: one, or behind a prompt of several choices one for each.
+
+        bitmask: what its grammar allows.
+        """
+        state, row = self.requests[req_id], replace(self.sampling_row(req_id), bitmask=bitmask)
+        if row.num_generated:
+            return [row]
+        seeds = [choice_seed(state.sampling.seed, choice) for choice in range(1, state.num_choices)]
+        return [row, *(replace(row, sampling=structs.replace(row.sampling, seed=seed)) for seed in seeds)]
+
+    def sampling_row(self, req_id: str) -> SamplingRow:
+        """How the request draws the token that follows its known ones."""
         state = self.requests[req_id]
         num_prompt, num_known = state.num_prompt_tokens, state.num_tokens
         counted: tuple[NDArray[np.int32], ...] = ()
         if state.sampling.counts_tokens:
             known = self.token_table[self.row_of(req_id), :num_known]
             counted = known[:num_prompt], known[num_prompt:]
-        row = SamplingRow(state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, *counted)
-        return row if bitmask is None else replace(row, bitmask=bitmask)
+        return SamplingRow(state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, *counted)
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
         self._remove(new.req_id)
@@ -92,6 +105,7 @@ class InputBatch:
             num_tokens=0,
             num_computed_tokens=new.num_computed_tokens,
             block_ids=[],
+            num_choices=new.num_choices,
         )
         self.requests[new.req_id] = state
         self._seat(state, scheduled)

@@ -3,30 +3,31 @@
 A request's way: ``add_request`` lets it wait for its turn, or, when its KV comes from another worker, for that
 (``KVReceiver``). ``schedule`` hears what the connector has to say, has the ``Batcher`` share out the step's tokens and
 blocks, and orders what prefill legs have to publish (``KVSender``). ``update_from_output`` takes in what was computed:
-tokens go out, full blocks become findable, answers end. A request whose answer must match a grammar first waits for that
-(``Grammars``). Any request can end at any time, by ``finish_requests`` or by
-its deadline; whatever the way, it ends in ``_finish``, once.
+tokens go out, full blocks become findable, answers end. Before all that a request waits for the grammar that its answer must
+match, if any (``Grammars``). Any request can end at any time, by ``finish_requests`` or by its deadline; whatever the
+way, it ends in ``_finish``, once.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError, TransferError
 from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
-from engine.connector import Failed, FirstToken, Received, SchedulerConnector
+from engine.connector import FirstToken, Received, SchedulerConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines
-from engine.scheduling.ending import HANDED_OVER, NOT_NEEDED, Ending, RequestStatus, ended_by_error, refused
+from engine.scheduling.ending import HANDED_OVER, Ending, RequestStatus, ended_by_error, ended_late, refused
+from engine.scheduling.forking import Forking, choices_of
 from engine.scheduling.grammars import Grammars
 from engine.scheduling.outbox import Outbox
-from engine.scheduling.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender, first_token_of
+from engine.scheduling.remote_kv import KVReceiver, KVSender, check_transfer, ending_of, first_tokens_of
 from engine.scheduling.request import Request, ending_after, why_impossible
 from engine.scheduling.roll import Roll
 from engine.scheduling.stats import PrefixCacheStats, SchedulerStats, Totals
 from engine.scheduling.step_plan import StepPlan
-from engine.scheduling.token_logprobs import logprobs_in_row
+from engine.scheduling.token_logprobs import first_tokens, logprobs_in_row
 from engine.settings import EngineSettings
 
 
@@ -66,6 +67,7 @@ class Scheduler:
         self._clock = clock
         self._deadlines = Deadlines()
         self._outbox = Outbox(self.totals)
+        self.forking = Forking(pool, self.batcher, self.roll, self._outbox)
         self._finished_req_ids: set[str] = set()
         self._has_news = False
 
@@ -95,8 +97,7 @@ class Scheduler:
             self._has_news = True
         if self.receiver and received:
             for request, arrived in self.receiver.take_arrived(received):
-                if self.grammars.is_compiling(request):
-                    self.grammars.keep(request, arrived)
+                if self.grammars.keep(request, arrived):
                     self._await_grammar(request)
                 else:
                     self._welcome(request, arrived)
@@ -110,10 +111,11 @@ class Scheduler:
         connector; and what the connector raises when it refuses to fetch. Then nothing has changed.
         """
         is_lent = self.sender is not None and asked.key in self.sender.leases
-        if asked.key in self.requests or is_lent or self.pool.is_quarantined(asked.key):
+        is_here = any(key in self.requests for key in asked.keys)
+        if is_here or is_lent or self.pool.is_quarantined(asked.key):
             raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
         if asked.transfer:
-            self._check_transfer(asked, asked.transfer.transfer_id)
+            check_transfer(asked, self.sender, self.roll)
         self.grammars.check(asked)
         now = self._clock()
         request = Request.from_engine_request(
@@ -123,7 +125,7 @@ class Scheduler:
             now=now,
             arrival_number=self.totals.num_requests,
         )
-        self.totals.num_requests += 1
+        self.totals.num_requests += asked.num_choices
         self._has_news = True
         if reason := why_impossible(request, self._max_length, self.pool.num_usable_blocks):
             self._outbox.tokens(request, [], refused(reason))
@@ -137,20 +139,12 @@ class Scheduler:
             self._await_grammar(request)
         else:
             self.batcher.waiting.add(request)
-        self.requests[request.key] = request
-        self.roll.add(asked)
-        self._deadlines.add(Deadline(now + asked.deadline_seconds, request.key, asked.deadline_seconds))
+        self._enrol(request)
 
-    def _check_transfer(self, asked: EngineRequest, transfer_id: str) -> None:
-        if self._connector is None:
-            raise InvalidRequestError(
-                f"request {asked.key} names a transfer, and this engine has no connector"
-            )
-        is_lent = self.sender is not None and self.sender.lends_under(asked)
-        if is_lent or self.roll.uses_transfer(asked):
-            raise InvalidRequestError(
-                f"transfer {transfer_id} (attempt {asked.attempt}) is here already; each request needs its own"
-            )
+    def _enrol(self, request: Request) -> None:
+        self.requests[request.key] = request
+        self.roll.add(request.asked, request.dismissed)
+        self._deadlines.add(Deadline(request.expires, request.key, request.asked.deadline_seconds))
 
     def reject(self, asked: EngineRequest, error: KvbatonError) -> None:
         """Answer a request that was not accepted with its error, among the next step's outputs."""
@@ -163,19 +157,22 @@ class Scheduler:
             if request := self.requests.get(key):
                 self._finish(request, Ending(status))
 
-    def abort_request(self, request_id: str, attempt: int | None) -> None:
-        """End all choices of a request, of all attempts up to ``attempt`` (None: of all), and what they still lend."""
-        keys = self.roll.keys_of(request_id, attempt)
+    def abort_request(self, request_id: str, attempt: int | None, choice: int | None = None) -> None:
+        """End a choice of a request (None: all), of all attempts up to ``attempt`` (None: of all), and what they still lend.
+
+        A prompt that is computed for several choices goes on for those that are left.
+        """
+        keys = self.roll.dismiss(request_id, attempt, choice)
         self.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
         if self.sender:
-            self.sender.withdraw(request_id, attempt)
+            self.sender.withdraw(request_id, attempt, choice)
 
     def fail_all(self, kind: ErrorKind, message: str) -> dict[int, list[EngineOutput]]:
         """The engine is broken: an error for every request, without touching blocks or connector any more."""
         for request in self.requests.values():
             self._outbox.tokens(request, [], ended_by_error(kind, message))
         self.requests.clear()
-        self.roll = Roll()
+        self.roll.clear()
         return self._outbox.take()
 
     def shutdown(self) -> dict[int, list[EngineOutput]]:
@@ -246,16 +243,12 @@ class Scheduler:
             if deadline.waiting is RequestStatus.WAITING_FOR_FSM:
                 self._finish(request, self.grammars.overdue(request, deadline.seconds))
             else:
-                where = request.status.name.lower()
-                message = (
-                    f"not done after {deadline.seconds:g} s, while {where}; the deadline was set for this"
-                )
-                self._finish(request, ended_by_error(ErrorKind.DEADLINE, message))
+                self._finish(request, ended_late(request.status, deadline.seconds))
 
     def _hear_connector(self) -> None:
         if self.receiver:
             for failure in self.receiver.take_events():
-                self._finish(self.requests[failure.request_id], _ending_of(failure))
+                self._finish(self.requests[failure.request_id], ending_of(failure))
             self.receiver.reserve(self.batcher.num_promised_blocks, self.batcher.waiting.first)
 
     def _await_grammar(self, request: Request) -> None:
@@ -266,15 +259,12 @@ class Scheduler:
 
     def _hear_grammars(self) -> None:
         for ready in self.grammars.take_ready():
-            request, error = ready.request, ready.error
-            if error is not None:
-                self._finish(request, ended_by_error(error.kind, error.message, error.param))
-            elif request.status is RequestStatus.WAITING_FOR_FSM:
-                request.status = RequestStatus.WAITING
-                if ready.received:
-                    self._welcome(request, ready.received)
-                else:
-                    self.batcher.waiting.add(request)
+            if ready.ending:
+                self._finish(ready.request, ready.ending)
+            elif ready.received:
+                self._welcome(ready.request, ready.received)
+            elif not ready.request.is_receiving:
+                self.batcher.waiting.add(ready.request)
 
     def _give_orders(self, plan: StepPlan) -> SchedulerOutput:
         now = self._clock()
@@ -282,12 +272,14 @@ class Scheduler:
             request = turn.request
             if not request.is_known_to_runner:
                 request.milestones.scheduled = now
-                self.prefix_stats.record(request.num_prompt_tokens, request.num_cached_tokens)
-                self.totals.num_cached_tokens += request.num_cached_tokens
+                if not request.is_fork:
+                    self.prefix_stats.record(request.num_prompt_tokens, request.num_cached_tokens)
+                    self.totals.num_cached_tokens += request.num_cached_tokens
             if self.sender and request.is_sending:
                 self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
         output = plan.to_output(self.pool)
         self.grammars.mask(plan, output)
+        output.block_copies = self.forking.take_copies()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         output.kv_connector_metadata = self._connector.build_metadata() if self._connector else None
         self.totals.num_steps += 1
@@ -300,15 +292,18 @@ class Scheduler:
     def _welcome(self, request: Request, received: Received) -> None:
         """Its KV has arrived and was verified: its full blocks may be found, and it waits for its first step."""
         try:
-            first_token = first_token_of(received, self._vocab_size)
+            tokens = first_tokens_of(received, request.asked.num_choices, self._vocab_size)
         except TransferError as error:
             self._finish(request, ended_by_error(error.kind, error.message))
             return
-        request.receive(received, first_token, self._clock())
+        choices = choices_of(request)
+        for choice, token in zip(choices, tokens, strict=True):
+            choice.receive(received, token, self._clock())
         self.totals.num_received_tokens += request.num_prompt_tokens - request.num_cached_tokens
-        self._index_computed(request)
+        self.batcher.index_computed(request)
         self._has_news = True
-        if ending := self._ending_after(request, request.answer_length - 1):
+        endings = [self._ending_after(one, one.answer_length - 1) for one in choices]
+        if ending := self._part(choices, endings):
             self._finish(request, ending)
         else:
             self.batcher.arrived.add(request)
@@ -325,17 +320,40 @@ class Scheduler:
         if 0 < num_prompt_left <= num_tokens:
             request.milestones.prefilled = self._clock()
         request.num_computed_tokens += num_tokens
-        self._index_computed(request)
-        if sampled:
-            alternatives = request.asked.sampling.logprobs
-            self._take_token(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives))
+        self.batcher.index_computed(request)
+        if not sampled:
+            return
+        alternatives = request.asked.sampling.logprobs
+        if request.is_sending or request.asked.num_choices > 1:
+            self._take_first_tokens(request, first_tokens(output, request.key, sampled[0], alternatives))
+        else:
+            request.append_token(sampled[0])
+            ending = self._ending_after(request, request.answer_length)
+            self._say(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives), ending)
 
-    def _take_token(self, request: Request, token: int, logprobs: list[TokenLogprobs] | None) -> None:
-        request.append_token(token)
-        ending = self._ending_after(request, request.answer_length)
-        if self.sender and request.is_sending and ending is None:
-            self.sender.finish(request, FirstToken(token, logprobs[0] if logprobs else None))
-            ending = HANDED_OVER
+    def _take_first_tokens(self, request: Request, drawn: list[FirstToken]) -> None:
+        """Token 0 of each choice of a prompt: they go on at another worker, or part here."""
+        choices = choices_of(request)
+        for choice, token in zip(choices, drawn, strict=True):
+            choice.append_token(token.token_id)
+        endings = [self._ending_after(one, one.answer_length) for one in choices]
+        if self.sender and request.is_sending and None in endings:
+            self.sender.finish(request, drawn)
+            endings = [ending or HANDED_OVER for ending in endings]
+        ending, logprobs = self._part(choices, endings, drawn), drawn[0].logprobs
+        self._say(request, drawn[0].token_id, [logprobs] if logprobs else None, ending)
+
+    def _part(
+        self, choices: list[Request], endings: list[Ending | None], drawn: Sequence[FirstToken] = ()
+    ) -> Ending | None:
+        ending, forks = self.forking.part(choices, endings, drawn)
+        for fork in forks:
+            self._enrol(fork)
+        return ending
+
+    def _say(
+        self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, ending: Ending | None
+    ) -> None:
         if ending is None:
             self._outbox.tokens(request, [token], None, logprobs)
         else:
@@ -375,17 +393,3 @@ class Scheduler:
             self._finished_req_ids.add(request.key)
         self._outbox.tokens(request, token_ids or [], ending, logprobs)
         self._has_news = True
-
-    def _index_computed(self, request: Request) -> None:
-        """Full blocks that are computed may be found by others from now on (law 1)."""
-        num_full = request.num_computed_tokens // self.pool.block_size
-        if num_full > request.num_indexed_blocks:
-            start = request.num_indexed_blocks
-            self.pool.enter(request.key, start, request.block_hashes[start:num_full])
-            request.num_indexed_blocks = num_full
-
-
-def _ending_of(failure: Failed) -> Ending:
-    if failure.kind == NOT_NEEDED_KIND:
-        return NOT_NEEDED
-    return ended_by_error(failure.kind, failure.message)

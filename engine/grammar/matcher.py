@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import numpy as np
 from llguidance import LLMatcher
@@ -64,6 +65,12 @@ class GrammarMatcher:
                 param="grammar",
             )
         self.is_complete = True
+
+    def fork(self) -> "GrammarMatcher":
+        """Another answer that has come as far as this one."""
+        other = copy(self)
+        other._machine = self._machine.deep_copy()
+        return other
 
     def _following(self) -> NDArray[np.uint32]:
         of_library = np.frombuffer(self._machine.compute_bitmask(), dtype=np.uint32)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from contract.errors import ErrorKind
+from contract.errors import ErrorKind, KvbatonError
 from contract.requests import FinishReason
 
 
@@ -63,6 +63,9 @@ class Ending:
 HANDED_OVER = Ending(RequestStatus.FINISHED_LENGTH_CAPPED, goes_on=True)
 """The prefill leg is done with its one token; the decode leg goes on."""
 
+ABORTED = Ending(RequestStatus.FINISHED_ABORTED)
+"""Nobody wants it any more."""
+
 NOT_NEEDED = Ending(RequestStatus.FINISHED_ABORTED, goes_on=True)
 """The decode leg is not needed: token 0 ended the answer, and the prefill leg has said so."""
 
@@ -70,6 +73,18 @@ NOT_NEEDED = Ending(RequestStatus.FINISHED_ABORTED, goes_on=True)
 def ended_by_error(kind: str, message: str, param: str | None = None) -> Ending:
     """The request ends with an error instead of an answer."""
     return Ending(RequestStatus.FINISHED_ABORTED, error_kind=kind, error_message=message, error_param=param)
+
+
+def ended_by(error: KvbatonError) -> Ending:
+    """The same, for this error."""
+    return ended_by_error(error.kind, error.message, error.param)
+
+
+def ended_late(status: RequestStatus, seconds: float) -> Ending:
+    """The request has not left this state (or not ended) within ``seconds``."""
+    where = status.name.lower()
+    message = f"not done after {seconds:g} s, while {where}; the deadline was set for this"
+    return ended_by_error(ErrorKind.DEADLINE, message)
 
 
 def refused(message: str) -> Ending:

@@ -18,7 +18,7 @@ from contract.requests import EngineRequest
 from engine.connector import Received
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.outputs import SchedulerOutput
-from engine.scheduling.ending import Ending, RequestStatus, ended_by_error
+from engine.scheduling.ending import Ending, RequestStatus, ended_by
 from engine.scheduling.request import Request
 from engine.scheduling.step_plan import StepPlan
 
@@ -32,10 +32,10 @@ class _Wait:
 
 @dataclass(frozen=True)
 class Ready:
-    """A request that waits for its grammar no more. error: why there is none. received: its KV, where that came first."""
+    """A request that waits for its grammar no more. ending: where there is none. received: its KV, where that came first."""
 
     request: Request
-    error: KvbatonError | None
+    ending: Ending | None
     received: Received | None
 
 
@@ -88,16 +88,15 @@ class Grammars:
             self._note(request, error)
         return True
 
-    def is_compiling(self, request: Request) -> bool:
-        """True until its grammar is ready."""
-        return request.key in self._waits
-
-    def keep(self, request: Request, received: Received) -> None:
-        """Its KV has arrived before its grammar is ready."""
-        self._waits[request.key].received = received
+    def keep(self, request: Request, received: Received) -> bool:
+        """Its KV has arrived: keep it until its grammar is ready; False where nothing is waited for."""
+        wait = self._waits.get(request.key)
+        if wait is not None:
+            wait.received = received
+        return wait is not None
 
     def take_ready(self) -> list[Ready]:
-        """Those that wait no more, with their matchers in place."""
+        """Those that wait for their grammar no more, with their matchers in place."""
         ready = []
         while self._outcomes:
             request, outcome = self._outcomes.popleft()
@@ -105,10 +104,14 @@ class Grammars:
             if wait is None or wait.request is not request:
                 continue
             del self._waits[request.key]
-            error = outcome if isinstance(outcome, KvbatonError) else None
-            if not isinstance(outcome, KvbatonError):
+            ending = None
+            if isinstance(outcome, KvbatonError):
+                ending = ended_by(outcome)
+            else:
                 request.structured_output_request = outcome
-            ready.append(Ready(request, error, wait.received))
+                if request.status is RequestStatus.WAITING_FOR_FSM:
+                    request.status = RequestStatus.WAITING
+            ready.append(Ready(request, ending, wait.received))
         return ready
 
     def give_up(self, request: Request) -> None:
@@ -125,7 +128,7 @@ class Grammars:
             error = InvalidRequestError(
                 f"the grammar was not compiled within {seconds:g} s: make it simpler", param="grammar"
             )
-        return ended_by_error(error.kind, error.message, error.param)
+        return ended_by(error)
 
     @staticmethod
     def follow(request: Request) -> Ending | None:
@@ -137,7 +140,7 @@ class Grammars:
         try:
             matcher.advance(request.token_ids[start + matcher.num_tokens :])
         except KvbatonError as error:
-            return ended_by_error(error.kind, error.message, error.param)
+            return ended_by(error)
         return Ending(RequestStatus.FINISHED_STOPPED) if matcher.is_complete else None
 
     @staticmethod

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from contract.requests import EngineOutput, EngineRequest, FinishReason, Grammar, SamplingParams
+from contract.requests import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Grammar,
+    SamplingParams,
+    choice_seed,
+)
 from engine.client import EngineClient, InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import EOS_ID, make_checkpoint
@@ -175,3 +182,21 @@ async def test_what_does_not_compile_ends_both_legs_and_nothing_else(model: Path
     for outputs in (first, rest):
         assert [(o.error_kind, o.error_param) for o in outputs] == [("invalid_request", "grammar")]
     assert len(tokens_of(other, others)) == 4
+
+
+async def test_choices_of_one_prompt_each_follow_the_grammar(model: Path) -> None:
+    """Four: one compilation, one hand-over; each choice goes its own way in the grammar, and is what it is alone."""
+    fields: dict[str, Any] = {"eos_token_ids": (EOS_ID,), "num_choices": 4}
+    async with one_engine(model) as engine, running_pair(model) as pair:
+        for name in GRAMMARS:
+            sampling = sampling_of(name, 5)
+            first, rest = await pair.ask(name, PROMPT, sampling, **fields)
+            together = await alone(engine, sampling, num_choices=4)
+            for choice in range(4):
+                seed = choice_seed(5, choice)
+                expected = await alone(engine, sampling_of(name, seed))
+                assert_matches(name, expected)
+                for outputs in ([*first, *rest], together):
+                    own = [output for output in outputs if output.choice == choice]
+                    assert tokens_of(own) == tokens_of(expected)
+        await pair.until_free()
