@@ -4,7 +4,6 @@ A request with a grammar is in WAITING_FOR_FSM, without blocks, until it is comp
 meanwhile; where that has arrived first, it waits with its blocks in the same state.
 """
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ class Grammars:
         self._max_bytes = max_bytes
         self._wake = wake
         self._waits: dict[str, _Wait] = {}
-        self._outcomes: deque[tuple[Request, Outcome]] = deque()
+        self._outcomes: list[tuple[Request, Outcome]] = []
 
     @property
     def has_news(self) -> bool:
@@ -99,7 +98,7 @@ class Grammars:
         """Those that wait for their grammar no more, with their matchers in place."""
         ready = []
         while self._outcomes:
-            request, outcome = self._outcomes.popleft()
+            request, outcome = self._outcomes.pop(0)
             wait = self._waits.get(request.key)
             if wait is None or wait.request is not request:
                 continue
