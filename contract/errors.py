@@ -160,11 +160,11 @@ def _all_errors(root: type[KvbatonError]) -> list[type[KvbatonError]]:
     return [root, *(found for child in root.__subclasses__() for found in _all_errors(child))]
 
 
-def error_from_kind(kind: str, message: str) -> KvbatonError:
-    """Rebuild an error that came over a wire as its kind and message (an unknown kind becomes INTERNAL)."""
+def error_from_kind(kind: str, message: str, param: str | None = None) -> KvbatonError:
+    """Rebuild an error that came over a wire as its kind, message and field (an unknown kind becomes INTERNAL)."""
     for error_class in _all_errors(KvbatonError)[1:]:
         if error_class.kind == kind:
             if error_class in (ContextLengthError, UnsupportedFieldError):
                 continue
-            return error_class(message)
+            return error_class(message, param=param)
     return InternalError(message)

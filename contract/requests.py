@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_REPETITION_PENALTY = 10.0
 MAX_LOGIT_BIAS = 100.0
+MAX_GRAMMAR_BYTES = 2**18
 
 
 class FinishReason(StrEnum):
@@ -23,6 +24,47 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the answer's text must match. ``check`` refuses what cannot be one; whether it compiles is known to workers.
+
+    text: a JSON schema; nothing (``json_object``: any JSON object); a regular expression for the whole answer; a JSON
+    list of the possible answers; a context-free grammar as GBNF (``root ::= ...``) or Lark (``start: ...``).
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+    text: str = ""
+
+    def check(self) -> None:
+        """Raise InvalidRequestError about ``grammar``."""
+        num_bytes = len(self.text.encode(errors="surrogatepass"))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise _wrong_grammar(
+                f"the grammar has {num_bytes} bytes; it may have {MAX_GRAMMAR_BYTES} at most"
+            )
+        match self.kind:
+            case "json_schema":
+                if not isinstance(self._decoded(), dict | bool):
+                    raise _wrong_grammar("a JSON schema must be an object, true or false")
+            case "choice":
+                choices = self._decoded()
+                if not isinstance(choices, list) or not choices:
+                    raise _wrong_grammar("a choice must be a list of one answer or more")
+                if not all(isinstance(choice, str) and choice for choice in choices):
+                    raise _wrong_grammar("a choice must be among strings that are not empty")
+            case "regex" | "ebnf" if not self.text:
+                raise _wrong_grammar(f"a grammar of kind {self.kind} must not be empty")
+
+    def _decoded(self) -> Any:
+        try:
+            return msgspec.json.decode(self.text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _wrong_grammar(f"the {self.kind} is not valid JSON: {error}") from error
+
+
+def _wrong_grammar(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="grammar")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: tokens less probable than this share of the best one are not drawn. logit_bias: (token id, what is added to its
     logit). allowed_token_ids: if any, no other token is drawn. presence_penalty, frequency_penalty: taken from the logits of
     the answer's tokens, once or as often as they stand there. repetition_penalty: divides (or multiplies, below 0) the
-    logits of all tokens of prompt and answer; 1 changes nothing.
+    logits of all tokens of prompt and answer; 1 changes nothing. grammar: what the answer must match, if anything.
     """
 
     temperature: float = 1.0
@@ -53,11 +95,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def counts_tokens(self) -> bool:
         """What is drawn depends on which tokens there are already."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    def end_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What may end the answer, where these are the model's own end tokens."""
+        own = () if self.ignore_eos else eos_token_ids
+        return (*own, *self.stop_token_ids)
 
     def check(self) -> None:
         """Raise InvalidRequestError that names the first field out of range."""
@@ -82,6 +130,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _in_range("stop_token_ids", token, 0, 2**31 - 1)
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if self.grammar is not None:
+            self.grammar.check()
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
@@ -268,7 +318,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     first_index: index of ``token_ids[0]`` in the answer. stop_reason: the stop token id that ended it (None for the
     model's own end token). num_cached_tokens: prompt tokens whose KV this engine did not compute (set on the first
-    output). An error is ``finish_reason`` ERROR with ``error_kind`` and ``error_message``.
+    output). An error is ``finish_reason`` ERROR with ``error_kind`` and ``error_message``; error_param: the field at fault.
     """
 
     request_id: str
@@ -284,9 +334,12 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     timings: RequestTimings | None = None
     error_kind: str | None = None
     error_message: str | None = None
+    error_param: str | None = None
 
     @classmethod
-    def of_error(cls, request: EngineRequest, kind: str, message: str) -> "EngineOutput":
+    def of_error(
+        cls, request: EngineRequest, kind: str, message: str, param: str | None = None
+    ) -> "EngineOutput":
         """The one output of a request that emits nothing and ends with this error."""
         return cls(
             request_id=request.request_id,
@@ -297,6 +350,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
             finish_reason=FinishReason.ERROR,
             error_kind=kind,
             error_message=message,
+            error_param=param,
         )
 
     @property

@@ -72,9 +72,12 @@ class InputBatch:
             self.token_table[row, state.num_tokens] = token_id
             state.num_tokens += 1
 
-    def sampling_rows(self, req_id: str) -> list[SamplingRow]:
-        """How the tokens that follow its known ones are drawn: one, or behind a prompt of several choices one for each."""
-        state, row = self.requests[req_id], self.sampling_row(req_id)
+    def sampling_rows(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> list[SamplingRow]:
+        """How the tokens that follow its known ones are drawn: one, or behind a prompt of several choices one for each.
+
+        bitmask: what its grammar allows.
+        """
+        state, row = self.requests[req_id], replace(self.sampling_row(req_id), bitmask=bitmask)
         if row.num_generated:
             return [row]
         seeds = [choice_seed(state.sampling.seed, choice) for choice in range(1, state.num_choices)]

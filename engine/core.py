@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,9 +20,12 @@ from engine.connector import (
     RanksConnectorFactory,
     RanksConnectorPair,
 )
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.scheduler import Scheduler
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.ending import RequestStatus
+from engine.scheduling.grammars import Grammars
 from engine.scheduling.inspection import check_integrity, counters, debug_state
 from engine.settings import EngineSettings
 
@@ -70,7 +74,10 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
 
 
 class EngineCore:
-    """Owns executor, connector and scheduler, made in this order. Used from one thread."""
+    """Owns executor, connector, the grammars' compiler and scheduler. Used from one thread.
+
+    load_vocabulary: model folder, its end tokens → what the tokens stand for; called in another thread, if ever.
+    """
 
     def __init__(
         self,
@@ -79,16 +86,20 @@ class EngineCore:
         *,
         wake: Callable[[], None] = lambda: None,
         start: ExecutorStart = start_executor,
+        load_vocabulary: VocabularyLoader = load_vocabulary,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.executor, num_blocks = start(settings)
         self._clock = clock
+        model = self.executor.model_info
+        load = partial(load_vocabulary, settings.model, model.eos_token_ids)
+        self._grammars = GrammarCompiler(load, model.vocab_size)
         self._connector: ConnectorPair | RanksConnectorPair | None = None
         self._take_finished: Callable[[], tuple[set[str], set[str]]] = lambda: (set(), set())
         with ExitStack() as undo:
             undo.callback(self.close)
             self._connect(connector_factory, settings.tensor_parallel_size, wake)
-            self.info, self.scheduler = self._schedule_with(settings, num_blocks)
+            self.info, self.scheduler = self._schedule_with(settings, num_blocks, wake)
             self.executor.watch(wake)
             undo.pop_all()
 
@@ -148,9 +159,10 @@ class EngineCore:
         return outputs
 
     def close(self) -> None:
-        """Close the connector and end the ranks (which close its other half), without asking the scheduler."""
+        """Close connector and compiler, end the ranks (which close the connector's other half), without the scheduler."""
         if self._connector is not None:
             self._connector.scheduler.close()
+        self._grammars.close()
         self.executor.shutdown()
 
     def _connect(self, factory: ConnectorFactory | None, num_ranks: int, wake: Callable[[], None]) -> None:
@@ -172,7 +184,9 @@ class EngineCore:
         self._connector, self._take_finished = joined, joined.ranks.take_finished
         self.executor.join_ranks(joined.ranks)
 
-    def _schedule_with(self, settings: EngineSettings, num_blocks: int) -> tuple[EngineInfo, Scheduler]:
+    def _schedule_with(
+        self, settings: EngineSettings, num_blocks: int, wake: Callable[[], None]
+    ) -> tuple[EngineInfo, Scheduler]:
         model, connector = self.executor.model_info, self._connector
         pool = BlockPool(
             num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
@@ -195,6 +209,7 @@ class EngineCore:
             vocab_size=model.vocab_size,
             model_fingerprint=model.fingerprint,
             connector=connector.scheduler if connector is not None else None,
+            grammars=Grammars(self._grammars, settings.max_grammar_bytes, wake),
             clock=self._clock,
         )
         return info, scheduler

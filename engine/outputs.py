@@ -8,6 +8,9 @@ or has arrived and was verified (the request may run) (B8).
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from contract.requests import SamplingParams
 
 
@@ -56,6 +59,8 @@ class SchedulerOutput:
     """One forward pass (B2). ``num_scheduled_tokens`` counts tokens to process, not tokens to generate.
 
     block_copies: (from, to) of KV blocks that are copied before anything is computed.
+    structured_output_request_ids: request → its row of ``grammar_bitmask``, int32 ``[num_rows, ceil(vocab_size / 32)]``,
+    for those with a grammar that draw a token in this step: token t only where bit t % 32 of word t // 32 is set (B17).
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -69,8 +74,13 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     free_encoder_input_ids: list[tuple[str, int]] = field(default_factory=list)
     structured_output_request_ids: dict[str, int] = field(default_factory=dict)
-    grammar_bitmask: Any | None = None
+    grammar_bitmask: NDArray[np.int32] | None = None
     kv_connector_metadata: Any | None = None
+
+    def bitmask_of(self, req_id: str) -> NDArray[np.int32] | None:
+        """What the request may draw; None where it has no grammar, or draws nothing."""
+        row = self.structured_output_request_ids.get(req_id)
+        return None if row is None or self.grammar_bitmask is None else self.grammar_bitmask[row]
 
 
 class LogprobsLists(NamedTuple):

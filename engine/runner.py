@@ -180,7 +180,8 @@ class ModelRunner:
         logits = self._forward(inputs, drawing, has_cache=True, watch=watch)
         if watch is not None:
             watch.computed()
-        rows = [batch.sampling_rows(states[index].req_id) for index in drawing]
+        drawers = [states[index].req_id for index in drawing]
+        rows = [batch.sampling_rows(req_id, scheduled.bitmask_of(req_id)) for req_id in drawers]
         samples = self._draw(_repeated(logits, list(map(len, rows))), list(chain.from_iterable(rows)))
         owners = [index for index, own in zip(drawing, rows, strict=True) for _ in own]
         output = spread(inputs.req_ids, owners, samples)

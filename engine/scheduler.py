@@ -3,8 +3,9 @@
 A request's way: ``add_request`` lets it wait for its turn, or, when its KV comes from another worker, for that
 (``KVReceiver``). ``schedule`` hears what the connector has to say, has the ``Batcher`` share out the step's tokens and
 blocks, and orders what prefill legs have to publish (``KVSender``). ``update_from_output`` takes in what was computed:
-tokens go out, full blocks become findable, answers end. Any request can end at any time, by ``finish_requests`` or by
-its deadline; whatever the way, it ends in ``_finish``, once.
+tokens go out, full blocks become findable, answers end. Before all that a request waits for the grammar that its answer must
+match, if any (``Grammars``). Any request can end at any time, by ``finish_requests`` or by its deadline; whatever the
+way, it ends in ``_finish``, once.
 """
 
 import time
@@ -12,15 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError, TransferError
 from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
-from engine.connector import Failed, FirstToken, Received, SchedulerConnector
+from engine.connector import FirstToken, Received, SchedulerConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines
-from engine.scheduling.ending import HANDED_OVER, NOT_NEEDED, Ending, RequestStatus, ended_by_error, refused
+from engine.scheduling.ending import HANDED_OVER, Ending, RequestStatus, ended_by_error, ended_late, refused
 from engine.scheduling.forking import Forking, choices_of
+from engine.scheduling.grammars import Grammars
 from engine.scheduling.outbox import Outbox
-from engine.scheduling.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender, first_tokens_of
+from engine.scheduling.remote_kv import KVReceiver, KVSender, check_transfer, ending_of, first_tokens_of
 from engine.scheduling.request import Request, ending_after, why_impossible
 from engine.scheduling.roll import Roll
 from engine.scheduling.stats import PrefixCacheStats, SchedulerStats, Totals
@@ -45,6 +47,7 @@ class Scheduler:
         vocab_size: int,
         model_fingerprint: str,
         connector: SchedulerConnector | None = None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
@@ -53,6 +56,7 @@ class Scheduler:
         self.batcher = Batcher(pool, settings.max_num_seqs, settings.max_num_batched_tokens)
         self.sender = KVSender(connector, pool) if connector is not None else None
         self.receiver = KVReceiver(connector, pool) if connector is not None else None
+        self.grammars = grammars or Grammars(None, settings.max_grammar_bytes)
         self.totals = Totals()
         self.prefix_stats = PrefixCacheStats()
         self._settings = settings
@@ -73,6 +77,7 @@ class Scheduler:
         """Decide one forward pass (B1). Its result goes to ``update_from_output`` before anything else is called."""
         self._end_overdue()
         self._hear_connector()
+        self._hear_grammars()
         return self._give_orders(self.batcher.plan(self.receiver.unserved if self.receiver else None))
 
     def update_from_output(
@@ -92,7 +97,10 @@ class Scheduler:
             self._has_news = True
         if self.receiver and received:
             for request, arrived in self.receiver.take_arrived(received):
-                self._welcome(request, arrived)
+                if self.grammars.keep(request, arrived):
+                    self._await_grammar(request)
+                else:
+                    self._welcome(request, arrived)
 
     # Requests come and go.
 
@@ -107,7 +115,8 @@ class Scheduler:
         if is_here or is_lent or self.pool.is_quarantined(asked.key):
             raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
         if asked.transfer:
-            self._check_transfer(asked, asked.transfer.transfer_id)
+            check_transfer(asked, self.sender, self.roll)
+        self.grammars.check(asked)
         now = self._clock()
         request = Request.from_engine_request(
             asked,
@@ -125,6 +134,9 @@ class Scheduler:
             self.receiver.start(request)
             seconds = self._settings.remote_kv_timeout_seconds
             self._deadlines.add(Deadline(now + seconds, request.key, seconds, request.status))
+            self.grammars.start(request)
+        elif self.grammars.start(request):
+            self._await_grammar(request)
         else:
             self.batcher.waiting.add(request)
         self._enrol(request)
@@ -133,17 +145,6 @@ class Scheduler:
         self.requests[request.key] = request
         self.roll.add(request.asked, request.dismissed)
         self._deadlines.add(Deadline(request.expires, request.key, request.asked.deadline_seconds))
-
-    def _check_transfer(self, asked: EngineRequest, transfer_id: str) -> None:
-        if self._connector is None:
-            raise InvalidRequestError(
-                f"request {asked.key} names a transfer, and this engine has no connector"
-            )
-        is_lent = self.sender is not None and self.sender.lends_under(asked)
-        if is_lent or self.roll.uses_transfer(asked):
-            raise InvalidRequestError(
-                f"transfer {transfer_id} (attempt {asked.attempt}) is here already; each request needs its own"
-            )
 
     def reject(self, asked: EngineRequest, error: KvbatonError) -> None:
         """Answer a request that was not accepted with its error, among the next step's outputs."""
@@ -203,7 +204,8 @@ class Scheduler:
 
     def needs_step(self) -> bool:
         """True when a step could change something; False while all wait for events, for blocks or for deadlines."""
-        has_own_work = bool(self.batcher.running or self._has_news or self._finished_req_ids or self._outbox)
+        has_news = self._has_news or self.grammars.has_news
+        has_own_work = bool(self.batcher.running or has_news or self._finished_req_ids or self._outbox)
         return has_own_work or (self._connector is not None and self._connector.has_work())
 
     def next_deadline(self) -> float | None:
@@ -236,18 +238,33 @@ class Scheduler:
     def _end_overdue(self) -> None:
         for deadline in self._deadlines.take_expired(self._clock()):
             request = self.requests.get(deadline.key)
-            if request is not None and deadline.waiting in (None, request.status):
-                where = request.status.name.lower()
-                message = (
-                    f"not done after {deadline.seconds:g} s, while {where}; the deadline was set for this"
-                )
-                self._finish(request, ended_by_error(ErrorKind.DEADLINE, message))
+            if request is None or deadline.waiting not in (None, request.status):
+                continue
+            if deadline.waiting is RequestStatus.WAITING_FOR_FSM:
+                self._finish(request, self.grammars.overdue(request, deadline.seconds))
+            else:
+                self._finish(request, ended_late(request.status, deadline.seconds))
 
     def _hear_connector(self) -> None:
         if self.receiver:
             for failure in self.receiver.take_events():
-                self._finish(self.requests[failure.request_id], _ending_of(failure))
+                self._finish(self.requests[failure.request_id], ending_of(failure))
             self.receiver.reserve(self.batcher.num_promised_blocks, self.batcher.waiting.first)
+
+    def _await_grammar(self, request: Request) -> None:
+        """It has no blocks, or its KV has arrived in them; the time for this state bounds how long it holds these."""
+        request.status = RequestStatus.WAITING_FOR_FSM
+        seconds = self._settings.grammar_timeout_seconds
+        self._deadlines.add(Deadline(self._clock() + seconds, request.key, seconds, request.status))
+
+    def _hear_grammars(self) -> None:
+        for ready in self.grammars.take_ready():
+            if ready.ending:
+                self._finish(ready.request, ready.ending)
+            elif ready.received:
+                self._welcome(ready.request, ready.received)
+            elif not ready.request.is_receiving:
+                self.batcher.waiting.add(ready.request)
 
     def _give_orders(self, plan: StepPlan) -> SchedulerOutput:
         now = self._clock()
@@ -261,6 +278,7 @@ class Scheduler:
             if self.sender and request.is_sending:
                 self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
         output = plan.to_output(self.pool)
+        self.grammars.mask(plan, output)
         output.block_copies = self.forking.take_copies()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         output.kv_connector_metadata = self._connector.build_metadata() if self._connector else None
@@ -282,9 +300,9 @@ class Scheduler:
         for choice, token in zip(choices, tokens, strict=True):
             choice.receive(received, token, self._clock())
         self.totals.num_received_tokens += request.num_prompt_tokens - request.num_cached_tokens
-        self._index_computed(request)
+        self.batcher.index_computed(request)
         self._has_news = True
-        endings = [ending_after(one, one.answer_length - 1, self._max_length) for one in choices]
+        endings = [self._ending_after(one, one.answer_length - 1) for one in choices]
         if ending := self._part(choices, endings):
             self._finish(request, ending)
         else:
@@ -302,7 +320,7 @@ class Scheduler:
         if 0 < num_prompt_left <= num_tokens:
             request.milestones.prefilled = self._clock()
         request.num_computed_tokens += num_tokens
-        self._index_computed(request)
+        self.batcher.index_computed(request)
         if not sampled:
             return
         alternatives = request.asked.sampling.logprobs
@@ -310,7 +328,7 @@ class Scheduler:
             self._take_first_tokens(request, first_tokens(output, request.key, sampled[0], alternatives))
         else:
             request.append_token(sampled[0])
-            ending = ending_after(request, request.answer_length, self._max_length)
+            ending = self._ending_after(request, request.answer_length)
             self._say(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives), ending)
 
     def _take_first_tokens(self, request: Request, drawn: list[FirstToken]) -> None:
@@ -318,7 +336,7 @@ class Scheduler:
         choices = choices_of(request)
         for choice, token in zip(choices, drawn, strict=True):
             choice.append_token(token.token_id)
-        endings = [ending_after(one, one.answer_length, self._max_length) for one in choices]
+        endings = [self._ending_after(one, one.answer_length) for one in choices]
         if self.sender and request.is_sending and None in endings:
             self.sender.finish(request, drawn)
             endings = [ending or HANDED_OVER for ending in endings]
@@ -340,6 +358,10 @@ class Scheduler:
             self._outbox.tokens(request, [token], None, logprobs)
         else:
             self._finish(request, ending, [token], logprobs)
+
+    def _ending_after(self, request: Request, index: int) -> Ending | None:
+        """Whether the newest token, number ``index`` of the answer, ends it; if not, its grammar follows."""
+        return ending_after(request, index, self._max_length) or self.grammars.follow(request)
 
     def _end_corrupted(self, request: Request, has_nans: bool) -> None:
         """Its logits are NaN, or it sampled nothing where it should have: nobody may reuse its KV."""
@@ -363,6 +385,7 @@ class Scheduler:
         else:
             self.pool.free(request.key)
         self.batcher.remove(request)
+        self.grammars.give_up(request)
         del self.requests[request.key]
         self.roll.discard(request.key)
         self._deadlines.forget(request.key)
@@ -370,17 +393,3 @@ class Scheduler:
             self._finished_req_ids.add(request.key)
         self._outbox.tokens(request, token_ids or [], ending, logprobs)
         self._has_news = True
-
-    def _index_computed(self, request: Request) -> None:
-        """Full blocks that are computed may be found by others from now on (law 1)."""
-        num_full = request.num_computed_tokens // self.pool.block_size
-        if num_full > request.num_indexed_blocks:
-            start = request.num_indexed_blocks
-            self.pool.enter(request.key, start, request.block_hashes[start:num_full])
-            request.num_indexed_blocks = num_full
-
-
-def _ending_of(failure: Failed) -> Ending:
-    if failure.kind == NOT_NEEDED_KIND:
-        return NOT_NEEDED
-    return ended_by_error(failure.kind, failure.message)

@@ -1,7 +1,8 @@
 """What a request adds to the model's logits and takes from them before a token is drawn, in float32, row by row.
 
-In this order, which is vLLM's: only allowed tokens, biases, the repetition penalty (arXiv:1909.05858), OpenAI's frequency
-and presence penalties; and last, whatever the biases: no token that would end the answer before ``min_tokens``.
+In this order, which is vLLM's: what a grammar allows, only allowed tokens, biases, the repetition penalty
+(arXiv:1909.05858), OpenAI's frequency and presence penalties; and last, whatever the biases: no token that would end the
+answer before ``min_tokens``.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ class SamplingRow:
     """One request that draws a token.
 
     position: absolute index of the new token in the sequence, prompt included. num_generated: tokens of the answer
-    that are known already (min_tokens counts them). prompt_tokens, answer_tokens: those that are known, where
+    that are known already (min_tokens counts them). bitmask: int32 words, where a grammar says what may follow: token
+    t where bit t % 32 of word t // 32 is set. prompt_tokens, answer_tokens: those that are known, where
     ``SamplingParams.counts_tokens``.
     """
 
@@ -32,14 +34,14 @@ class SamplingRow:
     num_generated: int
     prompt_tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS, compare=False)
     answer_tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS, compare=False)
+    bitmask: NDArray[np.int32] | None = field(default=None, compare=False)
 
     @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
         """Ids that would end the answer before ``min_tokens``."""
         if self.num_generated >= self.sampling.min_tokens:
             return ()
-        own = () if self.sampling.ignore_eos else self.eos_token_ids
-        return (*own, *self.sampling.stop_token_ids)
+        return self.sampling.end_token_ids(self.eos_token_ids)
 
 
 def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -47,9 +49,11 @@ def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     scores = raw
     for i, row in enumerate(rows):
         sampling, forbidden = row.sampling, row.forbidden_token_ids
-        if not (forbidden or sampling.counts_tokens or sampling.logit_bias or sampling.allowed_token_ids):
+        is_narrowed = bool(sampling.allowed_token_ids) or row.bitmask is not None
+        if not (is_narrowed or forbidden or sampling.counts_tokens or sampling.logit_bias):
             continue
         scores = raw.clone() if scores is raw else scores
+        _mask(scores[i], row.bitmask)
         _allow(scores[i], sampling.allowed_token_ids)
         _add_biases(scores[i], sampling.logit_bias)
         if sampling.counts_tokens:
@@ -57,6 +61,14 @@ def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         if known := [token for token in forbidden if token < len(scores[i])]:
             scores[i, known] = -torch.inf
     return scores
+
+
+def _mask(scores: Tensor, bitmask: NDArray[np.int32] | None) -> None:
+    if bitmask is not None:
+        words = torch.from_numpy(bitmask).to(scores.device)
+        bits = torch.arange(32, device=scores.device, dtype=torch.int32)
+        is_allowed = (words[:, None] >> bits) & 1
+        scores.masked_fill_(is_allowed.flatten()[: len(scores)] == 0, -torch.inf)
 
 
 def _allow(scores: Tensor, token_ids: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import SettingError
+from contract.requests import MAX_GRAMMAR_BYTES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -17,7 +18,7 @@ class EngineSettings:
     workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: torch threads.
     tensor_parallel_size: ranks that share the model, each in a process of its own where there are several; threads
     and (on the host) KV bytes are divided among them. rank_timeout_seconds: silence of a rank within a step, after
-    which the engine ends.
+    which the engine ends. max_grammar_bytes, grammar_timeout_seconds: how long a grammar may be, and take to compile.
     """
 
     model: Path
@@ -35,6 +36,8 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     rank_timeout_seconds: float = 60.0
     remote_kv_timeout_seconds: float = 300.0
+    max_grammar_bytes: int = 2**16
+    grammar_timeout_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         """Check every range."""
@@ -57,6 +60,12 @@ class EngineSettings:
             )
         _above_zero("remote_kv_timeout_seconds", self.remote_kv_timeout_seconds)
         _above_zero("rank_timeout_seconds", self.rank_timeout_seconds)
+        _above_zero("grammar_timeout_seconds", self.grammar_timeout_seconds)
+        if not 1 <= self.max_grammar_bytes <= MAX_GRAMMAR_BYTES:
+            raise SettingError(
+                f"max_grammar_bytes is {self.max_grammar_bytes}; it must lie in 1..{MAX_GRAMMAR_BYTES}",
+                param="max_grammar_bytes",
+            )
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from contract.errors import SettingError
 from contract.layout import KVLayout
 from contract.requests import SamplingParams, choice_seed
@@ -37,14 +40,18 @@ def prefix_codes(token_ids: Sequence[int]) -> list[int]:
     return codes
 
 
-def fake_token(code: int) -> int:
-    """The token after a position with this code; never one of the special ones."""
-    return code * 48_271 % _MODULUS % CRASH_TOKEN
+def fake_token(code: int, bitmask: NDArray[np.int32] | None = None) -> int:
+    """The token after a position with this code: never a special one; with a grammar's bitmask one that it allows."""
+    drawn = code * 48_271 % _MODULUS
+    if bitmask is None:
+        return drawn % CRASH_TOKEN
+    allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
+    return int(allowed[drawn % len(allowed)])
 
 
-def fake_first_token(code: int, seed: int, choice: int = 0) -> int:
+def fake_first_token(code: int, seed: int, choice: int = 0, bitmask: NDArray[np.int32] | None = None) -> int:
     """The first token of a choice behind a prompt with this code: the only one that depends on the seed."""
-    return fake_token(code + choice_seed(seed, choice))
+    return fake_token(code + choice_seed(seed, choice), bitmask)
 
 
 def fake_answer(prompt_token_ids: Sequence[int], num_tokens: int, choice: int = 0) -> list[int]:
@@ -143,7 +150,8 @@ class FakeRunner:
         for row, (key, num_tokens) in enumerate(scheduled.num_scheduled_tokens.items()):
             output.req_ids.append(key)
             output.req_id_to_index[key] = row
-            output.sampled_token_ids.append(self._compute(key, starts[key], num_tokens, output))
+            bitmask = scheduled.bitmask_of(key)
+            output.sampled_token_ids.append(self._compute(key, starts[key], num_tokens, output, bitmask))
         self.num_forward_passes += bool(scheduled.num_scheduled_tokens)
         self.batch_sizes.append(scheduled.total_num_scheduled_tokens)
         output.logprobs = self._logprobs(output)
@@ -179,7 +187,14 @@ class FakeRunner:
             starts[key] = cached.num_computed_tokens[index]
         return starts
 
-    def _compute(self, key: str, start: int, num_tokens: int, output: ModelRunnerOutput) -> list[int]:
+    def _compute(
+        self,
+        key: str,
+        start: int,
+        num_tokens: int,
+        output: ModelRunnerOutput,
+        bitmask: NDArray[np.int32] | None,
+    ) -> list[int]:
         sequence = self._sequences[key]
         end = start + num_tokens
         assert 0 < num_tokens <= len(sequence.token_ids) - start
@@ -189,7 +204,9 @@ class FakeRunner:
         if CRASH_TOKEN in sequence.token_ids:
             raise RuntimeError("the forward pass crashed")
         if end < len(sequence.token_ids):
+            assert bitmask is None, f"{key} draws nothing, and has a grammar bitmask"
             return []
+        assert (bitmask is None) is (sequence.sampling.grammar is None)
         if NAN_TOKEN in sequence.token_ids:
             assert output.num_nans_in_logits is not None
             output.num_nans_in_logits[key] = FAKE_VOCAB_SIZE
@@ -197,9 +214,11 @@ class FakeRunner:
         code, seed = sequence.codes[-1], sequence.sampling.seed
         is_first = end == sequence.num_prompt_tokens
         if sequence.num_choices > 1 and is_first:
-            others = [fake_first_token(code, seed, choice) for choice in range(1, sequence.num_choices)]
+            others = [
+                fake_first_token(code, seed, choice, bitmask) for choice in range(1, sequence.num_choices)
+            ]
             output.other_choices[key] = OtherChoices(others, self._logprobs_of(others, sequence))
-        token = fake_first_token(code, seed) if is_first else fake_token(code)
+        token = fake_first_token(code, seed, 0, bitmask) if is_first else fake_token(code, bitmask)
         sequence.token_ids.append(token)
         sequence.codes.append(prefix_codes(sequence.token_ids)[-1])
         return [token]

@@ -86,7 +86,9 @@ class Answer:
         self._parser = AnswerParser()
         if request.chat:
             end = tokenizer.decode(request.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
-            self._parser = card.answer_format.parser(request.chat, end)
+            self._parser = card.answer_format.parser(
+                request.chat, end, has_grammar=request.sampling.grammar is not None
+            )
         self._tags = {tokenizer.token_id(tag): tag for tag in self._parser.tags}
         self.num_tokens = 0
         self.num_reasoning_tokens = 0

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Self
 
 from contract.errors import ErrorKind, KvbatonError, WorkerLostError, error_from_kind
-from contract.requests import FinishReason, TokenLogprobs, TransferReport
+from contract.requests import FinishReason, Grammar, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token
 from router.inbox import Event, Inbox
@@ -256,6 +256,7 @@ class Attempt:
                 biased_token_ids=[token for token, _ in sampling.logit_bias],
                 biases=[bias for _, bias in sampling.logit_bias],
                 allowed_token_ids=sampling.allowed_token_ids,
+                grammar=_grammar_to(sampling.grammar),
             ),
             eos_token_ids=request.eos_token_ids,
             priority=request.priority,
@@ -276,7 +277,12 @@ async def _accepted(legs: list[tuple[Attempt, Leg]], call: Coroutine[Any, Any, N
 def _error_of(entry: pb.TokenEntry, leg: Leg) -> KvbatonError:
     if entry.finish_reason == FinishReason.ABORT:
         return WorkerLostError(f"worker {leg.worker.name} gave the request up")
-    return error_from_kind(entry.error_kind, f"worker {leg.worker.name}: {entry.error_message}")
+    message = f"worker {leg.worker.name}: {entry.error_message}"
+    return error_from_kind(entry.error_kind, message, entry.error_param or None)
+
+
+def _grammar_to(grammar: Grammar | None) -> pb.Grammar | None:
+    return None if grammar is None else pb.Grammar(kind=grammar.kind, text=grammar.text)
 
 
 def _transfer_report_of(timings: pb.LegTimings) -> TransferReport:

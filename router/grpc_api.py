@@ -7,8 +7,10 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from contract.errors import CancelledError, InternalError, InvalidRequestError, KvbatonError
-from contract.requests import FinishReason, check_token_ids
+from contract.requests import FinishReason, Grammar, check_token_ids
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.answer import Delta
@@ -193,10 +195,23 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         repetition_penalty=_decimal(given("repetition_penalty")),
         logit_bias=tuple((token, _decimal(bias)) for token, bias in sorted(sampling.logit_bias.items())),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
+        grammar=_grammar(request.grammar) if request.HasField("grammar") else None,
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout_seconds=time_remaining,
     )
+
+
+def _grammar(asked: pb.AnswerGrammar) -> Grammar | None:
+    match asked.WhichOneof("kind"):
+        case None:
+            raise InvalidRequestError("the grammar is of no kind that this version knows", param="grammar")
+        case "json_object":
+            return Grammar("json_object") if asked.json_object else None
+        case "choice":
+            return Grammar("choice", msgspec.json.encode(list(asked.choice.texts)).decode())
+        case kind:
+            return Grammar(kind, getattr(asked, kind))
 
 
 def _num_chosen(request: pb.GenerateRequest) -> int:

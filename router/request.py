@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
-from contract.requests import MAX_CHOICES, EngineRequest, SamplingParams, choice_seed
+from contract.requests import MAX_CHOICES, EngineRequest, Grammar, SamplingParams, choice_seed
 from text.chat import Chat
 from text.model_card import ModelCard
 
@@ -24,8 +24,8 @@ class GenerationRequest:
 
     prompt: text, token ids, or a chat. num_choices: answers to it. logprobs: how many alternatives the client sees of each
     token. rates_tokens: each token's log probability is needed, even if it sees none. default_max_tokens: used where
-    ``max_tokens`` is None; None is all that fits the model. arrival: on the router's monotonic clock. timeout_seconds: the
-    client's own deadline.
+    ``max_tokens`` is None; None is all that fits the model. arrival: on the router's monotonic clock. grammar_field: where
+    the client gave its grammar, for errors. timeout_seconds: the client's own deadline.
     """
 
     request_id: str
@@ -50,6 +50,8 @@ class GenerationRequest:
     repetition_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    grammar_field: str = "grammar"
     priority: int = 0
     cache_salt: str = ""
     timeout_seconds: float | None = None
@@ -157,6 +159,7 @@ def prepare(
         ),
         logit_bias=asked.logit_bias,
         allowed_token_ids=asked.allowed_token_ids,
+        grammar=asked.grammar,
     )
     EngineRequest(
         request_id=asked.request_id,

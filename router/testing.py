@@ -237,6 +237,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                     finish_reason=FinishReason.ERROR.value,
                     error_kind=script.error.kind.value,
                     error_message=script.error.message,
+                    error_param=script.error.param or "",
                 )
             )
             return True

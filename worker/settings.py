@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from contract.identity import Role
+from contract.requests import MAX_GRAMMAR_BYTES
 from engine.settings import EngineSettings
 from kv_transfer.settings import TransferSettings, TransportName
 from serving.settings import Address, Settings, read_secret_file
@@ -69,6 +70,10 @@ class WorkerSettings(Settings):
     """Processes (on CUDA: devices) that share the model's weights and KV heads; workers may differ in it."""
     remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a request may wait for its KV before it ends with an error. A dead peer is noticed far sooner."""
+    max_grammar_bytes: int = Field(default=2**16, ge=1, le=MAX_GRAMMAR_BYTES)
+    """How long a JSON schema, pattern or grammar that answers must match may be."""
+    grammar_timeout_seconds: float = Field(default=10.0, gt=0)
+    """How long it may take to compile one, before the request ends with an error."""
     lease_seconds: float = Field(default=30.0, gt=0)
     """How long computed KV is lent to a decode worker that gives no sign of life."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
@@ -110,6 +115,8 @@ class WorkerSettings(Settings):
             num_threads=self.num_threads,
             tensor_parallel_size=self.tensor_parallel_size,
             remote_kv_timeout_seconds=self.remote_kv_timeout_seconds,
+            max_grammar_bytes=self.max_grammar_bytes,
+            grammar_timeout_seconds=self.grammar_timeout_seconds,
         )
 
     def transfer(self, role: Role, worker_id: str, boot_id: str) -> TransferSettings:

@@ -1,10 +1,13 @@
 """Between the wire's messages (protos) and the contract's: what router and engine mean by a request and its tokens."""
 
+import msgspec
+
 from contract.errors import InvalidRequestError
 from contract.layout import KVLayout
 from contract.requests import (
     EngineOutput,
     EngineRequest,
+    Grammar,
     ReceiveTransfer,
     RequestTimings,
     SamplingParams,
@@ -51,7 +54,17 @@ def _sampling_from(sampling: pb.EngineSampling) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
         logit_bias=tuple(zip(sampling.biased_token_ids, sampling.biases, strict=True)),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
+        grammar=_grammar_from(sampling.grammar) if sampling.HasField("grammar") else None,
     )
+
+
+def _grammar_from(grammar: pb.Grammar) -> Grammar:
+    try:
+        return msgspec.convert({"kind": grammar.kind, "text": grammar.text}, Grammar)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(
+            f"this worker knows no grammar of kind {grammar.kind!r}", param="grammar"
+        ) from error
 
 
 def entry_from_output(output: EngineOutput) -> pb.TokenEntry:
@@ -69,6 +82,7 @@ def entry_from_output(output: EngineOutput) -> pb.TokenEntry:
         timings=_timings_to(output.timings),
         error_kind=output.error_kind or "",
         error_message=output.error_message or "",
+        error_param=output.error_param or "",
     )
 
 

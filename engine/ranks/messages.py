@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import numpy as np
 
 from contract.errors import InternalError
 from engine.runner import ModelRunner
@@ -80,6 +81,18 @@ def runner_method(method: str) -> Callable[..., Any]:
     return found
 
 
+def _plain(value: Any) -> Any:
+    """An int32 array as its shape and bytes: the one kind of arrays that calls hold."""
+    if isinstance(value, np.ndarray) and value.dtype == np.int32:
+        return value.shape, value.tobytes()
+    raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def _restored(_: type, value: Any) -> Any:
+    shape, data = value
+    return np.frombuffer(bytearray(data), dtype=np.int32).reshape(shape)
+
+
 class MethodTypes:
     """Arguments and results of the runner's methods as bytes. Keeps a decoder for each method that was called."""
 
@@ -91,7 +104,7 @@ class MethodTypes:
         """A call as bytes. Raises InternalError for an unknown method and for arguments that are not plain data."""
         runner_method(method)
         try:
-            raw = [msgspec.Raw(msgspec.msgpack.encode(arg)) for arg in args]
+            raw = [msgspec.Raw(msgspec.msgpack.encode(arg, enc_hook=_plain)) for arg in args]
         except TypeError as error:
             raise InternalError(
                 f"arguments of {method!r} cannot travel to another process: {error}"
@@ -103,7 +116,9 @@ class MethodTypes:
         if call.method not in self._arguments:
             hints = get_type_hints(runner_method(call.method))
             self._arguments[call.method] = [
-                msgspec.msgpack.Decoder(hint) for name, hint in hints.items() if name != "return"
+                msgspec.msgpack.Decoder(hint, dec_hook=_restored)
+                for name, hint in hints.items()
+                if name != "return"
             ]
         decoders = self._arguments[call.method]
         if len(decoders) != len(call.args):

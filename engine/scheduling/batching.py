@@ -51,6 +51,14 @@ class Batcher:
         """The request ended; it may stand in any line, or in none."""
         _ = self.running.remove(request) or self.waiting.remove(request) or self.arrived.remove(request)
 
+    def index_computed(self, request: Request) -> None:
+        """Full blocks that are computed may be found by others from now on (law 1)."""
+        num_full = request.num_computed_tokens // self._pool.block_size
+        if num_full > request.num_indexed_blocks:
+            start = request.num_indexed_blocks
+            self._pool.enter(request.key, start, request.block_hashes[start:num_full])
+            request.num_indexed_blocks = num_full
+
     def _num_lacking_blocks(self, request: Request) -> int:
         num_needed = blocks_needed(request.num_tokens, self._pool.block_size)
         return num_needed - self._pool.num_blocks_of(request.key)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from contract.errors import ErrorKind
+from contract.errors import ErrorKind, KvbatonError
 from contract.requests import FinishReason
 
 
@@ -40,12 +40,16 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How a request ends on this engine. ``goes_on`` is True when the answer continues on another worker."""
+    """How a request ends on this engine. ``goes_on`` is True when the answer continues on another worker.
+
+    error_param: the request's field that is at fault.
+    """
 
     status: RequestStatus
     stop_reason: int | None = None
     error_kind: str | None = None
     error_message: str | None = None
+    error_param: str | None = None
     goes_on: bool = False
 
     @property
@@ -66,9 +70,21 @@ NOT_NEEDED = Ending(RequestStatus.FINISHED_ABORTED, goes_on=True)
 """The decode leg is not needed: token 0 ended the answer, and the prefill leg has said so."""
 
 
-def ended_by_error(kind: str, message: str) -> Ending:
+def ended_by_error(kind: str, message: str, param: str | None = None) -> Ending:
     """The request ends with an error instead of an answer."""
-    return Ending(RequestStatus.FINISHED_ABORTED, error_kind=kind, error_message=message)
+    return Ending(RequestStatus.FINISHED_ABORTED, error_kind=kind, error_message=message, error_param=param)
+
+
+def ended_by(error: KvbatonError) -> Ending:
+    """The same, for this error."""
+    return ended_by_error(error.kind, error.message, error.param)
+
+
+def ended_late(status: RequestStatus, seconds: float) -> Ending:
+    """The request has not left this state (or not ended) within ``seconds``."""
+    where = status.name.lower()
+    message = f"not done after {seconds:g} s, while {where}; the deadline was set for this"
+    return ended_by_error(ErrorKind.DEADLINE, message)
 
 
 def refused(message: str) -> Ending:

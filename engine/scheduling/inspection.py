@@ -51,10 +51,11 @@ def check_integrity(scheduler: Scheduler) -> None:
     places = [
         request.key for queue in (batcher.running, batcher.waiting, batcher.arrived) for request in queue
     ]
-    remote = [
-        key for key, r in scheduler.requests.items() if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    ]
-    assert sorted(places + remote) == sorted(scheduler.requests)
+    states = {key: request.status for key, request in scheduler.requests.items()}
+    remote = [key for key, status in states.items() if status is RequestStatus.WAITING_FOR_REMOTE_KVS]
+    compiling = [key for key, status in states.items() if status is RequestStatus.WAITING_FOR_FSM]
+    assert sorted(places + remote + compiling) == sorted(scheduler.requests)
+    scheduler.grammars.check_integrity(scheduler.requests)
     assert len(remote) == (scheduler.receiver.num_waiting if scheduler.receiver else 0)
     assert all(request.status is RequestStatus.RUNNING for request in batcher.running)
     for line in (batcher.running, batcher.waiting, batcher.arrived):

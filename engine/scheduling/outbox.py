@@ -44,7 +44,9 @@ class Outbox:
         """The request was not accepted."""
         for choice in asked.choices:
             self._totals.num_failed += 1
-            output = EngineOutput.of_error(asked.of_choice(choice), error.kind.value, error.message)
+            output = EngineOutput.of_error(
+                asked.of_choice(choice), error.kind.value, error.message, error.param
+            )
             self._outputs[asked.client_index].append(output)
 
     def take(self) -> dict[int, list[EngineOutput]]:

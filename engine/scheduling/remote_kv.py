@@ -6,11 +6,11 @@ the BlockPool in step with what may still be read or written from outside.
 
 from collections.abc import Collection, Sequence
 
-from contract.errors import ErrorKind, TransferError
+from contract.errors import ErrorKind, InvalidRequestError, TransferError
 from contract.requests import EngineRequest
 from engine.connector import Drained, Failed, FirstToken, Published, Received, SchedulerConnector
 from engine.scheduling.block_pool import BlockPool, blocks_needed
-from engine.scheduling.ending import Ending, RequestStatus
+from engine.scheduling.ending import NOT_NEEDED, Ending, RequestStatus, ended_by_error
 from engine.scheduling.line import Line, comes_first
 from engine.scheduling.request import Request
 from engine.scheduling.roll import Roll
@@ -193,6 +193,24 @@ class KVReceiver:
         self._published.remove(request)
         self._failed.discard(request.key)
         self._num_cached_blocks.pop(request.key, None)
+
+
+def check_transfer(asked: EngineRequest, sender: KVSender | None, roll: Roll) -> None:
+    """Raise InvalidRequestError for a transfer that is in use, or in an engine without a connector (and so a sender)."""
+    if sender is None:
+        raise InvalidRequestError(f"request {asked.key} names a transfer, and this engine has no connector")
+    if asked.transfer and (sender.lends_under(asked) or roll.uses_transfer(asked)):
+        raise InvalidRequestError(
+            f"transfer {asked.transfer.transfer_id} (attempt {asked.attempt}) is here already; "
+            "each request needs its own"
+        )
+
+
+def ending_of(failure: Failed) -> Ending:
+    """How a request ends whose transfer did."""
+    if failure.kind == NOT_NEEDED_KIND:
+        return NOT_NEEDED
+    return ended_by_error(failure.kind, failure.message)
 
 
 def first_tokens_of(received: Received, num_choices: int, vocab_size: int) -> list[int]:

@@ -1,7 +1,6 @@
 """The scheduler's state of one request: where it is in its life, its tokens, and how much of them is computed."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from contract.block_hash import BlockHash, block_hash, full_block_hashes
 from contract.requests import (
@@ -14,6 +13,7 @@ from contract.requests import (
     TransferReport,
 )
 from engine.connector import Received
+from engine.grammar.matcher import GrammarMatcher
 from engine.scheduling.block_pool import blocks_needed
 from engine.scheduling.ending import Ending, RequestStatus
 
@@ -47,8 +47,8 @@ class Request:
 
     token_ids: all known tokens: the prompt, then the answer's. num_computed_tokens: how many of them have their KV in
     this request's blocks. num_emitted_tokens: tokens that left this engine as output. hash_root: what ``block_hashes``
-    start from; computed_root: what they start from for KV that this engine computes. structured_output_request: the
-    place of grammars.
+    start from; computed_root: what they start from for KV that this engine computes. structured_output_request: where
+    the answer stands in its grammar; None without one, and while that is compiled.
     """
 
     asked: EngineRequest
@@ -68,7 +68,7 @@ class Request:
     is_known_to_runner: bool = False
     is_fork: bool = False
     dismissed: set[int] = field(default_factory=set)
-    structured_output_request: Any | None = None
+    structured_output_request: GrammarMatcher | None = None
 
     @classmethod
     def from_engine_request(
@@ -96,6 +96,7 @@ class Request:
 
     def fork(self, choice: int) -> "Request":
         """Another choice of its prompt, which is computed: at the same place, without blocks of its own."""
+        matcher = self.structured_output_request
         return replace(
             self,
             asked=self.asked.of_choice(choice),
@@ -107,6 +108,7 @@ class Request:
             is_known_to_runner=False,
             is_fork=True,
             dismissed=set(),
+            structured_output_request=matcher.fork() if matcher else None,
         )
 
     @property
@@ -240,6 +242,7 @@ class Request:
             output.stop_reason = ending.stop_reason
             output.error_kind = ending.error_kind
             output.error_message = ending.error_message
+            output.error_param = ending.error_param
         return output
 
     def _hash_under(self, root: BlockHash) -> None:

@@ -1,10 +1,13 @@
 """A chat's own fields: the messages, the tools, and what the chat template is told."""
 
+import json
 from typing import Any
 
-from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.errors import InvalidRequestError
+from contract.requests import Grammar
 from router.http.body import Body
 from text.chat import RESERVED, Chat, parse_messages
+from text.parsing.forced import forced_calls_schema
 from text.tools import parse_tool_choice, parse_tools
 
 CHAT_FIELDS = (
@@ -25,11 +28,6 @@ def chat_of(body: Body) -> Chat:
     """
     tools = parse_tools(body.get("tools"))
     choice = parse_tool_choice(body.get("tool_choice"), tools)
-    if choice.is_forced:
-        raise UnsupportedFieldError(
-            "tool_choice that asks for a call is not served by this version; send auto or none",
-            param="tool_choice",
-        )
     continues = body.flag("continue_final_message")
     has_header = body.flag("add_generation_prompt", default=not continues)
     if continues and has_header:
@@ -47,6 +45,24 @@ def chat_of(body: Body) -> Chat:
         add_generation_prompt=has_header,
         continue_final_message=continues,
     )
+
+
+def forced_calls(chat: Chat, fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields`` with the grammar of the calls that tool_choice asks for, where it does.
+
+    Raises InvalidRequestError where the client has asked for another grammar beside.
+    """
+    if not chat.tool_choice.is_forced:
+        return fields
+    if fields.get("grammar"):
+        raise InvalidRequestError(
+            f"tool_choice asks for a call, and {fields['grammar_field']} for an answer of another form",
+            param="tool_choice",
+        )
+    schema = forced_calls_schema(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    grammar = Grammar("json_schema", json.dumps(schema))
+    grammar.check()
+    return {**fields, "grammar": grammar, "grammar_field": "tool_choice"}
 
 
 def _documents(raw: Any) -> tuple[dict[str, Any], ...]:

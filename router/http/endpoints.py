@@ -18,8 +18,9 @@ from router.best_of import choose_best
 from router.http.access import authorization_of
 from router.http.body import Body, Json, read_body
 from router.http.boundary import REQUEST_ID, STREAM, name_of, request_id_header
-from router.http.chat_fields import CHAT_FIELDS, chat_of
+from router.http.chat_fields import CHAT_FIELDS, chat_of, forced_calls
 from router.http.fields import choice_counts, refuse_unserved, shared_fields
+from router.http.grammars import naming_grammar_field
 from router.http.openapi import document
 from router.http.schema import CHAT, COMPLETION, MAX_LEGACY_LOGPROBS, MAX_PROMPTS
 from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
@@ -89,17 +90,21 @@ class Endpoints:
         body = await self._body(request, "chatcmpl", CHAT)
         refuse_unserved(body, CHAT_FIELDS)
         longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        chat = chat_of(body)
         asked = GenerationRequest(
             request_id=request[REQUEST_ID],
-            prompt=chat_of(body),
+            prompt=chat,
             max_tokens=body.integer(longest),
             logprobs=_chat_logprobs(body),
             arrival=arrival,
-            **shared_fields(body),
+            **forced_calls(chat, shared_fields(body)),
         )
         options = self._options([asked], body)
         return await self._answer(
-            request, [asked], options, ChatShape(options, self._models.card().tokenizer)
+            request,
+            [asked],
+            options,
+            ChatShape(options, self._models.card().tokenizer, names_call=chat.tool_choice.name is not None),
         )
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -195,6 +200,7 @@ class Endpoints:
     ) -> web.StreamResponse:
         async with (
             self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)),
+            naming_grammar_field(asked[0]),
             aclosing(self._pipeline.generate(*asked)) as deltas,
         ):
             if not options.stream:

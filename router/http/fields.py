@@ -6,6 +6,7 @@ from typing import Any
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS
 from router.http.body import Body
+from router.http.grammars import grammar_fields
 from router.http.strictness import check_ignored
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -14,7 +15,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "echo": (False,),
@@ -26,11 +26,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "prediction": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
@@ -84,6 +80,7 @@ def shared_fields(body: Body) -> dict[str, Any]:
         "repetition_penalty": body.number("repetition_penalty"),
         "logit_bias": _logit_bias(body),
         "allowed_token_ids": body.integers("allowed_token_ids"),
+        **grammar_fields(body),
         "priority": body.integer("priority") or 0,
         "cache_salt": body.string("cache_salt") or "",
     }

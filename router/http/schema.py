@@ -70,6 +70,47 @@ _UNSERVED: dict[str, Json] = {
     name: {"anyOf": [{"type": "null"}, *({"const": idle} for idle in neutral)], UNSERVED: True}
     for name, neutral in NEUTRAL.items()
 }
+_SCHEMA: Json = {"type": ["object", "boolean"], "description": "A JSON schema.", "additionalProperties": True}
+_SCHEMA_OR_TEXT: Json = {"type": ["object", "boolean", "string", "null"], "description": "A JSON schema."}
+_REGEX = field("string", "A regular expression for the whole answer.", minLength=1)
+_CHOICE = field("array", "The possible answers.", minItems=1, items={"type": "string", "minLength": 1})
+_EBNF = field("string", "A grammar, as GBNF (root ::= ...) or Lark (start: ...).", minLength=1)
+_GRAMMARS: dict[str, Json] = {
+    "response_format": field(
+        "object",
+        "What the answer must match; one of these fields at most. The schema is kept to, strict or not.",
+        required=["type"],
+        properties={
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": field(
+                "object",
+                "With type json_schema.",
+                required=["schema"],
+                properties={
+                    "name": field("string", "Ignored."),
+                    "description": field("string", "Ignored."),
+                    "schema": _SCHEMA,
+                    "strict": field("boolean", "Ignored."),
+                },
+            ),
+        },
+    ),
+    "structured_outputs": field(
+        "object",
+        "The same by the names of vLLM; one of them.",
+        properties={
+            "json": _SCHEMA_OR_TEXT,
+            "regex": _REGEX,
+            "choice": _CHOICE,
+            "grammar": _EBNF,
+            "json_object": field("boolean", "Any JSON object."),
+        },
+    ),
+    "guided_json": _SCHEMA_OR_TEXT,
+    "guided_regex": _REGEX,
+    "guided_choice": _CHOICE,
+    "guided_grammar": _EBNF,
+}
 _GENERATION: dict[str, Json] = {
     "model": _MODEL,
     "max_tokens": field("integer", "At most this many new tokens.", **_numbers(1, _INT31)),
@@ -92,6 +133,7 @@ _GENERATION: dict[str, Json] = {
         additionalProperties={"type": "number", **_numbers(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)},
     ),
     "allowed_token_ids": field("array", "If any, no other token is drawn.", items=_TOKEN_ID),
+    **_GRAMMARS,
     "stop": {
         "description": "Strings that end the answer; they are not part of it.",
         "anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}, {"type": "null"}],
@@ -147,7 +189,21 @@ _CHAT_ONLY: dict[str, Json] = {
     "tools": field("array", "Functions that the model may call.", items=_TOOL),
     "tool_choice": {
         "description": "Whether it calls them; auto where there are tools.",
-        "anyOf": [{"enum": ["none", "auto", None]}],
+        "anyOf": [
+            {"enum": ["none", "auto", "required", None]},
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {"name": {"type": "string"}},
+                    },
+                },
+            },
+        ],
     },
     "parallel_tool_calls": field("boolean", "Whether it may make several calls; true."),
     "documents": field("array", "For templates that know them.", items={"type": "object"}),

@@ -146,13 +146,15 @@ class CompletionShape(_OpenAIShape):
 class ChatShape(_OpenAIShape):
     """``chat.completion``; the role comes in the first chunk only, the finish reason in a last one without text.
 
-    Content, reasoning, a call's name and its arguments come in chunks of their own.
+    Content, reasoning, a call's name and its arguments come in chunks of their own. names_call: the client has named the
+    function to be called, which OpenAI counts as a plain end.
     """
 
     _CHUNK = "chat.completion.chunk"
 
-    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, *, names_call: bool = False) -> None:
         super().__init__(options, lambda: ChatLogprobs(tokenizer))
+        self._names_call = names_call
         self._begun: set[int] = set()
         self._called: set[int] = set()
 
@@ -183,7 +185,7 @@ class ChatShape(_OpenAIShape):
     def _whole_choice(self, deltas: list[Delta]) -> Json:
         has_calls = any(delta.calls for delta in deltas)
         choice = self._choice(deltas, {"message": whole_message(deltas)})
-        return {**choice, "finish_reason": _finish_reason(deltas[-1], has_calls)}
+        return {**choice, "finish_reason": _finish_reason(deltas[-1], has_calls and not self._names_call)}
 
     def _piece(self, delta: Delta, content: Json) -> Json:
         return self._chunk(self._CHUNK, self._choice([delta], {"delta": content}))
@@ -193,7 +195,7 @@ class ChatShape(_OpenAIShape):
             "index": delta.index,
             "delta": delta_object,
             "logprobs": None,
-            "finish_reason": _finish_reason(delta, delta.index in self._called),
+            "finish_reason": _finish_reason(delta, delta.index in self._called and not self._names_call),
         }
         if delta.finish_reason:
             choice["stop_reason"] = delta.stop_reason

@@ -63,6 +63,7 @@ async def is_idle(service: Service) -> bool:
 async def test_a_day_of_a_service(service: Service) -> None:
     """HTTP and gRPC answer alike, the split sums up, leaving clients free everything, a dead worker is a pause."""
     await check_answers(service)
+    await check_grammars(service)
     await check_examples(service)
     await check_leaving_clients(service)
     await check_worker_death(service)
@@ -97,6 +98,25 @@ async def check_answers(service: Service) -> None:
     status, completion = await service.post("/v1/completions", body)
     assert completion["choices"][0]["text"] == answer.text
     assert completion["usage"]["total_tokens"] == 13
+
+
+async def check_grammars(service: Service) -> None:
+    """Over both workers the text is what the schema says; what does not compile is the client's error."""
+    schema = {
+        "type": "object",
+        "properties": {"word": {"type": "string", "maxLength": 9}, "count": {"enum": [1, 2, 3]}},
+        "required": ["word", "count"],
+        "additionalProperties": False,
+    }
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "Who are you?"}], "seed": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    status, body = await service.post("/v1/chat/completions", {**chat, "response_format": form})
+    assert status == 200 and body["choices"][0]["finish_reason"] == "stop", body
+    found = json.loads(body["choices"][0]["message"]["content"])
+    assert list(found) == ["word", "count"] and len(found["word"]) <= 9 and found["count"] in (1, 2, 3)
+    status, body = await service.post("/v1/chat/completions", {**chat, "guided_regex": "(a"})
+    assert (status, body["error"]["param"]) == (400, "guided_regex")
+    assert "unclosed group" in body["error"]["message"]
 
 
 async def check_examples(service: Service) -> None:

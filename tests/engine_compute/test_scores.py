@@ -22,6 +22,7 @@ asked = st.fixed_dictionaries(
             st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=4
         ).map(lambda biases: tuple(biases.items())),
         "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=5, unique=True).map(tuple),
+        "grammar_allows": st.none() | st.sets(st.integers(0, VOCAB - 1), max_size=5),
         "min_tokens": st.sampled_from([0, 30]),
         "stop_token_ids": st.lists(st.integers(0, VOCAB + 3), max_size=2).map(tuple),
     }
@@ -30,8 +31,11 @@ asked = st.fixed_dictionaries(
 
 def row_of(fields: dict[str, Any], prompt: list[int], answer: list[int]) -> SamplingRow:
     known = (np.array(prompt, np.int32), np.array(answer, np.int32))
+    own = {"max_tokens": 100, **fields}
+    may_follow = own.pop("grammar_allows", None)
+    bits = None if may_follow is None else np.array([sum(1 << token for token in may_follow)], np.int32)
     return SamplingRow(
-        SamplingParams(**{"max_tokens": 100, **fields}), (1,), len(prompt) + len(answer), len(answer), *known
+        SamplingParams(**own), (1,), len(prompt) + len(answer), len(answer), *known, bitmask=bits
     )
 
 
@@ -42,6 +46,7 @@ def by_definition(
     out = []
     for token, logit in enumerate(logits):
         is_allowed = not fields["allowed_token_ids"] or token in fields["allowed_token_ids"]
+        is_allowed &= fields["grammar_allows"] is None or token in fields["grammar_allows"]
         value = (logit if is_allowed else -np.inf) + dict(fields["logit_bias"]).get(token, 0.0)
         if token in prompt or token in answer:
             penalty = fields["repetition_penalty"]
@@ -70,3 +75,14 @@ def test_every_change_is_what_its_definition_says(
 def test_logits_are_not_copied_where_nothing_changes() -> None:
     raw = torch.zeros((2, VOCAB))
     assert adjusted(raw, [row_of({}, [1], [2])] * 2) is raw
+
+
+def test_a_bitmask_reaches_over_words_and_their_last_bits() -> None:
+    """Token 31 is the sign bit of its word; a vocabulary may end within a word."""
+    allowed = [0, 31, 32, 63, 69]
+    bits = np.zeros(96, np.bool_)
+    bits[[*allowed, 75]] = True
+    words = np.packbits(bits, bitorder="little").view(np.int32)
+    row = SamplingRow(SamplingParams(), (), 1, 0, bitmask=words)
+    scores = adjusted(torch.zeros((1, 70)), [row])
+    assert scores[0].isfinite().nonzero().flatten().tolist() == allowed

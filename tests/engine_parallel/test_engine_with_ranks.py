@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest, Grammar, SamplingParams
 from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
@@ -25,6 +25,7 @@ PROMPTS = [[3], SHARED[:16], SHARED, [*SHARED, 9, 9], [*SHARED[:20], 1, 2, 3], [
 WAYS = [
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
     SamplingParams(temperature=1.5, top_p=0.95, seed=11, max_tokens=NUM_TOKENS),
+    SamplingParams(seed=5, max_tokens=NUM_TOKENS, grammar=Grammar("regex", "[a-z]{4}(-[0-9]+)*")),
 ]
 CRAMPED = {"max_num_batched_tokens": 16, "max_model_len": 80, "max_num_seqs": 4}
 

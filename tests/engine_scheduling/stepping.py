@@ -1,5 +1,6 @@
 """An engine core on fakes that a test moves step by step, with a clock that the test moves too."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from contract.layout import KVLayout
 from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
 from engine.connector import ConnectorPair
 from engine.core import EngineCore
+from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.scheduling.inspection import check_integrity
 from engine.settings import EngineSettings
 from engine.testing import FakeExecutor, start_fake_executor
@@ -53,12 +55,21 @@ def fake_request(
 
 
 class SteppedEngine:
-    """Collects what each request was told, and checks the books after every step."""
+    """Collects what each request was told, and checks the books after every step.
+
+    woken: counts how often another thread wanted the core to be stepped.
+    """
 
     def __init__(
-        self, *, with_connector: bool = True, connector: FakeConnector | None = None, **changes: Any
+        self,
+        *,
+        with_connector: bool = True,
+        connector: FakeConnector | None = None,
+        load_vocabulary: VocabularyLoader = load_vocabulary,
+        **changes: Any,
     ) -> None:
         self.now = 0.0
+        self.woken = threading.Semaphore(0)
         self.connector = connector or FakeConnector()
         executor: list[FakeExecutor] = []
 
@@ -70,7 +81,9 @@ class SteppedEngine:
         self.core = EngineCore(
             fake_settings(**changes),
             self._connect if with_connector else None,
+            wake=self.woken.release,
             start=start,
+            load_vocabulary=load_vocabulary,
             clock=lambda: self.now,
         )
         self.executor = executor[0]

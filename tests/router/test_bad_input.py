@@ -124,16 +124,13 @@ BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True}, "continue_final_message"),
 ]
 LATER: list[dict[str, Any]] = [
-    {"tools": [FUNCTION], "tool_choice": "required"},
-    {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"functions": [{}]},
-    {"response_format": {"type": "json_object"}},
     {"audio": {"voice": "x"}},
     {"modalities": ["text", "audio"]},
     {"reasoning_effort": "high"},
     {"web_search_options": {}},
     {"prediction": {"type": "content"}},
-    {"guided_json": {}},
+    {"guided_whitespace_pattern": " ?"},
 ]
 
 

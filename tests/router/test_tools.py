@@ -153,12 +153,70 @@ async def test_tools_without_a_parser_are_refused(settings: dict[str, Any], tmp_
         assert (await cluster.post(CHAT, {**ASK, "tools": []}))[0] == 200
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
-async def test_forced_calls_are_refused_by_name(choice: Any, tmp_path: Path) -> None:
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+FORCED: list[tuple[Any, str, list[tuple[str, str]], str]] = [
+    (
+        "required",
+        f'[{{"name": "get_weather", "parameters": {PARIS}}}, {{"name": "now", "parameters": {{}}}}]',
+        [("get_weather", PARIS), ("now", "{}")],
+        "tool_calls",
+    ),
+    (NAMED, PARIS, [("get_weather", PARIS)], "stop"),
+]
+
+
+@pytest.mark.parametrize(("choice", "text", "calls", "reason"), FORCED, ids=["required", "named"])
+@pytest.mark.parametrize("settings", [{"tool_parser": "hermes"}, {"tool_parser": "none"}])
+async def test_forced_calls_are_held_to_their_schema_and_read(
+    choice: Any,
+    text: str,
+    calls: list[tuple[str, str]],
+    reason: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    body = {**ASK, "tool_choice": choice}
+    async with writing_cluster(tmp_path, text, **settings) as cluster:
+        status, whole = await cluster.post(CHAT, body)
+        streamed = joined(await cluster.stream(CHAT, body))
+        grammar = cluster.workers["prefill-0"].prefills[0].task.sampling.grammar
+    assert status == 200
+    (answer,) = whole["choices"]
+    assert answer["finish_reason"] == streamed["finish_reason"] == reason
+    assert functions(answer["message"]["tool_calls"]) == functions(streamed["calls"]) == calls
+    assert answer["message"]["content"] is None
+    assert grammar.kind == "json_schema"
+    schema = json.loads(grammar.text)
+    if choice is NAMED:
+        assert schema["properties"] == {"city": {"type": "string"}}
+    else:
+        assert set(schema["$defs"]) == {"get_weather", "now"} and "maxItems" not in schema
+
+
+async def test_one_call_where_they_may_not_be_several(tmp_path: Path) -> None:
+    async with writing_cluster(tmp_path, "[]", tool_parser="hermes") as cluster:
+        await cluster.post(CHAT, {**ASK, "tool_choice": "required", "parallel_tool_calls": False})
+        grammar = cluster.workers["prefill-0"].prefills[0].task.sampling.grammar
+    assert json.loads(grammar.text)["maxItems"] == 1
+
+
+async def test_a_forced_call_and_another_form_exclude_each_other(tmp_path: Path) -> None:
+    form = {"response_format": {"type": "json_object"}}
     async with writing_cluster(tmp_path, "x", tool_parser="hermes") as cluster:
-        status, answer = await cluster.post(CHAT, {**ASK, "tool_choice": choice})
-    assert (status, answer["error"]["param"]) == (400, "tool_choice")
-    assert answer["error"]["code"] == "unsupported_parameter"
+        status, answer = await cluster.post(CHAT, {**ASK, **form, "tool_choice": "required"})
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+async def test_an_answer_of_another_form_is_content_though_it_looks_like_reasoning_or_a_call(
+    tmp_path: Path,
+) -> None:
+    text = FORMATS["hermes"]
+    form = {"guided_regex": ".*"}
+    written = f"<think>{text}"
+    async with writing_cluster(tmp_path, written, tool_parser="hermes", reasoning_parser="think") as cluster:
+        _, answer = await cluster.post(CHAT, {**ASK, **form})
+    message = answer["choices"][0]["message"]
+    assert message["content"] == written and not message.get("tool_calls")
 
 
 async def test_tags_that_are_special_tokens_are_seen(tmp_path: Path) -> None:

@@ -57,10 +57,16 @@ class AnswerFormat:
             is_thinking = choice.reasoning_parser == "think"
         return cls(TOOL_PARSERS.get(name), choice.reasoning_tags if is_thinking else None)
 
-    def parser(self, chat: Chat, prompt_end: str) -> AnswerParser:
-        """A parser for one answer. prompt_end: how the prompt ends; it may have opened the reasoning."""
+    def parser(self, chat: Chat, prompt_end: str, *, has_grammar: bool = False) -> AnswerParser:
+        """A parser for one answer. prompt_end: how the prompt ends; it may have opened the reasoning.
+
+        has_grammar: the answer is bound to a form from its first token on, so that there is no reasoning before it, and no
+        call but those that the form asks for.
+        """
         if chat.tool_choice.is_forced:
             return AnswerParser(calls=ForcedCallsParser(chat.tool_choice.name))
+        if has_grammar:
+            return AnswerParser()
         calls = self.tool_parser(chat.tools) if self.tool_parser and chat.tools else None
         reasoning = None
         if self.reasoning_tags:

@@ -1,0 +1,1 @@
+"""Grammars that an answer must match, by the llguidance library: compiled in threads, followed token by token."""

@@ -1,0 +1,105 @@
+"""Where an answer stands in its grammar, and which tokens may follow."""
+
+import re
+from collections.abc import Iterable, Sequence
+from copy import copy
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from contract.errors import InternalError, InvalidRequestError
+from contract.requests import EngineRequest
+
+_INTERNALS = re.compile(r"\s*<(?:non-verbose/|state|backtrace)>")
+_MAX_REASON_LENGTH = 400
+
+
+class GrammarMatcher:
+    """One request's way through its grammar. Used by one thread at a time.
+
+    What may follow is what the grammar says, but for the tokens that end the answer: those are allowed where the
+    grammar may end, from ``min_tokens`` on, and stop tokens also where they stand in the grammar. ``allowed_token_ids``
+    holds besides. Where all this leaves no token, an answer that matches ``is_complete``.
+
+    num_tokens: tokens of the answer that were taken in. bitmask: int32 ``[ceil(vocab_size / 32)]``; token t may follow
+    where bit t % 32 of word t // 32 is set. Both are right after the first ``advance`` only.
+    """
+
+    def __init__(
+        self, machine: LLMatcher, library_ends: Iterable[int], asked: EngineRequest, vocab_size: int
+    ) -> None:
+        sampling = asked.sampling
+        self.num_tokens = 0
+        self.is_complete = False
+        self.bitmask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+        self._machine = machine
+        self._min_tokens = sampling.min_tokens
+        self._no_text = ~_bits([*library_ends, *asked.eos_token_ids], vocab_size)
+        self._ends = _bits(sampling.end_token_ids(asked.eos_token_ids), vocab_size)
+        allowed = sampling.allowed_token_ids or range(vocab_size)
+        self._allowed = _bits(allowed, vocab_size)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """The answer goes on with these tokens (none: it begins).
+
+        Raises InvalidRequestError where the grammar turns out to be too complex, or no token may follow; InternalError
+        for a token that may not follow.
+        """
+        num_taken = self._machine.try_consume_tokens(list(token_ids))
+        self._check()
+        if num_taken < len(token_ids):
+            raise InternalError(
+                f"token {token_ids[num_taken]}, number {self.num_tokens + num_taken} of the answer, does not match "
+                "the grammar"
+            )
+        self.num_tokens += num_taken
+        bits = self._following()
+        self.bitmask = bits.view(np.int32)
+        if bits.any():
+            return
+        if not self._machine.is_accepting():
+            raise InvalidRequestError(
+                f"no token can follow in the grammar after {self.num_tokens} tokens (min_tokens and allowed_token_ids "
+                "count as well)",
+                param="grammar",
+            )
+        self.is_complete = True
+
+    def fork(self) -> "GrammarMatcher":
+        """Another answer that has come as far as this one."""
+        other = copy(self)
+        other._machine = self._machine.deep_copy()
+        return other
+
+    def _following(self) -> NDArray[np.uint32]:
+        of_library = np.frombuffer(self._machine.compute_bitmask(), dtype=np.uint32)
+        self._check()
+        bits = np.zeros_like(self._ends)
+        num_words = min(len(bits), len(of_library))
+        bits[:num_words] = of_library[:num_words]
+        bits &= self._no_text
+        if self.num_tokens < self._min_tokens:
+            bits &= ~self._ends
+        elif self._machine.is_accepting():
+            bits |= self._ends
+        bits &= self._allowed
+        return bits
+
+    def _check(self) -> None:
+        if self._machine.is_error():
+            raise InvalidRequestError(
+                f"the grammar is too complex: {reason_of(self._machine)}", param="grammar"
+            )
+
+
+def reason_of(machine: LLMatcher) -> str:
+    """What the library says of its error, without its insides."""
+    return _INTERNALS.split(machine.get_error())[0].strip()[:_MAX_REASON_LENGTH]
+
+
+def _bits(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
+    """The set of these tokens, those beyond the vocabulary left out."""
+    is_member = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    is_member[[token for token in token_ids if token < vocab_size]] = True
+    return np.packbits(is_member, bitorder="little").view(np.uint32)

@@ -1,0 +1,28 @@
+"""What each token stands for, as the grammar library needs it, from a model folder's ``tokenizer.json``."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from contract.errors import UnsupportedFieldError
+
+VocabularyLoader = Callable[[Path, Sequence[int]], LLTokenizer]
+
+
+def load_vocabulary(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The vocabulary of byte-level BPE and of sentencepiece with byte fallback. Takes up to a second.
+
+    Raises UnsupportedFieldError about ``grammar`` where there is none that the library can read.
+    """
+    try:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        added = [token["id"] for token in json.loads(text)["added_tokens"]]
+        ends = [token for token in eos_token_ids if token in added] or added[:1] or None
+        return LLTokenizer(text, eos_token=ends)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UnsupportedFieldError(
+            f"grammars are not served with this model, its tokenizer cannot be read for them: {error}",
+            param="grammar",
+        ) from error

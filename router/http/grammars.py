@@ -1,0 +1,136 @@
+"""What an answer must match: OpenAI's ``response_format``, and vLLM's ``structured_outputs`` and ``guided_*``."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.requests import Grammar
+from router.http.body import Body
+from router.request import GenerationRequest
+
+
+def grammar_fields(body: Body) -> dict[str, Any]:
+    """``grammar`` of ``GenerationRequest``, and the field that it came in. Raises InvalidRequestError that names this.
+
+    The schema is always kept to, whether it is ``strict`` or not.
+    """
+    found = [(name, grammar) for name in _READERS if (grammar := _read(body, name))]
+    if not found:
+        return {}
+    if len(found) > 1:
+        (first, _), (second, _), *_ = found
+        raise InvalidRequestError(f"{second} stands beside {first}; an answer can match one", param=second)
+    ((name, grammar),) = found
+    return {"grammar": grammar, "grammar_field": name}
+
+
+@asynccontextmanager
+async def naming_grammar_field(asked: GenerationRequest) -> AsyncIterator[None]:
+    """Within, an error about the grammar names the field that it came in."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param == "grammar":
+            error.param = asked.grammar_field
+        raise
+
+
+def _read(body: Body, name: str) -> Grammar | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    try:
+        grammar = _READERS[name](value)
+        if grammar:
+            grammar.check()
+    except InvalidRequestError as error:
+        raise type(error)(f"{name}: {error.message}", param=name) from error
+    return grammar
+
+
+def _response_format(value: Any) -> Grammar | None:
+    body = _object(value)
+    match body.string("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json_object")
+        case "json_schema":
+            wrapper = body.object("json_schema")
+            wrapper.string("name")
+            wrapper.flag("strict")
+            if wrapper.get("schema") is None:
+                raise InvalidRequestError("json_schema has no schema")
+            return _schema(wrapper.get("schema"))
+        case other:
+            raise InvalidRequestError(
+                f"type is {str(other)[:40]!r}; choose one of text, json_object, json_schema"
+            )
+
+
+def _structured_outputs(value: Any) -> Grammar | None:
+    given = {name: wanted for name, wanted in _object(value).fields.items() if wanted is not None}
+    for name in given:
+        if name not in _KINDS:
+            raise UnsupportedFieldError(f"{name[:40]!r} is not served; choose one of {', '.join(_KINDS)}")
+    if len(given) > 1:
+        raise InvalidRequestError(f"{' and '.join(given)} stand beside each other; an answer can match one")
+    return next((_KINDS[name](wanted) for name, wanted in given.items()), None)
+
+
+def _schema(value: Any) -> Grammar:
+    """Also one that is written as a string."""
+    return Grammar("json_schema", value if isinstance(value, str) else _written(value))
+
+
+def _json_object(value: Any) -> Grammar | None:
+    return Grammar("json_object") if Body({"json_object": value}).flag("json_object") else None
+
+
+def _choice(value: Any) -> Grammar:
+    return Grammar("choice", _written(value))
+
+
+def _regex(value: Any) -> Grammar:
+    return Grammar("regex", _text(value))
+
+
+def _ebnf(value: Any) -> Grammar:
+    return Grammar("ebnf", _text(value))
+
+
+def _object(value: Any) -> Body:
+    if not isinstance(value, dict):
+        raise InvalidRequestError("it must be an object")
+    return Body(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError("it must be a string")
+    return value
+
+
+def _written(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+_Reader = Callable[[Any], Grammar | None]
+_KINDS: dict[str, _Reader] = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _ebnf,
+    "json_object": _json_object,
+}
+_READERS: dict[str, _Reader] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _ebnf,
+}

@@ -1,0 +1,164 @@
+"""What an answer must match, by every field that says it: the same task for the workers, and errors that name the field."""
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from contract.errors import InvalidRequestError
+from contract.identity import Role
+from contract.requests import MAX_GRAMMAR_BYTES
+from protos import inference_pb2 as pb
+from router.testing import Script
+from tests.router.cluster import PAIR, Cluster, running_cluster
+from tests.router.test_bad_input import CHAT, SAY, TEXT, check_all, check_error
+from tests.text.tiny_model import END, word_id
+
+HELLO = Script(tokens=[word_id("hello"), END])
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"const": "é"}}}
+WRITTEN = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
+FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": SCHEMA}}
+
+WAYS: list[tuple[dict[str, Any], tuple[str, str]]] = [
+    ({"response_format": FORMAT}, ("json_schema", WRITTEN)),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, ("json_schema", "true")),
+    ({"response_format": {"type": "json_object"}}, ("json_object", "")),
+    ({"guided_json": SCHEMA}, ("json_schema", WRITTEN)),
+    ({"guided_json": WRITTEN}, ("json_schema", WRITTEN)),
+    ({"guided_regex": r"\d+"}, ("regex", r"\d+")),
+    ({"guided_choice": ["a", "é"]}, ("choice", '["a","é"]')),
+    ({"guided_grammar": 'root ::= "a"'}, ("ebnf", 'root ::= "a"')),
+    ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", WRITTEN)),
+    ({"structured_outputs": {"regex": "a", "json": None}}, ("regex", "a")),
+    ({"structured_outputs": {"choice": ["a"]}}, ("choice", '["a"]')),
+    ({"structured_outputs": {"grammar": "start: X"}}, ("ebnf", "start: X")),
+    ({"structured_outputs": {"json_object": True}, "response_format": None}, ("json_object", "")),
+]
+NOTHING: list[dict[str, Any]] = [
+    {},
+    {"response_format": {"type": "text"}, "guided_json": None},
+    {"structured_outputs": {}},
+    {"structured_outputs": {"json_object": False, "regex": None}},
+]
+
+
+def grammars_of(cluster: Cluster) -> list[tuple[str, str] | None]:
+    """What both legs of every request were told; None for nothing."""
+    tasks = [
+        task
+        for worker in cluster.workers.values()
+        for task in (*(leg.task for leg in worker.prefills), *(leg.task for leg in worker.decodes))
+    ]
+    grammars = [task.sampling.grammar if task.sampling.HasField("grammar") else None for task in tasks]
+    return [grammar and (grammar.kind, grammar.text) for grammar in grammars]
+
+
+@pytest.mark.parametrize(("path", "base"), [(CHAT, SAY), (TEXT, {"prompt": ["hello", "again"]})])
+async def test_each_field_reaches_both_legs(path: str, base: dict[str, Any]) -> None:
+    for fields, wanted in WAYS:
+        async with running_cluster(HELLO, PAIR) as cluster:
+            status, answer = await cluster.post(path, {**base, **fields})
+            assert status == 200, answer
+            assert grammars_of(cluster) == [wanted] * (2 if path == CHAT else 4)
+
+
+async def test_nothing_asked_is_nothing_told() -> None:
+    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+        for fields in NOTHING:
+            status, answer = await cluster.post(CHAT, {**SAY, **fields})
+            assert status == 200, answer
+        assert grammars_of(cluster) == [None] * len(NOTHING)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": 7}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": []}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "it"}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+        "response_format",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "name": 1}}},
+        "response_format",
+    ),
+    ({"guided_json": 7}, "guided_json"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": '{"a": ' * 5000}, "guided_json"),
+    ({"guided_regex": ["a"]}, "guided_regex"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a", ""]}, "guided_choice"),
+    ({"guided_choice": ["a", 7]}, "guided_choice"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"guided_grammar": {}}, "guided_grammar"),
+    ({"structured_outputs": "json"}, "structured_outputs"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+]
+
+
+async def test_what_is_malformed_is_named_by_its_field() -> None:
+    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+        await check_all(cluster, CHAT, SAY, BAD)
+        await check_all(cluster, TEXT, {"prompt": "hello"}, BAD)
+        assert cluster.workers["both-0"].decodes == []
+
+
+@pytest.mark.parametrize("roles", [PAIR, (Role.BOTH,)])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"response_format": FORMAT}, "response_format"), ({"guided_regex": "(a"}, "guided_regex")],
+)
+async def test_what_a_worker_cannot_compile_is_named_by_its_field(
+    roles: tuple[Role, ...], fields: dict[str, Any], param: str
+) -> None:
+    """Also of a stream: its headers go out with the first token. No other worker is asked."""
+    failing = Script(
+        tokens=HELLO.tokens, fail_at=0, error=InvalidRequestError("it does not compile", param="grammar")
+    )
+    async with running_cluster(failing, roles) as cluster:
+        for stream in (False, True):
+            status, answer = await cluster.post(CHAT, {**SAY, **fields, "stream": stream})
+            assert status == 400
+            assert "it does not compile" in check_error(answer, 400, param)["message"]
+        begun = cluster.workers[f"{roles[0].value}-0"]
+        assert [len(legs) for legs in (begun.prefills, begun.decodes)] in ([2, 0], [0, 2])
+
+
+GRPC_WAYS: list[tuple[pb.AnswerGrammar, tuple[str, str] | None]] = [
+    (pb.AnswerGrammar(json_schema=WRITTEN), ("json_schema", WRITTEN)),
+    (pb.AnswerGrammar(json_object=True), ("json_object", "")),
+    (pb.AnswerGrammar(json_object=False), None),
+    (pb.AnswerGrammar(regex="a"), ("regex", "a")),
+    (pb.AnswerGrammar(choice=pb.Choices(texts=["a", "é"])), ("choice", '["a","é"]')),
+    (pb.AnswerGrammar(ebnf="start: X"), ("ebnf", "start: X")),
+]
+
+
+async def test_grpc_says_the_same() -> None:
+    async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+        for grammar, _ in GRPC_WAYS:
+            await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))
+        assert grammars_of(cluster) == [wanted for _, wanted in GRPC_WAYS]
+
+
+@pytest.mark.parametrize(
+    "grammar", [pb.AnswerGrammar(), pb.AnswerGrammar(regex=""), pb.AnswerGrammar(json_schema="[")]
+)
+async def test_malformed_over_grpc_is_invalid_argument(grammar: pb.AnswerGrammar) -> None:
+    async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))
+        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert cluster.workers["both-0"].decodes == []
