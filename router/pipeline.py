@@ -59,6 +59,11 @@ class Pipeline:
                 async for delta in deltas:
                     yield delta
 
+    def check(self, asked: GenerationRequest) -> PreparedRequest:
+        """What ``generate`` would send, after all its checks; from any thread. Raises KvbatonError."""
+        card = self._models.card_named(asked.model)
+        return self._prepared(asked, tokenize(asked, card), card)
+
     async def _answer(
         self, request: PreparedRequest, record: Record, card: ModelCard
     ) -> AsyncGenerator[Delta, None]:
@@ -83,6 +88,9 @@ class Pipeline:
             prompt_ids = tokenize(asked, card)
         else:
             prompt_ids = await asyncio.to_thread(tokenize, asked, card)
+        return self._prepared(asked, prompt_ids, card)
+
+    def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
         return prepare(
             asked, prompt_ids, card, self._registry.max_model_len(card.max_model_len), self._timeout_seconds
         )

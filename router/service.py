@@ -43,7 +43,7 @@ _STOP_GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BoundAddresses:
-    """The real "host:port" of each port of a router."""
+    """The real "host:port" of each port of a router; empty for a port that it does not have."""
 
     http: str
     grpc: str
@@ -92,6 +92,16 @@ class RouterService:
         return self._addresses
 
     @property
+    def pipeline(self) -> Pipeline:
+        """What carries its requests; to be asked in the event loop of ``start``."""
+        return self._pipeline
+
+    @property
+    def models(self) -> ModelSource:
+        """What is served."""
+        return self._models
+
+    @property
     def is_ready(self) -> bool:
         """True when a request can be answered: the model is known and workers for both legs are attached."""
         return self._models.is_known and self._registry.missing() is None
@@ -110,19 +120,21 @@ class RouterService:
             await changed.wait()
             changed = self._changes.next
 
-    async def start(self) -> None:
-        """Listen on every port. Raises SettingError for a model or an address that cannot be used."""
+    async def start(self, *, has_public_ports: bool = True) -> None:
+        """Listen on every port; without ``has_public_ports`` on those of workers and operators alone.
+
+        Raises SettingError for a model or an address that cannot be used.
+        """
         settings = self._settings
         if settings.model:
             await self._models.read_folder(settings.model)
-        endpoints = Endpoints(self._pipeline, self._models, self._registry, self._collector, settings)
         self._internal, internal = await self._start_internal()
-        self._public, public = await self._start_public()
-        self._http = await start_http(
-            build_app(endpoints, settings), settings.http, shutdown_timeout_seconds=_STOP_GRACE_SECONDS
-        )
+        http = public = ""
+        if has_public_ports:
+            self._public, public = await self._start_public()
+            http = await self._start_http()
         await self._admin.start()
-        self._addresses = BoundAddresses(self._http.address, public, internal, self._admin.address)
+        self._addresses = BoundAddresses(http, public, internal, self._admin.address)
         self._watchers = [
             asyncio.create_task(self._models.learn(self._registry), name="learn the model"),
             asyncio.create_task(self._tell_health(), name="tell gRPC health"),
@@ -172,6 +184,12 @@ class RouterService:
             (_INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         return server, await start_grpc(server, self._settings.grpc, param="grpc")
+
+    async def _start_http(self) -> str:
+        endpoints = Endpoints(self._pipeline, self._models, self._registry, self._collector, self._settings)
+        app = build_app(endpoints, self._settings)
+        self._http = await start_http(app, self._settings.http, shutdown_timeout_seconds=_STOP_GRACE_SECONDS)
+        return self._http.address
 
     async def _tell_health(self) -> None:
         status = health_pb2.HealthCheckResponse
