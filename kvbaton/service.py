@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cli.arguments import parse, to_arguments
 from cli.child_settings import from_file
 from cli.local import cluster_secret, supervise
 from cli.model import find_model, model_name
 from cli.processes import ROUTER, local_processes
+from cli.router import RouterCommand
+from cli.settings import child_environment, variable
 from contract.errors import UnavailableError
 from contract.identity import Role
 from kvbaton.settings import LLMSettings
@@ -43,7 +46,7 @@ class OfflineService:
         self._settings = settings
         self._ready: Future[tuple[Pipeline, ModelCard]] = Future()
         self._is_closed = False
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="kvbaton-llm", daemon=True)
@@ -60,7 +63,8 @@ class OfflineService:
             if not self._is_closed:
                 self._is_closed = True
                 self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # it may be, where garbage is collected
+            self._thread.join()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine in the service's event loop, from another thread. Ctrl-C cancels it.
@@ -92,35 +96,42 @@ class OfflineService:
             self._ready.set_exception(error)
 
     async def _serve(self) -> None:
-        with cluster_secret(self._settings.secret_file) as secret_file:
-            router = RouterService(_router_settings(self._settings, self._model, secret_file))
+        try:
+            with cluster_secret(self._settings.secret_file) as secret_file:
+                await self._serve_with(secret_file)
+        finally:
+            with self._closing:
+                self._is_closed = True
 
-            async def announce(_: dict[str, Facts], stopped: asyncio.Event) -> None:
-                await router.wait_ready()
-                self._ready.set_result((router.pipeline, router.models.card()))
-                await stopped.wait()
+    async def _serve_with(self, secret_file: Path) -> None:
+        router = RouterService(_router_settings(self._settings, self._model, secret_file))
 
-            try:
-                await router.start(has_public_ports=False)
-                specs = _workers(self._settings, self._model, secret_file, router.addresses.as_dict())
-                await supervise(Supervisor(specs), self._stopped, announce)
-            finally:
-                with self._closing:
-                    self._is_closed = True
-                await router.stop()
+        async def announce(_: dict[str, Facts], stopped: asyncio.Event) -> None:
+            await router.wait_ready()
+            self._ready.set_result((router.pipeline, router.models.card()))
+            await stopped.wait()
+
+        try:
+            await router.start(has_public_ports=False)
+            specs = _workers(self._settings, self._model, secret_file, router.addresses.as_dict())
+            await supervise(Supervisor(specs), self._stopped, announce)
+        finally:
+            await router.stop()
 
 
 def _router_settings(settings: LLMSettings, model: Path, secret_file: Path) -> RouterSettings:
-    """Those of the settings file, without limits that only a service with many clients needs."""
-    given: dict[str, Any] = {"request_timeout_seconds": _TIMEOUT_SECONDS, "max_queue": _MAX_QUEUE}
-    given |= from_file(settings, Role.ROUTER)
+    """Those that the router of ``kvbaton up`` would have, without limits that only a service with many clients needs."""
+    unlimited = {"request_timeout_seconds": _TIMEOUT_SECONDS, "max_queue": _MAX_QUEUE}
+    environment = child_environment(unlimited | from_file(settings, Role.ROUTER))
+    names = (name for name in RouterSettings.model_fields if variable(name) in environment)
     own = {
         "model": model,
         "served_model_name": settings.served_model_name or model_name(settings.model),
         "secret_file": secret_file,
         **dict.fromkeys(("internal", "admin"), _LOOPBACK),
     }
-    return RouterSettings(**{n: v for n, v in (given | own).items() if n in RouterSettings.model_fields})
+    given = {name: environment[variable(name)] for name in names}
+    return parse(RouterCommand, "kvbaton router", to_arguments(given | own))
 
 
 def _workers(settings: LLMSettings, model: Path, secret_file: Path, router: Facts) -> list[ProcessSpec]:

@@ -159,6 +159,20 @@ def test_a_bad_argument_is_named() -> None:
         LLM("/no/such/model")
 
 
+def test_a_bad_setting_of_its_router_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVBATON_MAX_BODY_BYTES", "1")
+    with pytest.raises(SettingError, match=r"max_body_bytes is '1'.*at least 1024"):
+        LLM()
+    monkeypatch.delenv("KVBATON_MAX_BODY_BYTES")
+    monkeypatch.setenv("KVBATON_CONFIG", str(tmp_path / "settings.toml"))
+    (tmp_path / "settings.toml").write_text("[router]\nmax_replays = -1\n")
+    with pytest.raises(SettingError, match=r"max_replays is '-1'.*at least 0"):
+        LLM()
+    (tmp_path / "settings.toml").write_text("[up]\nprefill = 1\n")
+    with pytest.raises(SettingError, match="prefill is 1 but decode is 0"):
+        LLM()
+
+
 @pytest.mark.e2e
 def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path, demo_model: Path) -> None:
     for file in demo_model.iterdir():
