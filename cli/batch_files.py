@@ -1,5 +1,6 @@
 """The two files of a batch: requests that are read line by line, answers that are written as they come."""
 
+import codecs
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -97,7 +98,7 @@ def read_lines(path: Path) -> Iterator[Question | BadLine]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            found = _read(number, line)
+            found = _read(number, line.removeprefix(codecs.BOM_UTF8))
             if isinstance(found, Question):
                 first = seen.setdefault(found.custom_id, number)
                 if first != number:

@@ -1,7 +1,10 @@
 """``kvbaton batch`` (A23): its files, what it asks again, what is left when it is stopped."""
 
 import asyncio
+import codecs
 import json
+import os
+import pty
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -147,6 +150,31 @@ async def test_a_body_is_sent_as_it_stands_in_the_line(files: Files, service: Ba
     files.ask('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ' + body + "}")
     assert (await run(files, service.url))[0] == 0
     assert service.raw == [body.encode()]
+
+
+async def test_a_file_as_windows_writes_it_is_read(files: Files, service: BatchService) -> None:
+    files.input.write_bytes(codecs.BOM_UTF8 + f"{line('a')}\r\n\r\n{line('b')}".encode())
+    assert (await run(files, service.url))[0] == 0
+    assert files.by_id().keys() == {"a", "b"}
+
+
+async def test_a_terminal_sees_how_far_it_is(files: Files, service: BatchService) -> None:
+    files.ask(*(line(str(number)) for number in range(3)))
+    master, slave = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli.main", "batch", "-i", str(files.input), "-o", str(files.output)),
+        *("--url", service.url),
+        stderr=slave,
+        env={**process_environment(), "TERM": "xterm"},
+    )
+    os.close(slave)
+    code = await asyncio.wait_for(process.wait(), WAIT_SECONDS)
+    with os.fdopen(master, "rb", buffering=0) as screen:
+        seen = await asyncio.to_thread(screen.read, 65536)
+    assert code == 0
+    assert seen is not None
+    assert b"Requests" in seen
+    assert b"3/3" in seen
 
 
 async def test_an_answered_line_is_not_asked_again(files: Files, service: BatchService) -> None:

@@ -94,9 +94,14 @@ async def test_every_shape_of_a_prompt_is_taken(cluster: Cluster) -> None:
     assert await ask(cluster, []) == []
 
 
-async def test_a_salt_goes_to_the_workers(cluster: Cluster) -> None:
+async def test_a_salt_and_a_priority_go_to_the_workers(cluster: Cluster) -> None:
+    """A21."""
     await ask(cluster, {"prompt": "xy", "cache_salt": "mine"})
     assert cluster.workers["both-0"].decodes[-1].task.cache_salt == "mine"
+    pipeline, card = cluster.service.pipeline, cluster.service.models.card()
+    made = [lambda: SamplingParams().request("one", "xy", priority=7)]
+    await ask_all(pipeline, card.tokenizer, check_all(pipeline, card, made), lambda: None)
+    assert cluster.workers["both-0"].decodes[-1].task.priority == 7
 
 
 async def test_a_chat_is_what_the_service_makes_of_it(cluster: Cluster) -> None:
