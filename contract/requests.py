@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from contract.block_hash import BlockHash, root_hash
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128
 MAX_REPETITION_PENALTY = 10.0
 MAX_LOGIT_BIAS = 100.0
 
@@ -100,6 +102,14 @@ def choice_key(request_id: str, choice: int, attempt: int) -> str:
     return f"{request_id}#{choice}.{attempt}"
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """With what a choice draws: choice 0 with the request's own seed, the others with numbers that follow from it."""
+    if choice == 0:
+        return seed
+    digest = blake2b(f"{seed}#{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 class SendTransfer(msgspec.Struct, frozen=True, tag="send"):
     """The prefill leg: lend this prompt's KV under ``transfer_id``."""
 
@@ -120,12 +130,14 @@ class ReceiveTransfer(msgspec.Struct, frozen=True, tag="receive"):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is asked to do, for one choice.
+    """What an engine is asked to do, for one choice or for several of one prompt.
 
     request_id: made by the router, the same everywhere. attempt: grows when the router replays the request: then the
     prompt ends with the tokens of the answer that were delivered, while limits and positions go on counting the whole
-    answer. choice: index of the answer. first_index: index of the first token that this engine emits: the number of
-    delivered tokens, and one more on the decode side of a hand-over, where the prefill leg emits that one.
+    answer. choice: index of the answer. num_choices: so many answers from ``choice`` on, whose prompt is computed and handed
+    over once; ``sampling`` is that of choice 0, see ``choice_seed``. first_index: index of the first token that this engine
+    emits: the number of delivered tokens, and one more on the decode side of a hand-over, where the prefill leg emits that
+    one.
     priority: higher is served earlier and preempted later. eos_token_ids: the model's own end tokens.
     transfer: None for an aggregated request. lora_request, pooling_params and multimodal fields are places for later
     versions: ``check`` refuses anything but their defaults.
@@ -137,6 +149,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     attempt: int = 0
     choice: int = 0
+    num_choices: int = 1
     first_index: int = 0
     client_index: int = 0
     arrival_time: float = 0.0
@@ -158,6 +171,23 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens of the answer that stand at the end of the prompt: a replayed request's."""
         return self.first_index - isinstance(self.transfer, ReceiveTransfer)
 
+    @property
+    def keys(self) -> list[str]:
+        """The engine's names for all of its choices."""
+        return [choice_key(self.request_id, choice, self.attempt) for choice in self.choices]
+
+    @property
+    def choices(self) -> range:
+        """The choices that it asks for."""
+        return range(self.choice, self.choice + self.num_choices)
+
+    def of_choice(self, choice: int) -> "EngineRequest":
+        """The same for one of its choices."""
+        if self.num_choices == 1:
+            return self
+        sampling = msgspec.structs.replace(self.sampling, seed=choice_seed(self.sampling.seed, choice))
+        return msgspec.structs.replace(self, choice=choice, num_choices=1, sampling=sampling)
+
     def hash_root(self, model_fingerprint: str) -> BlockHash:
         """The parent of the prompt's first block: everything but tokens that makes this request's KV differ (law 7)."""
         return root_hash(model_fingerprint, self.cache_salt, self.lora_request or "")
@@ -170,10 +200,17 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         check_token_ids(self.prompt_token_ids, vocab_size, param="prompt")
         check_token_ids(self.sampling.allowed_token_ids, vocab_size, param="allowed_token_ids")
         check_token_ids([token for token, _ in self.sampling.logit_bias], vocab_size, param="logit_bias")
+        self._check_choices()
         self._check_place_in_answer()
         for name in ("lora_request", "pooling_params", "multi_modal_inputs"):
             if getattr(self, name):
                 raise UnsupportedFieldError(f"{name} is not served by this version", param=name)
+
+    def _check_choices(self) -> None:
+        if not 1 <= self.num_choices <= MAX_CHOICES:
+            raise InvalidRequestError(f"n is {self.num_choices}; it must lie in 1..{MAX_CHOICES}", param="n")
+        if self.num_choices > 1 and (self.choice or self.num_delivered_tokens):
+            raise InvalidRequestError("a replay goes on with one choice", param="n")
 
     def _check_place_in_answer(self) -> None:
         num_delivered = self.num_delivered_tokens

@@ -1,13 +1,14 @@
 """The persistent batch: what the runner knows of every request, and the two tables that hold it (seed 002)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from contract.errors import InternalError
-from contract.requests import SamplingParams
+from contract.requests import SamplingParams, choice_seed
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.scores import SamplingRow
 
@@ -17,7 +18,8 @@ class RequestState:
     """One request as the runner knows it.
 
     num_tokens: known tokens, prompt and sampled. num_computed_tokens: those whose KV is in ``block_ids`` before the
-    coming step. row: its row in the tables, None while others need all rows; ``parked_tokens`` keeps its tokens then.
+    coming step. num_choices: so many tokens are drawn behind the prompt, the first of them for this request itself. row: its
+    row in the tables, None while others need all rows; ``parked_tokens`` keeps its tokens then.
     """
 
     req_id: str
@@ -27,6 +29,7 @@ class RequestState:
     num_tokens: int
     num_computed_tokens: int
     block_ids: list[int]
+    num_choices: int = 1
     row: int | None = None
     parked_tokens: list[int] = field(default_factory=list)
 
@@ -69,6 +72,14 @@ class InputBatch:
             self.token_table[row, state.num_tokens] = token_id
             state.num_tokens += 1
 
+    def sampling_rows(self, req_id: str) -> list[SamplingRow]:
+        """How the tokens that follow its known ones are drawn: one, or behind a prompt of several choices one for each."""
+        state, row = self.requests[req_id], self.sampling_row(req_id)
+        if row.num_generated:
+            return [row]
+        seeds = [choice_seed(state.sampling.seed, choice) for choice in range(1, state.num_choices)]
+        return [row, *(replace(row, sampling=structs.replace(row.sampling, seed=seed)) for seed in seeds)]
+
     def sampling_row(self, req_id: str) -> SamplingRow:
         """How the request draws the token that follows its known ones."""
         state = self.requests[req_id]
@@ -91,6 +102,7 @@ class InputBatch:
             num_tokens=0,
             num_computed_tokens=new.num_computed_tokens,
             block_ids=[],
+            num_choices=new.num_choices,
         )
         self.requests[new.req_id] = state
         self._seat(state, scheduled)

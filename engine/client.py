@@ -42,8 +42,8 @@ class EngineClient(Protocol):
         Raises InvalidRequestError for one that is live already, UnavailableError when the engine is gone.
         """
 
-    async def abort(self, request_id: str, attempt: int | None = None) -> None:
-        """End all choices of a request, of all attempts up to ``attempt``, and take back the KV that they still lend.
+    async def abort(self, request_id: str, attempt: int | None = None, choice: int | None = None) -> None:
+        """End a choice of a request (None: all), of all attempts up to ``attempt``, and take back the KV that is still lent.
 
         Each that has not ended still has its last output.
         """
@@ -52,7 +52,10 @@ class EngineClient(Protocol):
         """One list per step, until the engine ends. For one consumer."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Start a request and yield its outputs (A7); the last one has ``is_leg_finished``. Leaving early aborts it."""
+        """Start a request and yield its outputs (A7); the last one of each choice has ``is_leg_finished``.
+
+        Leaving early aborts it.
+        """
 
     async def call(self, method: str, *args: Any) -> Any:
         """A utility of the core: "stats", "debug_state", "counters", "reset_prefix_cache", "check_integrity", "pid"."""
@@ -110,9 +113,9 @@ class StreamingClient:
         """See EngineClient."""
         self._begin(request, None)
 
-    async def abort(self, request_id: str, attempt: int | None = None) -> None:
+    async def abort(self, request_id: str, attempt: int | None = None, choice: int | None = None) -> None:
         """See EngineClient."""
-        self._link.send(AbortRequest(request_id, attempt))
+        self._link.send(AbortRequest(request_id, attempt, choice))
 
     def steps(self) -> AsyncIterator[list[EngineOutput]]:
         """See EngineClient."""
@@ -123,12 +126,14 @@ class StreamingClient:
         stream: asyncio.Queue[EngineOutput] = asyncio.Queue()
         self._begin(request, stream)
         try:
-            while not (output := await stream.get()).is_leg_finished:
+            num_open = request.num_choices
+            while num_open:
+                output = await stream.get()
+                num_open -= output.is_leg_finished
                 yield output
-            yield output
         finally:
-            if self._delivery.is_live(request.key):
-                self._link.send(Abort([request.key]))
+            if live := [key for key in request.keys if self._delivery.is_live(key)]:
+                self._link.send(Abort(live))
 
     async def call(self, method: str, *args: Any) -> Any:
         """See EngineClient."""

@@ -123,9 +123,9 @@ class EngineCore:
         """End these requests in whatever state they are."""
         self.scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
 
-    def abort_request(self, request_id: str, attempt: int | None) -> None:
-        """End a request's choices, of all attempts up to ``attempt``, and take back what they lend."""
-        self.scheduler.abort_request(request_id, attempt)
+    def abort_request(self, request_id: str, attempt: int | None, choice: int | None = None) -> None:
+        """End a choice of a request (None: all), of all attempts up to ``attempt``, and take back what they lend."""
+        self.scheduler.abort_request(request_id, attempt, choice)
 
     def call(self, method: str, args: list[Any]) -> Any:
         """A utility by name; the result is plain data. Raises NotFoundError with the right names."""

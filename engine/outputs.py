@@ -18,6 +18,7 @@ class NewRequestData:
     ``prompt_token_ids`` are all tokens known at this point: the prompt, and for a request whose KV came from another
     worker the tokens sampled there too. block_ids: one list per KV cache group. num_computed_tokens: tokens whose KV
     is already in those blocks. num_prompt_tokens: how many of the tokens are the client's prompt; what follows is answer.
+    num_choices: behind the prompt so many tokens are drawn, one for each answer.
     """
 
     req_id: str
@@ -26,6 +27,7 @@ class NewRequestData:
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
     num_prompt_tokens: int
+    num_choices: int = 1
     eos_token_ids: tuple[int, ...] = ()
     mm_inputs: list[Any] = field(default_factory=list)
     mm_hashes: list[str] = field(default_factory=list)
@@ -51,7 +53,10 @@ class CachedRequestData:
 
 @dataclass
 class SchedulerOutput:
-    """One forward pass (B2). ``num_scheduled_tokens`` counts tokens to process, not tokens to generate."""
+    """One forward pass (B2). ``num_scheduled_tokens`` counts tokens to process, not tokens to generate.
+
+    block_copies: (from, to) of KV blocks that are copied before anything is computed.
+    """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
@@ -61,6 +66,7 @@ class SchedulerOutput:
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
     num_common_prefix_blocks: list[int] = field(default_factory=list)
     finished_req_ids: set[str] = field(default_factory=set)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
     free_encoder_input_ids: list[tuple[str, int]] = field(default_factory=list)
     structured_output_request_ids: dict[str, int] = field(default_factory=dict)
     grammar_bitmask: Any | None = None
@@ -80,14 +86,26 @@ class LogprobsLists(NamedTuple):
 
 
 @dataclass
+class OtherChoices:
+    """What was drawn behind a prompt for choices 1 and up; row i is choice i + 1."""
+
+    token_ids: list[int]
+    logprobs: LogprobsLists | None = None
+
+
+@dataclass
 class ModelRunnerOutput:
-    """What one forward pass gave (B8). A request whose prompt is not finished has an empty list of sampled ids."""
+    """What one forward pass gave (B8). A request whose prompt is not finished has an empty list of sampled ids.
+
+    other_choices: by request, where its prompt is finished and it asks for several answers.
+    """
 
     req_ids: list[str] = field(default_factory=list)
     req_id_to_index: dict[str, int] = field(default_factory=dict)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     spec_token_ids: list[list[int]] | None = None
     logprobs: LogprobsLists | None = None
+    other_choices: dict[str, OtherChoices] = field(default_factory=dict)
     prompt_logprobs_dict: dict[str, Any] = field(default_factory=dict)
     pooler_output: list[Any] = field(default_factory=list)
     finished_sending: set[str] | None = None

@@ -5,6 +5,7 @@ half of the connector. Rank 0 of several draws the tokens and tells the others, 
 """
 
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -16,13 +17,14 @@ from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
 from engine.batch import InputBatch
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
+from engine.drawn import spread
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
 from engine.models.info import ModelInfo
 from engine.models.loading import LoadedModel, load
-from engine.outputs import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.profiling import profile_inputs
 from engine.ranks.group import RankGroup, SingleRank, rank_device
 from engine.ranks.opening import open_half
@@ -148,6 +150,7 @@ class ModelRunner:
         ``num_nans_in_logits``). Without scheduled tokens nothing is computed.
         """
         _ready(self._batch, "initialize_from_config").update(scheduled)
+        self.memory.copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
         if scheduled.total_num_scheduled_tokens:
             with torch.inference_mode():
@@ -177,11 +180,14 @@ class ModelRunner:
         logits = self._forward(inputs, drawing, has_cache=True, watch=watch)
         if watch is not None:
             watch.computed()
-        samples = self._draw(logits, [batch.sampling_row(states[index].req_id) for index in drawing])
-        for index, token_id in zip(drawing, samples.token_ids, strict=True):
-            if token_id is not None:
-                batch.append_token(inputs.req_ids[index], token_id)
-        return _output(inputs.req_ids, drawing, samples)
+        rows = [batch.sampling_rows(states[index].req_id) for index in drawing]
+        samples = self._draw(_repeated(logits, list(map(len, rows))), list(chain.from_iterable(rows)))
+        owners = [index for index, own in zip(drawing, rows, strict=True) for _ in own]
+        output = spread(inputs.req_ids, owners, samples)
+        for req_id, sampled in zip(inputs.req_ids, output.sampled_token_ids, strict=True):
+            if sampled:
+                batch.append_token(req_id, sampled[0])
+        return output
 
     def _draw(self, logits: Tensor, rows: list[SamplingRow]) -> Samples:
         """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone."""
@@ -210,34 +216,11 @@ def _undrawn(num_rows: int) -> Samples:
     return Samples([None] * num_rows, [0] * num_rows, None)
 
 
-def _output(req_ids: list[str], drawing: list[int], samples: Samples) -> ModelRunnerOutput:
-    """Spread what the drawing requests got over all requests of the step."""
-    tokens: list[list[int]] = [[] for _ in req_ids]
-    nans: dict[str, int] = {}
-    for index, token_id, count in zip(drawing, samples.token_ids, samples.num_nans, strict=True):
-        tokens[index] = [] if token_id is None else [token_id]
-        if count:
-            nans[req_ids[index]] = count
-    return ModelRunnerOutput(
-        req_ids=req_ids,
-        req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
-        sampled_token_ids=tokens,
-        logprobs=_spread_logprobs(len(req_ids), drawing, samples.logprobs),
-        num_nans_in_logits=nans or None,
-    )
-
-
-def _spread_logprobs(
-    num_reqs: int, drawing: list[int], logprobs: LogprobsLists | None
-) -> LogprobsLists | None:
-    if logprobs is None:
-        return None
-    spread = LogprobsLists([[] for _ in range(num_reqs)], [[] for _ in range(num_reqs)], [0] * num_reqs)
-    for place, index in enumerate(drawing):
-        spread.logprob_token_ids[index] = logprobs.logprob_token_ids[place]
-        spread.logprobs[index] = logprobs.logprobs[place]
-        spread.sampled_token_ranks[index] = logprobs.sampled_token_ranks[place]
-    return spread
+def _repeated(logits: Tensor, times: list[int]) -> Tensor:
+    """Each row so often as tokens are drawn from it."""
+    if len(times) == sum(times):
+        return logits
+    return logits.repeat_interleave(torch.tensor(times, device=logits.device), dim=0)
 
 
 def _ready(value: _T | None, needed: str) -> _T:

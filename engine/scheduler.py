@@ -8,7 +8,7 @@ its deadline; whatever the way, it ends in ``_finish``, once.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError, TransferError
 from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
@@ -18,13 +18,14 @@ from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines
 from engine.scheduling.ending import HANDED_OVER, NOT_NEEDED, Ending, RequestStatus, ended_by_error, refused
+from engine.scheduling.forking import Forking, choices_of
 from engine.scheduling.outbox import Outbox
-from engine.scheduling.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender, first_token_of
+from engine.scheduling.remote_kv import NOT_NEEDED_KIND, KVReceiver, KVSender, first_tokens_of
 from engine.scheduling.request import Request, ending_after, why_impossible
 from engine.scheduling.roll import Roll
 from engine.scheduling.stats import PrefixCacheStats, SchedulerStats, Totals
 from engine.scheduling.step_plan import StepPlan
-from engine.scheduling.token_logprobs import logprobs_in_row
+from engine.scheduling.token_logprobs import first_tokens, logprobs_in_row
 from engine.settings import EngineSettings
 
 
@@ -62,6 +63,7 @@ class Scheduler:
         self._clock = clock
         self._deadlines = Deadlines()
         self._outbox = Outbox(self.totals)
+        self.forking = Forking(pool, self.batcher, self.roll, self._outbox)
         self._finished_req_ids: set[str] = set()
         self._has_news = False
 
@@ -101,7 +103,8 @@ class Scheduler:
         connector; and what the connector raises when it refuses to fetch. Then nothing has changed.
         """
         is_lent = self.sender is not None and asked.key in self.sender.leases
-        if asked.key in self.requests or is_lent or self.pool.is_quarantined(asked.key):
+        is_here = any(key in self.requests for key in asked.keys)
+        if is_here or is_lent or self.pool.is_quarantined(asked.key):
             raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
         if asked.transfer:
             self._check_transfer(asked, asked.transfer.transfer_id)
@@ -113,7 +116,7 @@ class Scheduler:
             now=now,
             arrival_number=self.totals.num_requests,
         )
-        self.totals.num_requests += 1
+        self.totals.num_requests += asked.num_choices
         self._has_news = True
         if reason := why_impossible(request, self._max_length, self.pool.num_usable_blocks):
             self._outbox.tokens(request, [], refused(reason))
@@ -124,9 +127,12 @@ class Scheduler:
             self._deadlines.add(Deadline(now + seconds, request.key, seconds, request.status))
         else:
             self.batcher.waiting.add(request)
+        self._enrol(request)
+
+    def _enrol(self, request: Request) -> None:
         self.requests[request.key] = request
-        self.roll.add(asked)
-        self._deadlines.add(Deadline(now + asked.deadline_seconds, request.key, asked.deadline_seconds))
+        self.roll.add(request.asked, request.dismissed)
+        self._deadlines.add(Deadline(request.expires, request.key, request.asked.deadline_seconds))
 
     def _check_transfer(self, asked: EngineRequest, transfer_id: str) -> None:
         if self._connector is None:
@@ -150,19 +156,22 @@ class Scheduler:
             if request := self.requests.get(key):
                 self._finish(request, Ending(status))
 
-    def abort_request(self, request_id: str, attempt: int | None) -> None:
-        """End all choices of a request, of all attempts up to ``attempt`` (None: of all), and what they still lend."""
-        keys = self.roll.keys_of(request_id, attempt)
+    def abort_request(self, request_id: str, attempt: int | None, choice: int | None = None) -> None:
+        """End a choice of a request (None: all), of all attempts up to ``attempt`` (None: of all), and what they still lend.
+
+        A prompt that is computed for several choices goes on for those that are left.
+        """
+        keys = self.roll.dismiss(request_id, attempt, choice)
         self.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
         if self.sender:
-            self.sender.withdraw(request_id, attempt)
+            self.sender.withdraw(request_id, attempt, choice)
 
     def fail_all(self, kind: ErrorKind, message: str) -> dict[int, list[EngineOutput]]:
         """The engine is broken: an error for every request, without touching blocks or connector any more."""
         for request in self.requests.values():
             self._outbox.tokens(request, [], ended_by_error(kind, message))
         self.requests.clear()
-        self.roll = Roll()
+        self.roll.clear()
         return self._outbox.take()
 
     def shutdown(self) -> dict[int, list[EngineOutput]]:
@@ -246,11 +255,13 @@ class Scheduler:
             request = turn.request
             if not request.is_known_to_runner:
                 request.milestones.scheduled = now
-                self.prefix_stats.record(request.num_prompt_tokens, request.num_cached_tokens)
-                self.totals.num_cached_tokens += request.num_cached_tokens
+                if not request.is_fork:
+                    self.prefix_stats.record(request.num_prompt_tokens, request.num_cached_tokens)
+                    self.totals.num_cached_tokens += request.num_cached_tokens
             if self.sender and request.is_sending:
                 self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
         output = plan.to_output(self.pool)
+        output.block_copies = self.forking.take_copies()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         output.kv_connector_metadata = self._connector.build_metadata() if self._connector else None
         self.totals.num_steps += 1
@@ -263,15 +274,18 @@ class Scheduler:
     def _welcome(self, request: Request, received: Received) -> None:
         """Its KV has arrived and was verified: its full blocks may be found, and it waits for its first step."""
         try:
-            first_token = first_token_of(received, self._vocab_size)
+            tokens = first_tokens_of(received, request.asked.num_choices, self._vocab_size)
         except TransferError as error:
             self._finish(request, ended_by_error(error.kind, error.message))
             return
-        request.receive(received, first_token, self._clock())
+        choices = choices_of(request)
+        for choice, token in zip(choices, tokens, strict=True):
+            choice.receive(received, token, self._clock())
         self.totals.num_received_tokens += request.num_prompt_tokens - request.num_cached_tokens
         self._index_computed(request)
         self._has_news = True
-        if ending := ending_after(request, request.answer_length - 1, self._max_length):
+        endings = [ending_after(one, one.answer_length - 1, self._max_length) for one in choices]
+        if ending := self._part(choices, endings):
             self._finish(request, ending)
         else:
             self.batcher.arrived.add(request)
@@ -289,16 +303,39 @@ class Scheduler:
             request.milestones.prefilled = self._clock()
         request.num_computed_tokens += num_tokens
         self._index_computed(request)
-        if sampled:
-            alternatives = request.asked.sampling.logprobs
-            self._take_token(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives))
+        if not sampled:
+            return
+        alternatives = request.asked.sampling.logprobs
+        if request.is_sending or request.asked.num_choices > 1:
+            self._take_first_tokens(request, first_tokens(output, request.key, sampled[0], alternatives))
+        else:
+            request.append_token(sampled[0])
+            ending = ending_after(request, request.answer_length, self._max_length)
+            self._say(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives), ending)
 
-    def _take_token(self, request: Request, token: int, logprobs: list[TokenLogprobs] | None) -> None:
-        request.append_token(token)
-        ending = ending_after(request, request.answer_length, self._max_length)
-        if self.sender and request.is_sending and ending is None:
-            self.sender.finish(request, FirstToken(token, logprobs[0] if logprobs else None))
-            ending = HANDED_OVER
+    def _take_first_tokens(self, request: Request, drawn: list[FirstToken]) -> None:
+        """Token 0 of each choice of a prompt: they go on at another worker, or part here."""
+        choices = choices_of(request)
+        for choice, token in zip(choices, drawn, strict=True):
+            choice.append_token(token.token_id)
+        endings = [ending_after(one, one.answer_length, self._max_length) for one in choices]
+        if self.sender and request.is_sending and None in endings:
+            self.sender.finish(request, drawn)
+            endings = [ending or HANDED_OVER for ending in endings]
+        ending, logprobs = self._part(choices, endings, drawn), drawn[0].logprobs
+        self._say(request, drawn[0].token_id, [logprobs] if logprobs else None, ending)
+
+    def _part(
+        self, choices: list[Request], endings: list[Ending | None], drawn: Sequence[FirstToken] = ()
+    ) -> Ending | None:
+        ending, forks = self.forking.part(choices, endings, drawn)
+        for fork in forks:
+            self._enrol(fork)
+        return ending
+
+    def _say(
+        self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, ending: Ending | None
+    ) -> None:
         if ending is None:
             self._outbox.tokens(request, [token], None, logprobs)
         else:

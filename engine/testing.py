@@ -12,10 +12,10 @@ from typing import Any
 
 from contract.errors import SettingError
 from contract.layout import KVLayout
-from contract.requests import SamplingParams
+from contract.requests import SamplingParams, choice_seed
 from engine.connector import RankConnector
 from engine.models.info import ModelInfo
-from engine.outputs import LogprobsLists, ModelRunnerOutput, SchedulerOutput
+from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.settings import EngineSettings
 
 FAKE_VOCAB_SIZE = 1000
@@ -42,11 +42,17 @@ def fake_token(code: int) -> int:
     return code * 48_271 % _MODULUS % CRASH_TOKEN
 
 
-def fake_answer(prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The first ``num_tokens`` tokens that every fake engine answers to this prompt."""
+def fake_first_token(code: int, seed: int, choice: int = 0) -> int:
+    """The first token of a choice behind a prompt with this code: the only one that depends on the seed."""
+    return fake_token(code + choice_seed(seed, choice))
+
+
+def fake_answer(prompt_token_ids: Sequence[int], num_tokens: int, choice: int = 0) -> list[int]:
+    """The first ``num_tokens`` tokens that every fake engine answers to this prompt with seed 0."""
     known = list(prompt_token_ids)
-    for _ in range(num_tokens):
-        known.append(fake_token(prefix_codes(known)[-1]))
+    for index in range(num_tokens):
+        code = prefix_codes(known)[-1]
+        known.append(fake_token(code) if index else fake_first_token(code, 0, choice))
     return known[len(prompt_token_ids) :]
 
 
@@ -65,6 +71,11 @@ class FakeMemory:
         size = self.layout.block_size
         for position in range(start, end):
             self.slots[block_ids[position // size]][position % size] = codes[position]
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """What stands in one block stands in the other as well."""
+        for source, target in pairs:
+            self.slots[target] = list(self.slots[source])
 
     def mark_computed(self) -> None:
         """Nothing: there is nothing to wait for."""
@@ -106,6 +117,8 @@ class _Sequence:
     codes: list[int]
     block_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_prompt_tokens: int = 0
+    num_choices: int = 1
 
 
 class FakeRunner:
@@ -123,6 +136,7 @@ class FakeRunner:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
         for key in scheduled.finished_req_ids:
             del self._sequences[key]
+        self.memory.copy_blocks(scheduled.block_copies)
         starts = self._learn(scheduled)
         assert starts.keys() == scheduled.num_scheduled_tokens.keys()
         output = ModelRunnerOutput(num_nans_in_logits={})
@@ -146,7 +160,12 @@ class FakeRunner:
             assert new.req_id not in self._sequences
             tokens, sampling = list(new.prompt_token_ids), new.sampling_params or SamplingParams()
             self._sequences[new.req_id] = _Sequence(
-                tokens, prefix_codes(tokens), list(new.block_ids[0]), sampling
+                tokens,
+                prefix_codes(tokens),
+                list(new.block_ids[0]),
+                sampling,
+                new.num_prompt_tokens,
+                new.num_choices,
             )
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
@@ -175,10 +194,21 @@ class FakeRunner:
             assert output.num_nans_in_logits is not None
             output.num_nans_in_logits[key] = FAKE_VOCAB_SIZE
             return []
-        token = fake_token(sequence.codes[-1])
+        code, seed = sequence.codes[-1], sequence.sampling.seed
+        is_first = end == sequence.num_prompt_tokens
+        if sequence.num_choices > 1 and is_first:
+            others = [fake_first_token(code, seed, choice) for choice in range(1, sequence.num_choices)]
+            output.other_choices[key] = OtherChoices(others, self._logprobs_of(others, sequence))
+        token = fake_first_token(code, seed) if is_first else fake_token(code)
         sequence.token_ids.append(token)
         sequence.codes.append(prefix_codes(sequence.token_ids)[-1])
         return [token]
+
+    def _logprobs_of(self, tokens: list[int], sequence: _Sequence) -> LogprobsLists | None:
+        if (k := sequence.sampling.logprobs) is None:
+            return None
+        ids = [[token, *range(k)] for token in tokens]
+        return LogprobsLists(ids, [[-float(t) for t in row] for row in ids], [token + 1 for token in tokens])
 
     def _logprobs(self, output: ModelRunnerOutput) -> LogprobsLists | None:
         """Token t has log probability -t; filled up to the widest request's k."""

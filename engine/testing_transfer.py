@@ -21,7 +21,7 @@ from engine.connector import (
     Received,
     TransferEvent,
 )
-from engine.testing import FakeMemory, fake_token, prefix_codes
+from engine.testing import FakeMemory, fake_first_token, prefix_codes
 
 
 @dataclass
@@ -40,6 +40,8 @@ class FakeFetch:
     """One prompt that is fetched. ``state``: asked → published → reading → landed, or draining, or failed."""
 
     prompt: list[int]
+    seed: int = 0
+    num_choices: int = 1
     state: str = "asked"
     block_ids: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
@@ -178,7 +180,9 @@ class FakeConnector:
         if self.refusal:
             raise self.refusal
         assert request.key not in self.fetches
-        self.fetches[request.key] = FakeFetch(list(request.prompt_token_ids))
+        self.fetches[request.key] = FakeFetch(
+            list(request.prompt_token_ids), request.sampling.seed, request.num_choices
+        )
 
     def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """See SchedulerConnector."""
@@ -200,10 +204,11 @@ class FakeConnector:
         """See SchedulerConnector."""
         fetch = self.fetches.pop(request_id)
         assert fetch.state == "landed"
-        token = FirstToken(fake_token(prefix_codes(fetch.prompt)[-1]))
-        return Received(
-            [token], TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination))
-        )
+        code = prefix_codes(fetch.prompt)[-1]
+        tokens = [
+            FirstToken(fake_first_token(code, fetch.seed, choice)) for choice in range(fetch.num_choices)
+        ]
+        return Received(tokens, TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination)))
 
     def take_events(self) -> list[TransferEvent]:
         """See SchedulerConnector."""

@@ -80,12 +80,13 @@ async def _ask(pipeline: Pipeline, tokenizer: Tokenizer, question: Question) -> 
     request = replace(question.request, arrival=time.monotonic())
     async with aclosing(pipeline.generate(request)) as answer:
         deltas = [delta async for delta in answer]
-    usage = deltas[-1].usage
+    usages = [delta.usage for delta in deltas if delta.usage]
+    timings = [delta.timings for delta in deltas if delta.timings]
     return RequestOutput(
         request_id=request.request_id,
         prompt=question.text,
         prompt_token_ids=list(question.prompt_token_ids),
         outputs=completions(deltas, tokenizer),
-        metrics=deltas[-1].timings,
-        num_cached_tokens=usage.num_cached_tokens if usage else None,
+        metrics=max(timings, key=lambda one: one.end_to_end),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
     )

@@ -41,16 +41,16 @@ class RequestOutput:
     """The answers to one prompt.
 
     prompt: its text, None where it was given as token ids. num_cached_tokens: prompt tokens whose KV was there already.
-    metrics: where the time went, in seconds.
+    metrics: where the time went, in seconds; of several answers that of the one that took longest.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    metrics: Timings
+    num_cached_tokens: int
     finished: bool = True
-    metrics: Timings | None = None
-    num_cached_tokens: int | None = None
     prompt_logprobs: None = None
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from contract.errors import UnsupportedFieldError
 from contract.requests import MAX_LOGPROBS
 from router.http.body import Body
 from router.http.fields import refuse_unserved, shared_fields
@@ -16,7 +15,7 @@ from text.chat import Message
 class SamplingParams:
     """How the answer to one prompt is drawn. None: the model's own generation default, as over HTTP.
 
-    n: answers to each prompt; this version gives one. max_tokens: at most this many new tokens; None is all that fits the
+    n: answers to each prompt. max_tokens: at most this many new tokens; None is all that fits the
     model. seed: equal seeds give equal answers; drawn where it is None. logprobs: how many alternatives are given for each
     token, 0..20; 0 gives those of the answer's tokens alone. top_k: 0 or -1 keeps the whole vocabulary.
     """
@@ -49,8 +48,6 @@ class SamplingParams:
         Raises InvalidRequestError, UnsupportedFieldError among them.
         """
         body = Body({field.name: _as_json(getattr(self, field.name)) for field in fields(self)} | others)
-        if body.integer("n") not in (1, None):
-            raise UnsupportedFieldError(f"n is {self.n}; this version gives one answer offline", param="n")
         refuse_unserved(body)
         return GenerationRequest(
             request_id=request_id,

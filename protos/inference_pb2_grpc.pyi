@@ -34,7 +34,9 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams the answer as it is computed. The last message carries usage and timings."""
+    """Streams the answer as it is computed. The last message carries usage and timings. Initial metadata
+    ``x-kvbaton-request-id``, sent at once, is the router's id of the request. Errors carry the details of google.rpc.
+    """
     GenerateOnce: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """The whole answer in one message."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -43,6 +45,8 @@ class InferenceStub:
     """The text of token ids."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """What is served."""
+    Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelGenerationRequest, _inference_pb2.CancelGenerationResponse]
+    """Ends running requests of the caller, HTTP ones too; each ends with CANCELLED."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -50,7 +54,9 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams the answer as it is computed. The last message carries usage and timings."""
+    """Streams the answer as it is computed. The last message carries usage and timings. Initial metadata
+    ``x-kvbaton-request-id``, sent at once, is the router's id of the request. Errors carry the details of google.rpc.
+    """
     GenerateOnce: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """The whole answer in one message."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -59,6 +65,8 @@ class InferenceAsyncStub(InferenceStub):
     """The text of token ids."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """What is served."""
+    Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelGenerationRequest, _inference_pb2.CancelGenerationResponse]  # type: ignore[assignment]
+    """Ends running requests of the caller, HTTP ones too; each ends with CANCELLED."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Text or token ids in; tokens, text and timings out."""
@@ -69,7 +77,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Streams the answer as it is computed. The last message carries usage and timings."""
+        """Streams the answer as it is computed. The last message carries usage and timings. Initial metadata
+        ``x-kvbaton-request-id``, sent at once, is the router's id of the request. Errors carry the details of google.rpc.
+        """
 
     @_abc_1.abstractmethod
     def GenerateOnce(
@@ -102,5 +112,13 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
         """What is served."""
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _inference_pb2.CancelGenerationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.CancelGenerationResponse, _abc.Awaitable[_inference_pb2.CancelGenerationResponse]]:
+        """Ends running requests of the caller, HTTP ones too; each ends with CANCELLED."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -89,7 +89,7 @@ class Attempt:
     ) -> None:
         self._request = request
         self._prompt = [*request.prompt_token_ids, *delivered]
-        self._key = (request.request_id, number)
+        self._key = (request.request_id, number, request.choice)
         self._tasks = tasks
         self._inbox: Inbox[Leg] = Inbox(max_unread_bytes)
         self._delivery = Delivery(number, len(delivered))
@@ -111,12 +111,15 @@ class Attempt:
         """Id of the worker that was asked to compute the prompt for another."""
         return self._prefill.worker.name if self._prefill else None
 
-    def begin(self) -> Self:
-        """Bind, and send both legs. Called once, at once after the workers were chosen."""
-        num_prompt, room = len(self._prompt), self._request.num_answer_tokens
-        for leg in self._legs:
-            num_tokens = num_prompt if leg is self._prefill else num_prompt + room
-            leg.worker.bind(self._key, partial(self._hear, leg), num_tokens)
+    def begin(self, *others: "Attempt") -> Self:
+        """Bind, and send both legs. Called once, at once after the workers were chosen.
+
+        others: those of further choices of the same prompt, on the same workers: they are begun by the same legs.
+        """
+        attempts: list[Attempt] = [self, *others]
+        for attempt in attempts:
+            attempt._bind(num_prompt_tokens=len(self._prompt) if attempt is self else 0)
+        num_choices = len(attempts)
         transfer_id, source = f"{self._key[0]}.{self._key[1]}.{secrets.token_hex(4)}", None
         if self._prefill:
             peer = self._prefill.worker.registration
@@ -126,11 +129,18 @@ class Attempt:
                 boot_id=peer.boot_id,
                 control_address=peer.control_address,
             )
-            prefill = pb.PrefillRequest(task=self._task(self._prefill), transfer_id=transfer_id)
-            self._send(self._prefill, self._prefill.worker.calls.prefill(prefill))
-        decode = pb.DecodeRequest(task=self._task(self._decode), source=source)
-        self._send(self._decode, self._decode.worker.calls.decode(decode))
+            prefill = pb.PrefillRequest(task=self._task(self._prefill, num_choices), transfer_id=transfer_id)
+            legs = [(attempt, leg) for attempt in attempts if (leg := attempt._prefill)]
+            self._send(legs, self._prefill.worker.calls.prefill(prefill))
+        decode = pb.DecodeRequest(task=self._task(self._decode, num_choices), source=source)
+        legs = [(attempt, attempt._decode) for attempt in attempts]
+        self._send(legs, self._decode.worker.calls.decode(decode))
         return self
+
+    def _bind(self, num_prompt_tokens: int) -> None:
+        for leg in self._legs:
+            num_answer_tokens = 0 if leg is self._prefill else self._request.num_answer_tokens
+            leg.worker.bind(self._key, partial(self._hear, leg), num_prompt_tokens + num_answer_tokens)
 
     def close(self) -> None:
         """Unbind every leg; cancel those that may still be held. Does nothing the second time."""
@@ -197,16 +207,17 @@ class Attempt:
             if leg is self._decode and leg.first_index == 1:
                 self._report.transfer = _transfer_report_of(entry.timings)
 
-    def _send(self, leg: Leg, call: Coroutine[Any, Any, None]) -> None:
-        leg.call = self._tasks.spawn(self._accepted(leg, call), f"start {self._key[0]} on {leg.worker.name}")
+    def _send(self, legs: "list[tuple[Attempt, Leg]]", call: Coroutine[Any, Any, None]) -> None:
+        """One call for all these legs of one worker."""
+        worker = legs[0][1].worker
+        task = self._tasks.spawn(_accepted(legs, call), f"start {self._key[0]} on {worker.name}")
+        for _, leg in legs:
+            leg.call = task
 
-    async def _accepted(self, leg: Leg, call: Coroutine[Any, Any, None]) -> None:
-        try:
-            await call
-        except KvbatonError as error:
-            leg.may_hold = leg.may_hold and (leg.has_spoken or error.kind in _MAYBE_ACCEPTED)
-            leg.refusal = error
-            self._hear(leg, error)
+    def _refused(self, leg: Leg, error: KvbatonError) -> None:
+        leg.may_hold = leg.may_hold and (leg.has_spoken or error.kind in _MAYBE_ACCEPTED)
+        leg.refusal = error
+        self._hear(leg, error)
 
     async def _cancel(self, leg: Leg) -> None:
         """Cancel behind the acceptance, so that the worker cannot see the cancel first."""
@@ -219,11 +230,13 @@ class Attempt:
         except KvbatonError as error:
             logger.warning("%s; the request's own deadline ends it there", error.message)
 
-    def _task(self, leg: Leg) -> pb.Task:
+    def _task(self, leg: Leg, num_choices: int) -> pb.Task:
         request, sampling = self._request, self._request.sampling
         return pb.Task(
             request_id=request.request_id,
             attempt=self._key[1],
+            choice=request.choice,
+            num_choices=num_choices,
             first_index=leg.first_index,
             prompt_token_ids=self._prompt,
             sampling=pb.EngineSampling(
@@ -250,6 +263,14 @@ class Attempt:
             deadline_seconds=max(0.001, request.deadline - time.monotonic()),
             session=leg.worker.session,
         )
+
+
+async def _accepted(legs: list[tuple[Attempt, Leg]], call: Coroutine[Any, Any, None]) -> None:
+    try:
+        await call
+    except KvbatonError as error:
+        for attempt, leg in legs:
+            attempt._refused(leg, error)
 
 
 def _error_of(entry: pb.TokenEntry, leg: Leg) -> KvbatonError:

@@ -7,21 +7,26 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from contract.errors import CancelledError, ErrorKind, InvalidRequestError, KvbatonError
+from contract.errors import CancelledError, InternalError, InvalidRequestError, KvbatonError
 from contract.requests import FinishReason, check_token_ids
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.answer import Delta
+from router.best_of import choose_best
 from router.delivery import Token
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
 from router.request import GenerationRequest, new_request_id
-from serving.errors import grpc_code
+from router.running import RunningRequests, client_name
+from serving.grpc_errors import abort
+from serving.grpc_keys import authorization_of
 
 logger = logging.getLogger(__name__)
 
-ERROR_KIND_KEY = "kvbaton-error-kind"
+REQUEST_ID_KEY = "x-kvbaton-request-id"
+"""Initial metadata: the router's id of a request."""
+_NAME_KEY = "x-request-id"
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -33,28 +38,53 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Answers by the same pipeline as HTTP. A client that cancels, or whose deadline passes, cancels its request."""
 
     def __init__(
-        self, pipeline: Pipeline, models: ModelSource, registry: Registry, stall_seconds: float
+        self,
+        pipeline: Pipeline,
+        models: ModelSource,
+        registry: Registry,
+        running: RunningRequests,
+        stall_seconds: float,
     ) -> None:
         self._pipeline, self._models, self._registry = pipeline, models, registry
+        self._running = running
         self._stall_seconds = stall_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """One prompt; the last message has usage and timings. Errors have the codes of ``serving.errors``."""
         async with (
             _answering(context, "gen") as request_id,
-            self._deltas(request, request_id, context) as deltas,
+            self._deltas(request, request_id, context) as (name, deltas),
         ):
+            if _is_best_of(request):
+                raise InvalidRequestError(
+                    "best_of above n chooses from whole answers; ask GenerateOnce", param="best_of"
+                )
             async for delta in deltas:
                 if delta.tokens or delta.finish_reason:
-                    await self._write(context, _response(request.request_id or request_id, delta))
+                    await self._write(context, _response(name, delta))
 
     async def GenerateOnce(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
         """The same in one message."""
         async with (
             _answering(context, "gen") as request_id,
-            self._deltas(request, request_id, context) as deltas,
+            self._deltas(request, request_id, context) as (name, deltas),
         ):
-            return _joined([_response(request.request_id or request_id, delta) async for delta in deltas])
+            found = [delta async for delta in deltas]
+            if _is_best_of(request):
+                found = choose_best(found, _num_chosen(request), request.sampling.best_of)
+            return _joined([_response(name, delta) for delta in found])
+
+    async def Cancel(  # noqa: N802
+        self, request: pb.CancelGenerationRequest, context: Any
+    ) -> pb.CancelGenerationResponse:
+        """End the caller's requests of this id or name."""
+        answer = pb.CancelGenerationResponse()
+        async with _answering(context, "cancel"):
+            if not request.request_id:
+                raise InvalidRequestError("request_id is missing: an id or a name", param="request_id")
+            owner = authorization_of(context.invocation_metadata())
+            answer.num_cancelled = self._running.cancel(owner, request.request_id)
+        return answer
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
         """The ids of a text, with the special tokens that the tokenizer adds where they are wanted."""
@@ -87,10 +117,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     @asynccontextmanager
     async def _deltas(
         self, request: pb.GenerateRequest, request_id: str, context: Any
-    ) -> AsyncIterator[AsyncIterator[Delta]]:
+    ) -> AsyncIterator[tuple[str, AsyncIterator[Delta]]]:
+        """What the request is called in its answer, and the answer."""
+        await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+        metadata = context.invocation_metadata()
+        name = _name(request, metadata)
         asked = _asked(request, request_id, context.time_remaining())
-        async with aclosing(self._pipeline.generate(asked)) as deltas:
-            yield deltas
+        async with (
+            self._running.open(authorization_of(metadata), request_id, name),
+            aclosing(self._pipeline.generate(asked)) as deltas,
+        ):
+            yield name or request_id, deltas
 
     async def _write(self, context: Any, response: pb.GenerateResponse) -> None:
         try:
@@ -109,14 +146,23 @@ async def _answering(context: Any, prefix: str) -> AsyncIterator[str]:
     try:
         yield request_id
     except KvbatonError as error:
-        await _abort(context, error.kind, error.message)
+        await abort(context, error, request_id)
     except Exception:
         logger.exception("%s: a bug", request_id)
-        await _abort(context, ErrorKind.INTERNAL, f"an internal error; the log names it by {request_id}")
+        told = InternalError(f"an internal error; the log names it by {request_id}")
+        await abort(context, told, request_id)
 
 
-async def _abort(context: Any, kind: ErrorKind, message: str) -> None:
-    await context.abort(grpc_code(kind), message, ((ERROR_KIND_KEY, kind.value),))
+def _name(request: pb.GenerateRequest, metadata: Any) -> str | None:
+    """The client's name of its request. Raises InvalidRequestError for a ``request_id`` that is no name."""
+    if not request.request_id:
+        given = dict(metadata or ()).get(_NAME_KEY)
+        return client_name(given if isinstance(given, str) else None)
+    if not client_name(request.request_id):
+        raise InvalidRequestError(
+            "request_id must be 1 to 64 printable ASCII characters without spaces", param="request_id"
+        )
+    return request.request_id
 
 
 def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float | None) -> GenerationRequest:
@@ -139,6 +185,8 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=given("logprobs"),
+        num_choices=given("best_of") or _num_chosen(request),
+        rates_tokens=_is_best_of(request),
         min_p=_decimal(given("min_p")),
         presence_penalty=_decimal(sampling.presence_penalty),
         frequency_penalty=_decimal(sampling.frequency_penalty),
@@ -149,6 +197,21 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         cache_salt=request.cache_salt,
         timeout_seconds=time_remaining,
     )
+
+
+def _num_chosen(request: pb.GenerateRequest) -> int:
+    return request.sampling.n if request.sampling.HasField("n") else 1
+
+
+def _is_best_of(request: pb.GenerateRequest) -> bool:
+    """Raises InvalidRequestError where fewer are computed than are wanted."""
+    if not request.sampling.HasField("best_of"):
+        return False
+    if request.sampling.best_of < _num_chosen(request):
+        raise InvalidRequestError(
+            f"best_of is {request.sampling.best_of}; it must not be less than n", param="best_of"
+        )
+    return request.sampling.best_of > _num_chosen(request)
 
 
 def _decimal(value: Any) -> Any:
@@ -195,7 +258,10 @@ def _joined(parts: list[pb.GenerateResponse]) -> pb.GenerateResponse:
             text = choice.text + delta.text
             choice.MergeFrom(delta)
             choice.text = text
+        for count in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+            setattr(whole.usage, count, getattr(whole.usage, count) + getattr(part.usage, count))
         part.ClearField("choices")
+        part.ClearField("usage")
         whole.MergeFrom(part)
     whole.choices.extend(choices[index] for index in sorted(choices))
     return whole

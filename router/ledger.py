@@ -96,7 +96,7 @@ class Ledger:
     def __init__(self, max_queue: int, metrics: RouterMetrics) -> None:
         self._max_queue = max_queue
         self._metrics = metrics
-        self._records: dict[str, Record] = {}
+        self._records: set[Record] = set()
 
     @contextmanager
     def open(self, asked: GenerationRequest) -> Iterator[Record]:
@@ -106,7 +106,8 @@ class Ledger:
             raise OverloadedError(
                 f"{self._num_unbound} requests wait for workers, max_queue is {self._max_queue}; try again later"
             )
-        record = self._records[asked.request_id] = Record(asked.request_id, asked.arrival, self._metrics)
+        record = Record(asked.request_id, asked.arrival, self._metrics)
+        self._records.add(record)
         try:
             yield record
         except BaseException as error:
@@ -116,27 +117,27 @@ class Ledger:
                 logger.info("%s ended as %s while %s: %s", asked.request_id, kind, record.state, error)
             raise
         finally:
-            del self._records[asked.request_id]
+            self._records.remove(record)
 
     def num_by_state(self) -> dict[str, int]:
         """How many requests are in each state."""
-        counts = Counter(record.state.value for record in self._records.values())
+        counts = Counter(record.state.value for record in self._records)
         return {state.value: counts[state.value] for state in RequestState}
 
     @property
     def num_running(self) -> int:
         """Requests whose answer is being streamed."""
-        return sum(r.state is RequestState.STREAMING for r in self._records.values())
+        return sum(r.state is RequestState.STREAMING for r in self._records)
 
     @property
     def num_waiting(self) -> int:
         """Requests without a first token yet."""
-        return sum(r.state in _EARLY for r in self._records.values())
+        return sum(r.state in _EARLY for r in self._records)
 
     @property
     def _num_unbound(self) -> int:
         unbound = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
-        return sum(r.state in unbound for r in self._records.values())
+        return sum(r.state in unbound for r in self._records)
 
 
 def _kind_of(error: BaseException) -> ErrorKind:

@@ -18,12 +18,14 @@ A client that goes away cancels (or closes) the generator: that is step 7 from w
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
+from itertools import chain
 
 from router.answer import Answer, Delta, Usage
-from router.ledger import Ledger, Record
+from router.ledger import Ledger
+from router.limits import check_limits
 from router.model_source import ModelSource
 from router.registry import Registry
-from router.relay import Relays
+from router.relay import Relay, Relays
 from router.request import GenerationRequest, PreparedRequest, prepare, tokenize
 from router.side_by_side import side_by_side
 from text.model_card import ModelCard
@@ -46,44 +48,49 @@ class Pipeline:
     async def generate(self, *asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """The answers as they are computed, one beside the other; ``index`` says whose a delta is.
 
-        The last delta of each has ``finish_reason``, ``usage`` and ``timings``. All are admitted and checked before one
-        is sent. Close the generator (``contextlib.aclosing``) or cancel its task to end them early. Raises KvbatonError.
+        Every prompt has ``num_choices`` answers, one prompt's behind the other's. The last delta of each has
+        ``finish_reason``, ``usage`` (what the prompt took is told with its first choice) and ``timings``. All are admitted
+        and checked before one is sent. Close the generator (``contextlib.aclosing``) or cancel its task to end them early.
+        Raises KvbatonError.
         """
-        with ExitStack() as admitted:
-            records = [admitted.enter_context(self._ledger.open(one)) for one in asked]
+        with ExitStack() as held:
+            records = [[held.enter_context(self._ledger.open(one)) for _ in one.choices] for one in asked]
             card = self._models.card_named(asked[0].model)
             requests = [await self._prepare(one, card) for one in asked]
-            answers = [self._answer(*each, card) for each in zip(requests, records, strict=True)]
-            first, *others = answers
-            async with aclosing(side_by_side(answers) if others else first) as deltas:
+            relays = [
+                held.enter_context(self._relays.open(*each)) for each in zip(requests, records, strict=True)
+            ]
+            first, *others = [self._answer(relay, card) for relay in chain.from_iterable(relays)]
+            async with aclosing(side_by_side([first, *others]) if others else first) as deltas:
                 async for delta in deltas:
                     yield delta
 
     def check(self, asked: GenerationRequest) -> PreparedRequest:
         """What ``generate`` would send, after all its checks; from any thread. Raises KvbatonError."""
+        check_limits(asked)
         card = self._models.card_named(asked.model)
         return self._prepared(asked, tokenize(asked, card), card)
 
-    async def _answer(
-        self, request: PreparedRequest, record: Record, card: ModelCard
-    ) -> AsyncGenerator[Delta, None]:
-        with self._relays.open(request, record) as relay:
-            answer = Answer(request, card.tokenizer)
-            while not answer.is_finished:
-                delta = answer.push(await relay.next())
-                record.arrived(delta)
-                if delta.finish_reason:
-                    relay.close()
-                    usage = Usage(
-                        num_prompt_tokens=len(request.prompt_token_ids),
-                        num_completion_tokens=answer.num_tokens,
-                        num_cached_tokens=relay.report.num_cached_tokens,
-                    )
-                    record.finish(delta, delta.finish_reason, usage, relay.report)
-                yield delta
+    async def _answer(self, relay: Relay, card: ModelCard) -> AsyncGenerator[Delta, None]:
+        request, record = relay.request, relay.record
+        answer = Answer(request, card.tokenizer)
+        while not answer.is_finished:
+            delta = answer.push(await relay.next())
+            record.arrived(delta)
+            if delta.finish_reason:
+                relay.close()
+                is_first = request.choice == 0
+                usage = Usage(
+                    num_prompt_tokens=len(request.prompt_token_ids) if is_first else 0,
+                    num_completion_tokens=answer.num_tokens,
+                    num_cached_tokens=relay.report.num_cached_tokens if is_first else 0,
+                )
+                record.finish(delta, delta.finish_reason, usage, relay.report)
+            yield delta
 
     async def _prepare(self, asked: GenerationRequest, card: ModelCard) -> PreparedRequest:
         """Long texts are tokenized in a thread, so that they do not hold up the tokens of others."""
+        check_limits(asked)
         if isinstance(asked.prompt, tuple) or len(str(asked.prompt)) < _LONG_PROMPT_CHARACTERS:
             prompt_ids = tokenize(asked, card)
         else:

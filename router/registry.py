@@ -18,13 +18,14 @@ from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
 
-LegKey = tuple[str, int]
+LegKey = tuple[str, int, int]
+"""(request id, attempt, choice)"""
 
 
 class AttachedWorker:
     """One incarnation of a worker, from its registration until its stream closes.
 
-    Owns the legs that are bound to it: (request id, attempt) → where its entries go. ``gone`` is set when it is
+    Owns the legs that are bound to it, by what they are for: where its entries go. ``gone`` is set when it is
     detached; from then on it says nothing any more, even if it is still alive. session: names this incarnation's stream, so
     that a late call meant for it starts nothing on the next one. is_leaving: one side has said goodbye.
     on_change: called when it may have room that it had not.
@@ -65,7 +66,7 @@ class AttachedWorker:
     def deliver(self, step: pb.StepOutput) -> None:
         """Hand the entries of one step to their legs; those of older attempts and unknown requests are dropped."""
         for entry in step.entries:
-            leg = self._legs.get((entry.request_id, entry.attempt))
+            leg = self._legs.get((entry.request_id, entry.attempt, entry.choice))
             if leg and not self.gone.is_set():
                 leg[0](entry)
             else:

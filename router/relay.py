@@ -8,8 +8,9 @@ everybody, at the place that its arrival gives it. Tokens of older attempts that
 import asyncio
 import logging
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
 
 from contract.errors import DeadlineError, ErrorKind, KvbatonError, UnavailableError
 from contract.identity import Role
@@ -50,9 +51,21 @@ class Relays:
     max_replays: int
     max_unread_bytes: int
 
-    def open(self, request: PreparedRequest, record: Record) -> "Relay":
-        """A relay for this request; use it as a context manager."""
-        return Relay(self, request, record)
+    @contextmanager
+    def open(self, request: PreparedRequest, records: Sequence[Record]) -> "Iterator[list[Relay]]":
+        """A relay for each answer to this prompt, one a record, for as long as the block lasts.
+
+        The workers that begin them compute the prompt once and hand it over once.
+        """
+        first, *others = [
+            Relay(self, request.of_choice(choice), record) for choice, record in enumerate(records)
+        ]
+        first.lead(others)
+        try:
+            yield [first, *others]
+        finally:
+            for relay in (first, *others):
+                relay.close()
 
 
 class Relay:
@@ -68,13 +81,17 @@ class Relay:
         self._suspects: set[AttachedWorker] = set()
         self._prefer: str | None = None
         self._failure: KvbatonError | None = None
+        self._followers: list[Relay] = []
+        self._begun: asyncio.Event | None = None
+        self.request = request
+        self.record = record
         self.report = LegReport()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def lead(self, followers: "list[Relay]") -> None:
+        """Begin their first attempts together with this one's: their requests are further choices of the same prompt."""
+        self._followers = followers
+        for follower in followers:
+            follower._begun = asyncio.Event()
 
     def close(self) -> None:
         """End the attempt that runs. Does nothing the second time."""
@@ -98,18 +115,24 @@ class Relay:
 
     async def _next(self) -> Arrival:
         while True:
-            if self._attempt is None:
-                self._attempt = await self._bind()
+            attempt = self._attempt or await self._bind()
+            self._attempt = attempt
             try:
-                return await self._attempt.next()
+                return await attempt.next()
             except KvbatonError as error:
-                self._survive(self._attempt, error)
+                self._survive(attempt, error)
 
     async def _bind(self) -> Attempt:
+        if self._begun and not self._begun.is_set():
+            self._record.queued()
+            await self._begun.wait()
+            self._record.bound()
+            if self._attempt:
+                return self._attempt
         request = self._request
         wish = Wish(
             num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
-            num_answer_tokens=request.num_answer_tokens,
+            num_answer_tokens=request.num_answer_tokens * (1 + len(self._followers)),
             prefer=self._prefer,
             avoid=frozenset(worker.name for worker in self._suspects if not worker.gone.is_set()),
             is_replay=self._num_attempts > 0,
@@ -126,11 +149,22 @@ class Relay:
         return attempt
 
     def _begin(self, placement: Placement) -> Attempt:
+        followers, self._followers = self._followers, []
+        others = [follower._begin_behind(placement) for follower in followers]
+        return self._new_attempt(placement).begin(*others)
+
+    def _begin_behind(self, placement: Placement) -> Attempt:
+        self._attempt = self._new_attempt(placement)
+        if self._begun:
+            self._begun.set()
+        return self._attempt
+
+    def _new_attempt(self, placement: Placement) -> Attempt:
         get = self._parts.registry.get
         number, self._num_attempts = self._num_attempts, self._num_attempts + 1
         if placement.prefill is None and get(placement.decode).role is Role.DECODE:
             self._record.recomputed_locally(placement.decode)
-        attempt = Attempt(
+        return Attempt(
             self._request,
             self._delivered,
             number,
@@ -140,7 +174,6 @@ class Relay:
             self.report,
             self._parts.max_unread_bytes,
         )
-        return attempt.begin()
 
     def _survive(self, attempt: Attempt, error: KvbatonError) -> None:
         """Close a failed attempt. Raises its error where another one could not help, or too many have failed."""

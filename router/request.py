@@ -2,10 +2,12 @@
 
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import MAX_CHOICES, EngineRequest, SamplingParams, choice_seed
 from text.chat import Message
 from text.model_card import ModelCard
 
@@ -20,8 +22,10 @@ _INT32 = 2**31
 class GenerationRequest:
     """A request as the client sent it. None means: not given, take the model's or the documented default.
 
-    prompt: text, token ids, or a chat's messages. default_max_tokens: used where ``max_tokens`` is None; None is all
-    that fits the model. arrival: on the router's monotonic clock. timeout_seconds: the client's own deadline.
+    prompt: text, token ids, or a chat's messages. num_choices: answers to it. logprobs: how many alternatives the client
+    sees of each token. rates_tokens: each token's log probability is needed, even if it sees none. default_max_tokens: used
+    where ``max_tokens`` is None; None is all that fits the model. arrival: on the router's monotonic clock.
+    timeout_seconds: the client's own deadline.
     """
 
     request_id: str
@@ -34,6 +38,8 @@ class GenerationRequest:
     max_tokens: int | None = None
     default_max_tokens: int | None = None
     min_tokens: int = 0
+    num_choices: int = 1
+    rates_tokens: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -49,12 +55,20 @@ class GenerationRequest:
     timeout_seconds: float | None = None
     arrival: float = field(default_factory=time.monotonic)
 
+    @property
+    def choices(self) -> range:
+        """Its answers. Raises InvalidRequestError for none, or too many."""
+        if not 1 <= self.num_choices <= MAX_CHOICES:
+            raise InvalidRequestError(f"n is {self.num_choices}; it must lie in 1..{MAX_CHOICES}", param="n")
+        return range(self.num_choices)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
     """A request with its prompt as token ids and every default filled in; it fits the model.
 
-    deadline: when it ends with an error at the latest, on the router's monotonic clock.
+    choice: which answer to the prompt it asks for; ``sampling`` has that one's seed. deadline: when it ends with an error
+    at the latest, on the router's monotonic clock.
     """
 
     request_id: str
@@ -66,6 +80,12 @@ class PreparedRequest:
     cache_salt: str
     arrival: float
     deadline: float
+    choice: int = 0
+
+    def of_choice(self, choice: int) -> "PreparedRequest":
+        """The same for another answer to the prompt; called on the first one."""
+        seed = choice_seed(self.sampling.seed, choice)
+        return replace(self, choice=choice, sampling=structs.replace(self.sampling, seed=seed))
 
     @property
     def num_answer_tokens(self) -> int:
@@ -117,7 +137,7 @@ def prepare(
         min_tokens=asked.min_tokens,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
-        logprobs=asked.logprobs,
+        logprobs=0 if asked.rates_tokens and asked.logprobs is None else asked.logprobs,
         min_p=card.min_p if asked.min_p is None else asked.min_p,
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
@@ -127,9 +147,12 @@ def prepare(
         logit_bias=asked.logit_bias,
         allowed_token_ids=asked.allowed_token_ids,
     )
-    EngineRequest(request_id=asked.request_id, prompt_token_ids=prompt_ids, sampling=sampling).check(
-        card.vocab_size
-    )
+    EngineRequest(
+        request_id=asked.request_id,
+        prompt_token_ids=prompt_ids,
+        sampling=sampling,
+        num_choices=asked.num_choices,
+    ).check(card.vocab_size)
     return PreparedRequest(
         request_id=asked.request_id,
         prompt_token_ids=prompt_ids,

@@ -25,15 +25,20 @@ from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
 from router.relay import Relays
+from router.running import RunningRequests
 from router.settings import RouterSettings
 from router.tasks import TaskSet
 from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
+from serving.api_keys import ApiKeys
+from serving.grpc_keys import ApiKeyInterceptor
 from serving.grpc_options import internal_server_options, public_server_options
 from serving.grpc_server import start_grpc
 from serving.http_server import HttpServer, start_http
 from serving.peer_auth import PeerAuthInterceptor
+from serving.settings import is_loopback
 from serving.signals import until_stopped
+from serving.tls import read_tls
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +70,9 @@ class RouterService:
         self._registry = Registry(self._changes)
         self._models = ModelSource(self._changes, settings.served_model_name)
         self._metrics = RouterMetrics()
+        self._keys = ApiKeys(settings.api_keys, settings.api_keys_file)
+        self._tls = read_tls(settings.tls_certificate_file, settings.tls_key_file)
+        self._running = RunningRequests()
         self._ledger = Ledger(settings.max_queue, self._metrics)
         self._tasks = TaskSet()
         self._line = WaitingLine(self._registry, self._changes, settings.worker_wait_seconds)
@@ -135,6 +143,7 @@ class RouterService:
             http = await self._start_http()
         await self._admin.start()
         self._addresses = BoundAddresses(http, public, internal, self._admin.address)
+        self._warn_if_open()
         self._watchers = [
             asyncio.create_task(self._models.learn(self._registry), name="learn the model"),
             asyncio.create_task(self._tell_health(), name="tell gRPC health"),
@@ -172,10 +181,17 @@ class RouterService:
         return server, await start_grpc(server, self._settings.internal, param="internal")
 
     async def _start_public(self) -> tuple[grpc.aio.Server, str]:
-        server = grpc.aio.server(options=public_server_options(self._settings.max_body_bytes))
+        server = grpc.aio.server(
+            interceptors=[ApiKeyInterceptor(self._keys)],
+            options=public_server_options(self._settings.max_body_bytes),
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceServicer(
-                self._pipeline, self._models, self._registry, self._settings.client_stall_seconds
+                self._pipeline,
+                self._models,
+                self._registry,
+                self._running,
+                self._settings.client_stall_seconds,
             ),
             server,
         )
@@ -183,12 +199,35 @@ class RouterService:
         reflection.enable_server_reflection(
             (_INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        return server, await start_grpc(server, self._settings.grpc, param="grpc")
+        credentials = self._tls.credentials if self._tls else None
+        address = await start_grpc(server, self._settings.grpc, param="grpc", credentials=credentials)
+        return server, address
+
+    def _warn_if_open(self) -> None:
+        """Say that strangers may ask, where that is so."""
+        public = [a for a in (self.addresses.http, self.addresses.grpc) if a and not is_loopback(a)]
+        if public and not self._keys.are_required:
+            logger.warning(
+                "%s can be reached from other machines and needs no API key; set api_keys_file",
+                " and ".join(public),
+            )
 
     async def _start_http(self) -> str:
-        endpoints = Endpoints(self._pipeline, self._models, self._registry, self._collector, self._settings)
-        app = build_app(endpoints, self._settings)
-        self._http = await start_http(app, self._settings.http, shutdown_timeout_seconds=_STOP_GRACE_SECONDS)
+        endpoints = Endpoints(
+            self._pipeline,
+            self._models,
+            self._registry,
+            self._running,
+            self._collector,
+            self._settings,
+            needs_key=self._keys.are_required,
+        )
+        self._http = await start_http(
+            build_app(endpoints, self._settings, self._keys),
+            self._settings.http,
+            shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
+            tls=self._tls.context if self._tls else None,
+        )
         return self._http.address
 
     async def _tell_health(self) -> None:

@@ -1,11 +1,26 @@
 """The settings of one router process."""
 
+import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
 from serving.settings import Address, Settings, read_secret_file
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s,*]+")
+
+
+def _check_origins(value: str) -> str:
+    for origin in _listed(value):
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is no origin; write scheme://host[:port] without a path, or *")
+    return value
+
+
+def _listed(value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 class RouterSettings(Settings):
@@ -27,6 +42,20 @@ class RouterSettings(Settings):
     """File with the cluster secret (mode 0600)."""
     secret: str | None = Field(default=None, repr=False)
     """The cluster secret itself, for tests; prefer the file."""
+    api_keys: str | None = Field(default=None, repr=False)
+    """API keys of clients, separated by commas; prefer the file. Without any, everybody may ask."""
+    api_keys_file: Path | None = None
+    """File with API keys, one a line, # begins a comment; read again when it changes."""
+    metrics_need_key: bool = False
+    """Whether /metrics needs an API key too, where there are keys."""
+    cors_origins: Annotated[str, AfterValidator(_check_origins)] | None = None
+    """Origins of web pages that may call the HTTP API, separated by commas; * is every one."""
+    tls_certificate_file: Path | None = None
+    """Certificate (PEM, with its chain) of the HTTP and gRPC APIs, which then speak TLS only."""
+    tls_key_file: Path | None = None
+    """Its private key (PEM, without a passphrase)."""
+    strict_api: bool = False
+    """Refuse fields of a request that are not known, instead of ignoring them."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """Bytes of a request's body; larger ones are answered 413."""
     max_queue: int = Field(default=1024, ge=1)
@@ -45,6 +74,11 @@ class RouterSettings(Settings):
     """How long a streaming client may read nothing before its request is cancelled."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
     """Silence of a worker's connection after which it counts as dead."""
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """``cors_origins`` one by one."""
+        return _listed(self.cors_origins or "")
 
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none, or where two are given."""

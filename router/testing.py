@@ -54,7 +54,7 @@ Writer = Callable[[pb.Task], Script]
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """A worker of any role. ``script`` is asked for the script of every task that it accepts.
+    """A worker of any role. ``script`` is asked for the script of every choice of every task that it accepts.
 
     prefills, decodes, cancels: the requests that it got, in order.
     """
@@ -85,7 +85,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._heard = asyncio.Condition()
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._tasks = TaskSet()
-        self._legs: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._legs: dict[tuple[str, int, int], asyncio.Task[None]] = {}
         self._server: grpc.aio.Server | None = None
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
@@ -171,10 +171,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         return await self._accept(request.task, None, context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Fall silent about a request's attempts up to this one."""
+        """Fall silent about a choice's attempts up to this one."""
         self.cancels.append(request)
-        for (request_id, attempt), leg in self._legs.items():
-            if request_id == request.request_id and attempt <= request.attempt:
+        for (request_id, attempt, choice), leg in self._legs.items():
+            if (request_id, choice) == (request.request_id, request.choice) and attempt <= request.attempt:
                 leg.cancel()
         await self._tell()
         return pb.Accepted()
@@ -189,13 +189,19 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             yield pb.ModelFile(name=name, data=data[half:])
 
     async def _accept(self, task: pb.Task, end: int | None, context: Any) -> pb.Accepted:
-        script = self._script(task)
+        first = task.choice
+        for choice in range(first, first + max(1, task.num_choices)):
+            own = pb.Task()
+            own.CopyFrom(task)
+            own.choice = choice
+            script = self._script(own)
+            if script.refuse:
+                await self._tell()
+                await context.abort(grpc_code(script.refuse.kind), script.refuse.message)
+            self._legs[task.request_id, task.attempt, choice] = self._tasks.spawn(
+                self._play(own, script, end), f"{self.worker_id} plays {task.request_id}"
+            )
         await self._tell()
-        if script.refuse:
-            await context.abort(grpc_code(script.refuse.kind), script.refuse.message)
-        self._legs[task.request_id, task.attempt] = self._tasks.spawn(
-            self._play(task, script, end), f"{self.worker_id} plays {task.request_id}"
-        )
         if script.is_mute:
             await asyncio.Event().wait()
         return pb.Accepted()
@@ -227,6 +233,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 pb.TokenEntry(
                     request_id=task.request_id,
                     attempt=task.attempt,
+                    choice=task.choice,
                     finish_reason=FinishReason.ERROR.value,
                     error_kind=script.error.kind.value,
                     error_message=script.error.message,

@@ -55,9 +55,9 @@ class WorkerCalls:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Decode", error) from error
 
-    async def cancel(self, request_id: str, attempt: int) -> None:
-        """Stop a request up to this attempt."""
-        request = pb.CancelRequest(request_id=request_id, attempt=attempt)
+    async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
+        """Stop one choice of a request, up to this attempt."""
+        request = pb.CancelRequest(request_id=request_id, attempt=attempt, choice=choice)
         try:
             await self._stub.Cancel(request, timeout=self._timeout, metadata=self._metadata)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:

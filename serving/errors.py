@@ -59,11 +59,14 @@ def grpc_code(kind: ErrorKind) -> grpc.StatusCode:
             assert_never(kind)
 
 
+def retry_after_seconds(kind: ErrorKind) -> int | None:
+    """After how long the same request may succeed; None where trying again does not help."""
+    return 1 if kind in (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE, ErrorKind.WORKER_LOST) else None
+
+
 def openai_type(kind: ErrorKind) -> str:
     """The ``type`` of an OpenAI error object."""
     status = http_status(kind)
-    if status == 401:
-        return "authentication_error"
     if status == 429:
         return "rate_limit_error"
     return "invalid_request_error" if status < 500 else "server_error"

@@ -1,18 +1,25 @@
 """The one way in which our processes listen for gRPC."""
 
+import grpc
 import grpc.aio
 
 from contract.errors import SettingError
 from serving.settings import split_address
 
 
-async def start_grpc(server: grpc.aio.Server, address: str, *, param: str) -> str:
-    """Start a server on "host:port" (port 0 picks a free one); the real "host:port".
+async def start_grpc(
+    server: grpc.aio.Server, address: str, *, param: str, credentials: grpc.ServerCredentials | None = None
+) -> str:
+    """Start a server on "host:port" (port 0 picks a free one), with TLS by ``credentials``; the real "host:port".
 
     Raises SettingError that names ``param`` when nothing can listen there.
     """
     try:
-        port = server.add_insecure_port(address)
+        port = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         raise SettingError(f"{param} is {address}: cannot listen there, {error}", param=param) from error
     await server.start()

@@ -5,12 +5,14 @@ out of the internal ports; it does not hide traffic (TLS does).
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import grpc
 import grpc.aio
 
+from contract.errors import UnauthenticatedError
 from contract.identity import proof, proof_matches
+from serving.grpc_errors import refusing
 
 PROOF_KEY = "kvbaton-proof"
 _PURPOSE = "internal-grpc"
@@ -44,17 +46,5 @@ class PeerAuthInterceptor(grpc.aio.ServerInterceptor):
         text = claimed.decode("ascii", "replace") if isinstance(claimed, bytes) else claimed
         if handler is None or proof_matches(self._secret, text, _PURPOSE):
             return handler
-        return cast("grpc.RpcMethodHandler[_Req, _Res]", _refusal(handler))
-
-
-def _refusal(handler: Any) -> Any:
-    async def refuse(_request: object, context: Any) -> None:
-        await context.abort(
-            grpc.StatusCode.UNAUTHENTICATED, "this port answers calls that carry the cluster's proof only"
-        )
-
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+        error = UnauthenticatedError("this port answers calls that carry the cluster's proof only")
+        return cast("grpc.RpcMethodHandler[_Req, _Res]", refusing(handler, error))

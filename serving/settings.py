@@ -4,6 +4,7 @@
 value and the allowed range. This module and its like are the only places that read the environment.
 """
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,15 @@ def split_address(address: str) -> tuple[str, int]:
     """Split a checked "host:port"; brackets of an IPv6 host are taken off."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a "host:port"; a name other than localhost counts as reachable."""
+    host, _ = split_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_secret_file(path: Path | None) -> str:

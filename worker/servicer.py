@@ -33,8 +33,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return await self._refuse("Decode", context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Stop a request; unknown ids are ignored."""
-        return await self._answer(self._worker.cancel(request.request_id, request.attempt), context)
+        """Stop a request, or one choice of it; unknown ids are ignored."""
+        choice = request.choice if request.HasField("choice") else None
+        return await self._answer(self._worker.cancel(request.request_id, request.attempt, choice), context)
 
     async def GetModelFiles(  # noqa: N802
         self, request: pb.GetModelFilesRequest, context: Any

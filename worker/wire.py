@@ -25,6 +25,7 @@ def request_from_task(task: pb.Task, transfer: SendTransfer | ReceiveTransfer | 
         eos_token_ids=tuple(task.eos_token_ids),
         attempt=task.attempt,
         choice=task.choice,
+        num_choices=max(1, task.num_choices),
         first_index=task.first_index,
         priority=task.priority,
         cache_salt=task.cache_salt,

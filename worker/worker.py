@@ -50,7 +50,7 @@ class Worker:
         self._link: RouterLink | None = None
         self._running = asyncio.Event()
         self._accepted: dict[str, EngineRequest] = {}
-        self._early_cancels: OrderedDict[str, int] = OrderedDict()
+        self._early_cancels: OrderedDict[tuple[str, int | None], int] = OrderedDict()
         self._told: tuple[str, pb.Load] | None = None
 
     @property
@@ -111,24 +111,32 @@ class Worker:
             raise UnavailableError(
                 f"worker {self.identity.worker_id} has lost the stream that this request came for"
             )
-        if self._early_cancels.get(request.request_id, -1) >= request.attempt:
+        dismissed = [choice for choice in request.choices if self._was_cancelled(request, choice)]
+        if len(dismissed) == request.num_choices:
             raise CancelledError(f"request {request.request_id} was cancelled before it arrived")
         request.check(self.engine.info.vocab_size)
-        if request.key in self._accepted:
+        if any(key in self._accepted for key in request.keys):
             raise InvalidRequestError(
                 f"request {request.key} is here already; a replay needs a higher attempt"
             )
         await self.engine.add_request(request)
-        self._accepted[request.key] = request
+        self._accepted.update(dict.fromkeys(request.keys, request))
+        for choice in dismissed:
+            await self.engine.abort(request.request_id, request.attempt, choice)
 
-    async def cancel(self, request_id: str, attempt: int) -> None:
-        """Abort all choices of a request up to ``attempt``; for one that is still on its way remember the wish."""
-        if not any(r.request_id == request_id and r.attempt <= attempt for r in self._accepted.values()):
-            attempt = max(attempt, self._early_cancels.pop(request_id, -1))
-            self._early_cancels[request_id] = attempt
+    def _was_cancelled(self, request: EngineRequest, choice: int) -> bool:
+        cancels = [(request.request_id, None), (request.request_id, choice)]
+        return any(self._early_cancels.get(cancel, -1) >= request.attempt for cancel in cancels)
+
+    async def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
+        """Abort a choice of a request (None: all) up to ``attempt``; for one that is on its way remember the wish."""
+        here = (r for r in self._accepted.values() if r.request_id == request_id and r.attempt <= attempt)
+        if not any(choice is None or choice in request.choices for request in here):
+            cancel = request_id, choice
+            self._early_cancels[cancel] = max(attempt, self._early_cancels.pop(cancel, -1))
             if len(self._early_cancels) > MAX_EARLY_CANCELS:
                 self._early_cancels.popitem(last=False)
-        await self.engine.abort(request_id, attempt)
+        await self.engine.abort(request_id, attempt, choice)
 
     async def abort_all(self) -> None:
         """Abort everything: the router that asked for it is gone."""

@@ -14,7 +14,7 @@ from engine.scheduling.stats import SchedulerStats
 
 @dataclass(frozen=True)
 class _Live:
-    """A request that has not ended; ``stream`` is None when its outputs go out with ``steps``."""
+    """A choice of a request that has not ended; ``stream`` is None when its outputs go out with ``steps``."""
 
     request: EngineRequest
     stream: asyncio.Queue[EngineOutput] | None
@@ -45,14 +45,16 @@ class Delivery:
     def expect(self, request: EngineRequest, stream: asyncio.Queue[EngineOutput] | None) -> None:
         """Outputs of this request will come. Raises InvalidRequestError for one that is live already."""
         self.check_open()
-        if request.key in self._live:
+        if any(key in self._live for key in request.keys):
             raise InvalidRequestError(
                 f"request {request.key} is running already; a replay needs a higher attempt"
             )
-        self._live[request.key] = _Live(request, stream)
+        for choice in request.choices:
+            one = request.of_choice(choice)
+            self._live[one.key] = _Live(one, stream)
 
     def is_live(self, key: str) -> bool:
-        """True until the request's last output."""
+        """True until this choice's last output."""
         return key in self._live
 
     def expect_result(self, call_id: int) -> asyncio.Future[Any]:

@@ -22,10 +22,11 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort_request"):
-    """End all choices of a request, of all attempts up to ``attempt`` (None: of all), and what they still lend."""
+    """End a choice of a request (None: all), of all attempts up to ``attempt`` (None: of all), and what they still lend."""
 
     request_id: str
     attempt: int | None = None
+    choice: int | None = None
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):

@@ -124,8 +124,8 @@ class StepLoop:
                 self._core.add_request(request)
             case Abort(keys):
                 self._core.abort(keys)
-            case AbortRequest(request_id, attempt):
-                self._core.abort_request(request_id, attempt)
+            case AbortRequest(request_id, attempt, choice):
+                self._core.abort_request(request_id, attempt, choice)
             case Call():
                 self._emit(self._call(item))
             case Shutdown():

@@ -45,6 +45,12 @@ class PagedKVMemory(ABC):
     def mark_computed(self) -> None:
         """Everything that was launched before this call is what ``read_view`` shall wait for."""
 
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), behind what was launched before. No block is read here that another pair writes."""
+        if pairs:
+            sources, targets = zip(*pairs, strict=True)
+            self.pool[list(targets)] = self.pool[list(sources)]
+
     @abstractmethod
     def close(self) -> None:
         """Give the memory back; the pool and its views must not be used any more."""

@@ -59,6 +59,9 @@ class Ending:
 HANDED_OVER = Ending(RequestStatus.FINISHED_LENGTH_CAPPED, goes_on=True)
 """The prefill leg is done with its one token; the decode leg goes on."""
 
+ABORTED = Ending(RequestStatus.FINISHED_ABORTED)
+"""Nobody wants it any more."""
+
 NOT_NEEDED = Ending(RequestStatus.FINISHED_ABORTED, goes_on=True)
 """The decode leg is not needed: token 0 ended the answer, and the prefill leg has said so."""
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 
 from contract.errors import KvbatonError
 from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
+from engine.connector import FirstToken
 from engine.scheduling.ending import Ending
 from engine.scheduling.request import Request
 from engine.scheduling.stats import Totals
@@ -26,18 +27,25 @@ class Outbox:
         ending: Ending | None,
         logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
-        """The request has new tokens and perhaps ends with them."""
+        """The request has new tokens and perhaps ends with them: every choice that it still stands for."""
         self._outputs[request.client_index].append(request.emit(token_ids, ending, logprobs))
         self._totals.num_generated_tokens += len(token_ids)
         if ending is not None:
             self._totals.num_finished += ending.error_kind is None
             self._totals.num_failed += ending.error_kind is not None
+            for choice in request.asked.choices[1:]:
+                self.tokens(request.fork(choice), [], ending)
+
+    def first_token(self, request: Request, token: FirstToken, ending: Ending | None) -> None:
+        """The request has its first token."""
+        self.tokens(request, [token.token_id], ending, [token.logprobs] if token.logprobs else None)
 
     def refusal(self, asked: EngineRequest, error: KvbatonError) -> None:
         """The request was not accepted."""
-        self._totals.num_failed += 1
-        output = EngineOutput.of_error(asked, error.kind.value, error.message)
-        self._outputs[asked.client_index].append(output)
+        for choice in asked.choices:
+            self._totals.num_failed += 1
+            output = EngineOutput.of_error(asked.of_choice(choice), error.kind.value, error.message)
+            self._outputs[asked.client_index].append(output)
 
     def take(self) -> dict[int, list[EngineOutput]]:
         """Everything since the last call, in order."""

@@ -4,7 +4,7 @@ Both talk to the ``SchedulerConnector`` (see ``engine/connector.py`` for the ord
 the BlockPool in step with what may still be read or written from outside.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from contract.errors import ErrorKind, TransferError
 from contract.requests import EngineRequest
@@ -60,9 +60,9 @@ class KVSender:
             self._connector.open_send(request.asked, blocks, request.num_computed_tokens)
         self._connector.publish(request.key, num_computed_tokens)
 
-    def finish(self, request: Request, first_token: FirstToken) -> None:
-        """The prompt is computed, the answer goes on at the receiver with this token."""
-        self._connector.finish_send(request.key, [first_token])
+    def finish(self, request: Request, first_tokens: Sequence[FirstToken]) -> None:
+        """The prompt is computed, the answers go on at the receiver: one token for each choice."""
+        self._connector.finish_send(request.key, list(first_tokens))
         self._lease(request)
 
     def abandon(self, request: Request, ending: Ending) -> None:
@@ -84,14 +84,17 @@ class KVSender:
             if self._leases.discard(key):
                 self._pool.free(lease_holder(key))
 
-    def withdraw(self, request_id: str, up_to_attempt: int | None) -> None:
-        """The client is gone: nobody needs what its ended legs still lend. Their leases end like all others."""
-        for key in self._leases.keys_of(request_id, up_to_attempt):
+    def withdraw(self, request_id: str, up_to_attempt: int | None, choice: int | None) -> None:
+        """The client is gone: nobody needs what its ended legs still lend. Their leases end like all others.
+
+        One that serves several choices ends when none of them is wanted any more.
+        """
+        for key in self._leases.dismiss(request_id, up_to_attempt, choice):
             self._connector.abandon_send(key, ErrorKind.CANCELLED, "the request was cancelled")
 
     def _lease(self, request: Request) -> None:
         self._open.remove(request.key)
-        self._leases.add(request.asked)
+        self._leases.add(request.asked, request.dismissed)
         self._pool.hand_over(request.key, lease_holder(request.key))
 
 
@@ -192,13 +195,15 @@ class KVReceiver:
         self._num_cached_blocks.pop(request.key, None)
 
 
-def first_token_of(received: Received, vocab_size: int) -> int:
-    """The token with which the answer goes on here. Raises TransferError for what no honest sender sends."""
-    if not received.first_tokens:
-        raise TransferError("the transfer came without the token that the answer goes on with")
-    token = received.first_tokens[0].token_id
-    if not 0 <= token < vocab_size:
+def first_tokens_of(received: Received, num_choices: int, vocab_size: int) -> list[int]:
+    """With which token each choice goes on here. Raises TransferError for what no honest sender sends."""
+    tokens = [first.token_id for first in received.first_tokens]
+    if len(tokens) != num_choices:
         raise TransferError(
-            f"the transfer came with token id {token}; the vocabulary has 0..{vocab_size - 1}"
+            f"the transfer came with {len(tokens)} tokens that answers go on with; the request needs {num_choices}"
         )
-    return token
+    if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise TransferError(
+            f"the transfer came with token id {bad[0]}; the vocabulary has 0..{vocab_size - 1}"
+        )
+    return tokens

@@ -1,6 +1,6 @@
 """The scheduler's state of one request: where it is in its life, its tokens, and how much of them is computed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contract.block_hash import BlockHash, block_hash, full_block_hashes
@@ -41,7 +41,9 @@ class Milestones:
 class Request:
     """One EngineRequest in the scheduler's hands (B10); the scheduler alone changes it.
 
-    arrival_number: counts the scheduler's requests; no two have the same.
+    arrival_number: counts the scheduler's requests and their choices; no two have the same. expires: when it must have
+    ended, on the scheduler's clock. dismissed: choices that nobody wants any more. is_fork: another choice has computed, or
+    received, the prompt.
 
     token_ids: all known tokens: the prompt, then the answer's. num_computed_tokens: how many of them have their KV in
     this request's blocks. num_emitted_tokens: tokens that left this engine as output. hash_root: what ``block_hashes``
@@ -57,12 +59,15 @@ class Request:
     computed_root: BlockHash
     hash_root: BlockHash
     block_hashes: list[BlockHash]
+    expires: float
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_indexed_blocks: int = 0
     num_emitted_tokens: int = 0
     num_cached_tokens: int = 0
     is_known_to_runner: bool = False
+    is_fork: bool = False
+    dismissed: set[int] = field(default_factory=set)
     structured_output_request: Any | None = None
 
     @classmethod
@@ -86,6 +91,22 @@ class Request:
             computed_root=root,
             hash_root=root,
             block_hashes=full_block_hashes(root, asked.prompt_token_ids, block_size),
+            expires=now + asked.deadline_seconds,
+        )
+
+    def fork(self, choice: int) -> "Request":
+        """Another choice of its prompt, which is computed: at the same place, without blocks of its own."""
+        return replace(
+            self,
+            asked=self.asked.of_choice(choice),
+            token_ids=list(self.token_ids),
+            block_hashes=list(self.block_hashes),
+            milestones=replace(self.milestones),
+            arrival_number=self.arrival_number + choice,
+            status=RequestStatus.WAITING,
+            is_known_to_runner=False,
+            is_fork=True,
+            dismissed=set(),
         )
 
     @property

@@ -65,6 +65,7 @@ def _new_request_data(turn: Turn) -> NewRequestData:
         block_ids=(list(turn.new_block_ids),),
         num_computed_tokens=request.num_computed_tokens,
         num_prompt_tokens=request.num_prompt_tokens - request.asked.num_delivered_tokens,
+        num_choices=request.asked.num_choices,
         eos_token_ids=request.eos_token_ids,
     )
 

@@ -1,7 +1,21 @@
-"""From a step's rectangular log probabilities to those of one token."""
+"""From what the runner drew in a step to the tokens of one request."""
 
 from contract.requests import TokenLogprobs
-from engine.outputs import LogprobsLists
+from engine.connector import FirstToken
+from engine.outputs import LogprobsLists, ModelRunnerOutput
+
+
+def first_tokens(
+    output: ModelRunnerOutput, key: str, token_id: int, num_alternatives: int | None
+) -> list[FirstToken]:
+    """Token 0 of every choice of a request whose prompt is computed; ``token_id`` is choice 0's."""
+    own = logprobs_in_row(output.logprobs, output.req_id_to_index[key], num_alternatives)
+    drawn = [FirstToken(token_id, own[0] if own else None)]
+    if others := output.other_choices.get(key):
+        for row, other_id in enumerate(others.token_ids):
+            logprobs = logprobs_in_row(others.logprobs, row, num_alternatives)
+            drawn.append(FirstToken(other_id, logprobs[0] if logprobs else None))
+    return drawn
 
 
 def logprobs_in_row(

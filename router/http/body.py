@@ -8,12 +8,19 @@ from aiohttp import web
 
 from contract.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
 
+Json = dict[str, Any]
+UNSERVED = "x-unserved"
+"""Marks the schema of a field that is known, and refused (``router.http.fields``)."""
+
 _MAX_DEPTH = 100
 """What is nested deeper cannot be written out (in a message, by a chat template) within Python's recursion limit."""
 
 
-async def read_body(request: web.Request, max_body_bytes: int) -> "Body":
-    """The JSON object of a POST. Raises UnsupportedMediaTypeError, PayloadTooLargeError, InvalidRequestError."""
+async def read_body(request: web.Request, max_body_bytes: int, schema: Json) -> "Body":
+    """The JSON object of a POST, whose fields ``schema`` describes.
+
+    Raises UnsupportedMediaTypeError, PayloadTooLargeError, InvalidRequestError.
+    """
     if request.content_type != "application/json":
         raise UnsupportedMediaTypeError(
             f"the content type is {request.headers.get('Content-Type', 'missing')!r}; send application/json"
@@ -36,7 +43,7 @@ async def read_body(request: web.Request, max_body_bytes: int) -> "Body":
         raise InvalidRequestError("the body must be a JSON object")
     if _is_too_deep(data):
         raise InvalidRequestError(f"the body is nested deeper than {_MAX_DEPTH} objects and lists")
-    return Body(data)
+    return Body(data, schema)
 
 
 def _is_too_deep(data: Any) -> bool:
@@ -69,13 +76,20 @@ def _reason(raw: bytes, error: Exception) -> str:
 
 
 class Body:
-    """The fields of one request. Every getter gives the default for a field that is missing or null."""
+    """The fields of one request. Every getter gives the default for a field that is missing or null.
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    schema: describes them (``router.http.schema``); a getter of another field raises LookupError, which is a bug. None
+    describes none, and lets all be read.
+    """
+
+    def __init__(self, fields: dict[str, Any], schema: Json | None = None) -> None:
         self.fields = fields
+        self.schema = schema or {}
 
     def get(self, name: str) -> Any:
         """The field as it is; None where it is missing."""
+        if self.schema and UNSERVED in self.schema["properties"].get(name, (UNSERVED,)):
+            raise LookupError(f"{name} is read, and router/http/schema.py does not describe it")
         return self.fields.get(name)
 
     def integer(self, name: str) -> int | None:
@@ -139,11 +153,13 @@ class Body:
     def object(self, name: str) -> "Body":
         """An object."""
         value = self.get(name)
+        schema = self.schema.get("properties", {}).get(name, {})
+        schema = schema if "properties" in schema else None
         if value is None:
-            return Body({})
+            return Body({}, schema)
         if not isinstance(value, dict):
             raise _wrong(name, value, "an object")
-        return Body(value)
+        return Body(value, schema)
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:

@@ -8,19 +8,25 @@ from aiohttp import web
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, KvbatonError, NotFoundError
 from router.http.streaming import EventStream
 from router.request import new_request_id
-from serving.errors import http_status, openai_error
+from router.running import client_name
+from serving.errors import http_status, openai_error, retry_after_seconds
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = web.RequestKey("request_id", str)
 STREAM = web.RequestKey("stream", EventStream)
-_RETRY_AFTER_SECONDS = "1"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def request_id_header(request: web.Request) -> dict[str, str]:
-    """The header that names the request."""
-    return {"x-kvbaton-request-id": request[REQUEST_ID]}
+    """The headers that name the request: by our id, and (OpenAI's header) by its client's name where it gave one."""
+    request_id = request[REQUEST_ID]
+    return {"x-kvbaton-request-id": request_id, "X-Request-Id": name_of(request) or request_id}
+
+
+def name_of(request: web.Request) -> str | None:
+    """The name that a client gave its request, by the header ``X-Request-Id``."""
+    return client_name(request.headers.get("X-Request-Id"))
 
 
 @web.middleware
@@ -52,8 +58,10 @@ async def _error_response(request: web.Request, error: KvbatonError) -> web.Stre
         await stream.fail(openai_error(error))
         return stream.response
     response = web.json_response(openai_error(error), status=http_status(error.kind))
-    if error.kind in (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE):
-        response.headers["Retry-After"] = _RETRY_AFTER_SECONDS
+    if (seconds := retry_after_seconds(error.kind)) is not None:
+        response.headers["Retry-After"] = str(seconds)
+    if error.kind is ErrorKind.UNAUTHENTICATED:
+        response.headers["WWW-Authenticate"] = "Bearer"
     return response
 
 

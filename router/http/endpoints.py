@@ -14,41 +14,56 @@ from prometheus_client.registry import Collector
 
 from contract.errors import DeadlineError, InvalidRequestError, NotFoundError
 from contract.requests import MAX_LOGPROBS
-from router.http.body import Body, read_body
-from router.http.boundary import REQUEST_ID, STREAM, request_id_header
-from router.http.fields import refuse_unserved, shared_fields
+from router.best_of import choose_best
+from router.http.access import authorization_of
+from router.http.body import Body, Json, read_body
+from router.http.boundary import REQUEST_ID, STREAM, name_of, request_id_header
+from router.http.fields import choice_counts, refuse_unserved, shared_fields
+from router.http.openapi import document
+from router.http.schema import CHAT, COMPLETION, MAX_LEGACY_LOGPROBS, MAX_PROMPTS
 from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from router.http.streaming import EventStream
+from router.http.strictness import refuse_unknown
+from router.http.timing_header import server_timing
 from router.http.tokenizing import TokenizerEndpoints
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
 from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, new_request_id
+from router.running import RunningRequests
 from router.settings import RouterSettings
 from serving.metrics import CONTENT_TYPE, render
 from text.chat import parse_messages
 
-_MAX_LEGACY_LOGPROBS = 5
-_MAX_PROMPTS = 2048
-
 
 class Endpoints:
-    """One method a path; add them to an application with ``routes``. ``collector``: the metrics of this moment."""
+    """One method a path; add them to an application with ``routes``.
+
+    collector: the metrics of this moment. needs_key: whether clients need an API key, for the description of the API.
+    """
 
     def __init__(
         self,
         pipeline: Pipeline,
         models: ModelSource,
         registry: Registry,
+        running: RunningRequests,
         collector: Callable[[], Awaitable[Collector]],
         settings: RouterSettings,
+        *,
+        needs_key: bool,
     ) -> None:
         self._pipeline = pipeline
+        self._running = running
+        self._is_strict = settings.strict_api
+        self._document = document(
+            version("kvbaton"), needs_key=needs_key, metrics_need_key=settings.metrics_need_key
+        )
         self._models = models
         self._registry = registry
         self._collector = collector
         self._max_body_bytes = settings.max_body_bytes
-        self._max_prompts = min(_MAX_PROMPTS, settings.max_queue)
+        self._max_answers = min(MAX_PROMPTS, settings.max_queue)
         self._stall_seconds = settings.client_stall_seconds
         self._timeout_seconds = settings.request_timeout_seconds
 
@@ -65,12 +80,13 @@ class Endpoints:
             web.get("/ready", self.health),
             web.get("/version", self.version),
             web.get("/metrics", self.metrics),
+            web.get("/openapi.json", self.openapi),
         ]
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
-        body = await self._body(request, "chatcmpl")
+        body = await self._body(request, "chatcmpl", CHAT)
         refuse_unserved(body)
         longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         asked = GenerationRequest(
@@ -89,15 +105,15 @@ class Endpoints:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         arrival = time.monotonic()
-        body = await self._body(request, "cmpl")
+        body = await self._body(request, "cmpl", COMPLETION)
         refuse_unserved(body)
-        first, *others = _completion_prompts(body.get("prompt"), self._max_prompts)
+        first, *others = _completion_prompts(body.get("prompt"), self._max_answers)
         one = GenerationRequest(
             request_id=request[REQUEST_ID],
             prompt=first,
             max_tokens=body.integer("max_tokens"),
             default_max_tokens=COMPLETION_MAX_TOKENS,
-            logprobs=body.integer_within("logprobs", 0, _MAX_LEGACY_LOGPROBS),
+            logprobs=body.integer_within("logprobs", 0, MAX_LEGACY_LOGPROBS),
             arrival=arrival,
             **shared_fields(body),
         )
@@ -136,22 +152,34 @@ class Endpoints:
         """GET /metrics."""
         return web.Response(body=render(await self._collector()), headers={"Content-Type": CONTENT_TYPE})
 
-    async def _body(self, request: web.Request, prefix: str) -> Body:
+    async def openapi(self, _: web.Request) -> web.Response:
+        """GET /openapi.json."""
+        return web.json_response(self._document)
+
+    async def _body(self, request: web.Request, prefix: str, schema: Json) -> Body:
         request[REQUEST_ID] = new_request_id(prefix)
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await read_body(request, self._max_body_bytes)
+                body = await read_body(request, self._max_body_bytes, schema)
         except TimeoutError:
             raise DeadlineError(f"the body was not whole after {self._timeout_seconds} s") from None
+        if self._is_strict:
+            refuse_unknown(body.fields, schema)
+        return body
 
     def _options(self, all_asked: list[GenerationRequest], body: Body) -> AnswerOptions:
         stream = body.flag("stream")
         if body.get("stream_options") is not None and not stream:
             raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
         asked = all_asked[0]
+        num_choices = len(all_asked) * asked.num_choices
+        if num_choices > self._max_answers:
+            raise InvalidRequestError(
+                f"{num_choices} answers are too many; a request has {self._max_answers} at most", param="n"
+            )
         return AnswerOptions(
             request_id=asked.request_id,
-            num_choices=len(all_asked),
+            num_choices=num_choices,
             model=asked.model or self._models.card().name,
             created=int(time.time()),
             stream=stream,
@@ -159,17 +187,25 @@ class Endpoints:
             logprobs=asked.logprobs is not None,
             return_token_ids=body.flag("return_token_ids"),
             timings=body.flag("timings"),
+            num_chosen=choice_counts(body)[0],
         )
 
     async def _answer(
         self, request: web.Request, asked: list[GenerationRequest], options: AnswerOptions, shape: Shape
     ) -> web.StreamResponse:
-        async with aclosing(self._pipeline.generate(*asked)) as deltas:
+        async with (
+            self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)),
+            aclosing(self._pipeline.generate(*asked)) as deltas,
+        ):
             if not options.stream:
-                whole = shape.whole([delta async for delta in deltas])
+                found = [delta async for delta in deltas]
+                headers = server_timing(request, found)
+                if asked[0].rates_tokens:
+                    found = choose_best(found, options.num_chosen, asked[0].num_choices)
                 return web.json_response(
-                    text=msgspec.json.encode(whole).decode()
-                )  # -inf is null, as in streams
+                    text=msgspec.json.encode(shape.whole(found)).decode(),  # -inf is null, as in streams
+                    headers=headers,
+                )
             stream = EventStream(request, request_id_header(request), self._stall_seconds)
             request[STREAM] = stream
             async for delta in deltas:

@@ -3,12 +3,11 @@
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from contract.requests import MAX_LOGIT_BIAS
+from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS
 from router.http.body import Body
+from router.http.strictness import check_ignored
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -26,8 +25,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "prediction": (),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -40,14 +37,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "prompt_embeds": (),
 }
-"""Field → the values (besides null) that ask for nothing. Unknown fields are ignored, as OpenAI's clients expect."""
+"""Field → the values (besides null) that ask for nothing. One that gets served moves to ``router.http.schema``."""
 _MAX_DIGITS = 10
 
 
 def refuse_unserved(body: Body) -> None:
-    """Raise UnsupportedFieldError that names the first field which asks for something that is not served yet."""
+    """Raise UnsupportedFieldError that names the first field which asks for something that is not served yet.
+
+    Raises InvalidRequestError for a field that is ignored, and of a wrong type.
+    """
+    check_ignored(body)
     for name, value in body.fields.items():
-        neutral = _NEUTRAL.get(name)
+        neutral = NEUTRAL.get(name)
         if neutral is None or value is None:
             continue
         if not any(type(value) is type(idle) and value == idle for idle in neutral):
@@ -62,8 +63,11 @@ def _spelled(neutral: tuple[Any, ...]) -> str:
 
 def shared_fields(body: Body) -> dict[str, Any]:
     """Keyword arguments of ``GenerationRequest`` that both endpoints read alike."""
+    num_chosen, num_choices = choice_counts(body)
     return {
         "model": body.string("model"),
+        "num_choices": num_choices,
+        "rates_tokens": num_choices > num_chosen,
         "temperature": body.number("temperature"),
         "top_k": _top_k(body),
         "top_p": body.number("top_p"),
@@ -81,6 +85,17 @@ def shared_fields(body: Body) -> dict[str, Any]:
         "priority": body.integer("priority") or 0,
         "cache_salt": body.string("cache_salt") or "",
     }
+
+
+def choice_counts(body: Body) -> tuple[int, int]:
+    """``n`` and ``best_of``: how many answers to each prompt the client gets, and of how many they are chosen."""
+    num_chosen = body.integer_within("n", 1, MAX_CHOICES) or 1
+    num_choices = body.integer_within("best_of", num_chosen, MAX_CHOICES) or num_chosen
+    if num_choices > num_chosen and body.flag("stream"):
+        raise InvalidRequestError(
+            "best_of above n chooses from whole answers; it cannot stream", param="best_of"
+        )
+    return num_chosen, num_choices
 
 
 def _logit_bias(body: Body) -> tuple[tuple[int, float], ...]:

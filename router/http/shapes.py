@@ -16,12 +16,16 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """What a client wants to see of an answer. num_choices: how many there will be, each with a last delta of its own."""
+    """What a client wants to see of an answer.
+
+    num_choices: how many there will be, each with a last delta of its own. num_chosen: of those to one prompt so many.
+    """
 
     request_id: str
     model: str
     created: int
     num_choices: int = 1
+    num_chosen: int = 1
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False

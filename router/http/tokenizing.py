@@ -8,14 +8,15 @@ from aiohttp import web
 
 from contract.errors import InvalidRequestError
 from contract.requests import check_token_ids
-from router.http.body import Body
+from router.http.body import Body, Json
+from router.http.schema import DETOKENIZE, TOKENIZE
 from router.model_source import ModelSource
 from router.registry import Registry
 from text.chat import parse_messages
 from text.model_card import ModelCard
 
-ReadBody = Callable[[web.Request, str], Awaitable[Body]]
-"""(request, what its id begins with) → the fields."""
+ReadBody = Callable[[web.Request, str, Json], Awaitable[Body]]
+"""(request, what its id begins with, its schema) → the fields."""
 
 
 class TokenizerEndpoints:
@@ -30,7 +31,7 @@ class TokenizerEndpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The token ids of ``prompt``, or of ``messages`` in the model's chat template."""
-        body = await self._read_body(request, "tok")
+        body = await self._read_body(request, "tok", TOKENIZE)
         card = self._models.card_named(body.string("model"))
         ids = await asyncio.to_thread(_encode, body, card)
         answer: dict[str, Any] = {
@@ -45,7 +46,7 @@ class TokenizerEndpoints:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """The text of ``tokens``, special tokens included."""
-        body = await self._read_body(request, "detok")
+        body = await self._read_body(request, "detok", DETOKENIZE)
         card = self._models.card_named(body.string("model"))
         if body.get("tokens") is None:
             raise InvalidRequestError("tokens is missing; send a list of token ids", param="tokens")

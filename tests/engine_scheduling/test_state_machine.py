@@ -28,7 +28,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_cache_bytes=14, max_num_batched_tokens=6, max_num_seqs=3, remote_kv_timeout_seconds=5.0
         )
         self.asked: dict[str, EngineRequest] = {}
-        self.cancelled: set[str] = set()
+        self.num_requests = 0
+        self.dismissed: dict[str, set[int]] = {}
 
     def fetches(self, *states: str) -> list[str]:
         return [key for key, fetch in self.engine.connector.fetches.items() if fetch.state in states]
@@ -37,7 +38,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [key for key, send in self.engine.connector.sends.items() if send.end]
 
     def ask(self, request: EngineRequest) -> None:
-        self.asked[request.key] = request
+        for choice in request.choices:
+            one = request.of_choice(choice)
+            self.asked[one.key] = one
+        self.num_requests += 1
         self.engine.add(request)
 
     @rule(
@@ -46,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 3), min_size=1, max_size=8),
         max_tokens=st.integers(1, 12),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
+        num_choices=st.sampled_from([1, 1, 1, 2, 3]),
         is_bad=st.sampled_from([False] * 9 + [True]),
     )
     def add(
@@ -55,16 +60,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail: list[int],
         max_tokens: int,
         priority: int,
+        num_choices: int,
         is_bad: bool,
     ) -> None:
         prompt = [*head, *tail, *([NAN_TOKEN] if is_bad and kind is not RECEIVE else [])]
         self.ask(
             fake_request(
-                f"r{len(self.asked)}",
+                f"r{self.num_requests}",
                 prompt,
                 max_tokens,
                 transfer=kind,
                 priority=priority,
+                num_choices=num_choices,
                 deadline_seconds=20.0,
             )
         )
@@ -82,11 +89,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ask(
             fake_request(
                 old.request_id,
-                [*prompt, *fake_answer(prompt, num_delivered)],
+                [*prompt, *fake_answer(prompt, num_delivered, old.choice)],
                 max_tokens,
                 transfer=kind,
                 priority=old.priority,
                 attempt=attempt,
+                choice=old.choice,
+                sampling={"seed": old.sampling.seed},
                 first_index=num_delivered + (kind is RECEIVE),
                 deadline_seconds=20.0,
             )
@@ -99,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def add_one_that_never_fits(self) -> None:
-        self.ask(fake_request(f"r{len(self.asked)}", [1] * 60, 1))
+        self.ask(fake_request(f"r{self.num_requests}", [1] * 60, 1, num_choices=2))
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -148,19 +157,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.core.abort(data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)))
 
     @precondition(lambda self: self.asked)
-    @rule(data=st.data(), is_whole=st.booleans())
-    def abort_request(self, data: st.DataObject, is_whole: bool) -> None:
-        """Up to an attempt, or all of them: what is concerned is gone at once, and nothing else."""
+    @rule(data=st.data(), is_whole=st.booleans(), is_one_choice=st.booleans())
+    def abort_request(self, data: st.DataObject, is_whole: bool, is_one_choice: bool) -> None:
+        """Up to an attempt, or all of them, one choice or all: what is concerned is gone at once, and nothing else.
+
+        A request that still stands for several choices goes on for those that are left.
+        """
         asked = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
-        live = set(self.engine.scheduler.requests)
-        self.engine.core.abort_request(asked.request_id, None if is_whole else asked.attempt)
-        concerned = {
-            key
-            for key in live
-            if self.asked[key].request_id == asked.request_id
-            and (is_whole or self.asked[key].attempt <= asked.attempt)
-        }
-        assert set(self.engine.scheduler.requests) == live - concerned
+        live = {key: request.asked for key, request in self.engine.scheduler.requests.items()}
+        choice = asked.choice if is_one_choice else None
+        attempt = None if is_whole else asked.attempt
+        concerned = set()
+        for key, request in live.items():
+            if request.request_id == asked.request_id and (is_whole or request.attempt <= asked.attempt):
+                own = {one for one in request.choices if choice in (None, one)}
+                dismissed = self.dismissed.setdefault(key, set())
+                dismissed |= own
+                if dismissed.issuperset(request.choices):
+                    concerned.add(key)
+        self.engine.core.abort_request(asked.request_id, attempt, choice)
+        assert set(self.engine.scheduler.requests) == set(live) - concerned
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -172,7 +188,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.core.call("check_integrity", [])
         for key, request in self.asked.items():
             tokens = self.engine.tokens(key)
-            answer = fake_answer(self.original_prompt(request), request.sampling.max_tokens)
+            prompt, max_tokens = self.original_prompt(request), request.sampling.max_tokens
+            answer = fake_answer(prompt, max_tokens, request.choice)
             assert tokens == answer[request.first_index :][: len(tokens)]
 
     def assert_idle_for_a_reason(self) -> None:

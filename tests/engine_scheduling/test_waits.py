@@ -146,7 +146,7 @@ def test_first_token_outside_the_vocabulary_fails_the_transfer(token: int | None
     arrive(engine, "d#0.0")
     end: EngineOutput = engine.end("d#0.0")
     assert (end.error_kind, end.token_ids) == ("transfer_failed", [])
-    assert ("without" if token is None else f"token id {token}") in (end.error_message or "")
+    assert ("with 0 tokens" if token is None else f"token id {token}") in (end.error_message or "")
     wind_up(engine)
     engine.add(fake_request("again", PROMPT, max_tokens=1))
     engine.run()

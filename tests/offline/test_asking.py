@@ -70,8 +70,14 @@ async def test_an_output_has_the_names_of_vllm(cluster: Cluster) -> None:
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
     assert (answer.logprobs, answer.cumulative_logprob) == (None, None)
     assert output.num_cached_tokens == 1
-    assert output.metrics is not None
     assert output.metrics.end_to_end > 0
+
+
+async def test_a_prompt_has_as_many_answers_as_asked_for(cluster: Cluster) -> None:
+    outputs = await ask(cluster, ["a", "b"], SamplingParams(n=3))
+    told = [[(answer.index, answer.text) for answer in output.outputs] for output in outputs]
+    assert told == [[(index, text) for index in range(3)] for text in "ab"]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]
 
 
 async def test_log_probabilities_are_by_token_id_the_answers_own_first(cluster: Cluster) -> None:
@@ -122,7 +128,7 @@ async def test_a_chat_is_what_the_service_makes_of_it(cluster: Cluster) -> None:
     [
         ({"temperature": 3.0}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
         ({"n": "two"}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),

@@ -59,6 +59,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"model": 7}, "model"),
     ({"min_p": -0.1}, "min_p"),
     ({"min_p": 1.1}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": "2"}, "n"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
     ({"presence_penalty": 2.1}, "presence_penalty"),
     ({"presence_penalty": "much"}, "presence_penalty"),
     ({"frequency_penalty": -2.1}, "frequency_penalty"),
@@ -95,10 +101,9 @@ BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"best_of": 2}, "best_of"),
+    ({"n": 3, "prompt": ["a"] * 700}, "n"),
 ]
 LATER: list[dict[str, Any]] = [
-    {"n": 2},
     {"tools": [{"type": "function"}]},
     {"tool_choice": "required"},
     {"functions": [{}]},
@@ -108,7 +113,6 @@ LATER: list[dict[str, Any]] = [
     {"reasoning_effort": "high"},
     {"web_search_options": {}},
     {"prediction": {"type": "content"}},
-    {"store": True},
     {"guided_json": {}},
 ]
 

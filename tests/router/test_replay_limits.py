@@ -163,6 +163,10 @@ async def test_a_call_that_comes_after_the_workers_end_is_its_loss() -> None:
     gone = pb.Registration(worker_id="w", address="127.0.0.1:1")
     async with open_worker_calls(gone, SECRET, 1.0) as calls:
         pass
-    for call in (calls.prefill(pb.PrefillRequest()), calls.decode(pb.DecodeRequest()), calls.cancel("r", 0)):
+    for call in (
+        calls.prefill(pb.PrefillRequest()),
+        calls.decode(pb.DecodeRequest()),
+        calls.cancel("r", 0, 0),
+    ):
         with pytest.raises(WorkerLostError, match="worker w had gone"):
             await call

@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.identity import Role
 from contract.requests import TransferReport
+from router.testing import Script
 from router.timings import Stopwatch, Timings
+from tests.router.cluster import running_cluster
+from tests.text.tiny_model import END, byte_ids
 
 MOVED: dict[str, Any] = {"transfer_bytes": 4096, "transfer_pieces": 3, "transfer_copying": 0.75}
 seconds = st.floats(0, 1000, allow_nan=False)
@@ -65,3 +69,19 @@ def test_tokens_that_come_in_one_piece() -> None:
     watch.tokens(0, 4, 3.0)
     assert watch.split(3.0).end_to_end == 2.0
     assert (watch.token_0, watch.token_1) == (3.0, 3.0)
+
+
+async def test_a_request_header_asks_for_the_split_as_a_response_header() -> None:
+    script = Script(tokens=[*byte_ids(b"abc"), END])
+    async with running_cluster(script, (Role.BOTH,)) as cluster:
+        url = cluster.url("/v1/completions")
+        body = {"prompt": ["x", "y"], "timings": True}
+        async with cluster.session.post(url, json=body, headers={"x-kvbaton-timings": "true"}) as response:
+            timings = (await response.json())["kvbaton"]["timings"]
+            header = response.headers["Server-Timing"]
+        async with cluster.session.post(url, json=body) as response:
+            assert "Server-Timing" not in response.headers
+    found = dict(part.split(";dur=") for part in header.split(", "))
+    names = ["queue", "prefill", "transfer", "first_decode_step", "decode", "end_to_end"]
+    assert list(found) == names
+    assert all(float(found[name]) == pytest.approx(timings[name] * 1000, abs=0.001) for name in names)

@@ -72,6 +72,30 @@ async def test_leaving_a_stream_cancels_the_request(cluster: Cluster) -> None:
     assert len(cluster.workers["both-0"].decodes) == 2
 
 
+async def test_a_request_is_cancelled_by_its_name(cluster: Cluster) -> None:
+    cluster.script = lambda _: Script(tokens=byte_ids(b"yes"), stall_at=1)
+    async with AsyncClient(cluster.service.addresses.grpc) as client:
+        stream = client.stream("hi", request_id="mine")
+        await anext(stream)
+        assert [await client.cancel(name) for name in ("other", "mine")] == [0, 1]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(stream)
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
+    with Client(cluster.service.addresses.grpc) as client:
+        assert await asyncio.to_thread(client.cancel, "mine") == 0
+
+
+async def test_a_key_is_sent(tmp_path: Path) -> None:
+    async with running_cluster(SCRIPT, roles=(Role.BOTH,), api_keys="right,other") as cluster:
+        address = cluster.service.addresses.grpc
+        async with AsyncClient(address, api_key="right") as client:
+            assert (await client.generate("hi")).choices[0].text == "yes"
+        async with AsyncClient(address, api_key="wrong") as client:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.generate("hi")
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_errors_are_those_of_grpc(cluster: Cluster) -> None:
     async with AsyncClient(cluster.service.addresses.grpc, timeout_seconds=30) as client:
         with pytest.raises(grpc.aio.AioRpcError, match="temperature") as caught:

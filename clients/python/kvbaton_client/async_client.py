@@ -61,6 +61,13 @@ class AsyncClient:
         finally:
             call.cancel()
 
+    async def cancel(self, request_id: str) -> int:
+        """End the running requests of this id or name that were sent with the same key; how many there were."""
+        request = pb.CancelGenerationRequest(request_id=request_id)
+        return (
+            await self._stub.Cancel(request, timeout=self._timeout, metadata=self._metadata)
+        ).num_cancelled
+
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
         request = pb.TokenizeRequest(model=model, text=text, no_special_tokens=not add_special_tokens)

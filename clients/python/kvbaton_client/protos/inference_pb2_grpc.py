@@ -60,6 +60,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/kvbaton.v1.Inference/Cancel',
+                request_serializer=protos_dot_inference__pb2.CancelGenerationRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.CancelGenerationResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -67,7 +72,8 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams the answer as it is computed. The last message carries usage and timings.
+        """Streams the answer as it is computed. The last message carries usage and timings. Initial metadata
+        ``x-kvbaton-request-id``, sent at once, is the router's id of the request. Errors carry the details of google.rpc.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +107,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cancel(self, request, context):
+        """Ends running requests of the caller, HTTP ones too; each ends with CANCELLED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +141,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=protos_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=protos_dot_inference__pb2.CancelGenerationRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.CancelGenerationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +284,33 @@ class Inference:
             '/kvbaton.v1.Inference/ListModels',
             protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
             protos_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvbaton.v1.Inference/Cancel',
+            protos_dot_inference__pb2.CancelGenerationRequest.SerializeToString,
+            protos_dot_inference__pb2.CancelGenerationResponse.FromString,
             options,
             channel_credentials,
             insecure,

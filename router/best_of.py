@@ -1,0 +1,34 @@
+"""``best_of``: of several answers to a prompt the client gets those that the model finds most likely."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from math import fsum
+
+from router.answer import Delta
+
+
+def choose_best(deltas: Sequence[Delta], num_chosen: int, num_choices: int) -> list[Delta]:
+    """Of every ``num_choices`` answers in a row the ``num_chosen`` with the highest log probability per token, best first.
+
+    All tokens have log probabilities. What the others took is counted with the best one.
+    """
+    answers: defaultdict[int, list[Delta]] = defaultdict(list)
+    for delta in deltas:
+        answers[delta.index].append(delta)
+    chosen = []
+    for start in range(0, len(answers), num_choices):
+        ranked = sorted(range(start, start + num_choices), key=lambda index: -_mean_logprob(answers[index]))
+        usages = [delta.usage for index in ranked for delta in answers[index] if delta.usage]
+        for rank, index in enumerate(ranked[:num_chosen]):
+            place = start // num_choices * num_chosen + rank
+            *earlier, last = answers[index]
+            usage = last.usage if rank or not usages else sum(usages[num_chosen:], start=usages[0])
+            chosen += [replace(delta, index=place) for delta in earlier]
+            chosen.append(replace(last, index=place, usage=usage))
+    return chosen
+
+
+def _mean_logprob(deltas: list[Delta]) -> float:
+    logprobs = [token.logprobs.logprob for delta in deltas for token in delta.tokens if token.logprobs]
+    return fsum(logprobs) / len(logprobs)

@@ -1,0 +1,77 @@
+"""Who may call: API keys, and the origins of web pages (CORS)."""
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
+
+from serving.api_keys import ApiKeys
+
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+_METRICS = "/metrics"
+_PREFLIGHT_SECONDS = "600"
+_EXPOSED = "Retry-After, Server-Timing, X-Request-Id, x-kvbaton-request-id"
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def key_check(keys: ApiKeys, *, metrics_need_key: bool) -> Middleware:
+    """Lets requests for open paths through, and others with a key; raises UnauthenticatedError."""
+    open_paths = _OPEN_PATHS if metrics_need_key else _OPEN_PATHS | {_METRICS}
+
+    @web.middleware
+    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if request.path not in open_paths:
+            keys.check(authorization_of(request))
+        return await handler(request)
+
+    return check
+
+
+def authorization_of(request: web.Request) -> str:
+    """What a request says of who asks; empty where nothing."""
+    return request.headers.get(hdrs.AUTHORIZATION, "")
+
+
+class Cors:
+    """Lets web pages of some origins call us. origins: ``scheme://host[:port]``; "*" is every one."""
+
+    def __init__(self, origins: tuple[str, ...]) -> None:
+        self._origins = frozenset(origins)
+
+    @property
+    def middleware(self) -> Middleware:
+        """Answers a browser's question before the request. Outermost, for such a question carries no key."""
+
+        @web.middleware
+        async def answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            is_preflight = (
+                request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+            )
+            if not is_preflight or not self._allowed(request):
+                return await handler(request)
+            asked_for = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, hdrs.AUTHORIZATION)
+            return web.Response(
+                status=204,
+                headers={
+                    hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
+                    hdrs.ACCESS_CONTROL_ALLOW_HEADERS: asked_for,
+                    hdrs.ACCESS_CONTROL_MAX_AGE: _PREFLIGHT_SECONDS,
+                },
+            )
+
+        return answer
+
+    async def mark(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Say in a response's headers who may read it; for ``on_response_prepare``: errors and streams pass there too."""
+        if not self._origins:
+            return
+        response.headers.add(hdrs.VARY, hdrs.ORIGIN)
+        if allowed := self._allowed(request):
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _EXPOSED
+
+    def _allowed(self, request: web.Request) -> str | None:
+        origin = request.headers.get(hdrs.ORIGIN)
+        if "*" in self._origins:
+            return "*" if origin else None
+        return origin if origin in self._origins else None

@@ -1,0 +1,155 @@
+"""``/openapi.json``: the HTTP API for programs, OpenAPI 3.1, from the fields that ``router.http.schema`` describes."""
+
+from http import HTTPStatus
+
+from router.http.body import Json
+from router.http.schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
+from router.timings import Timings
+
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+
+
+def document(version: str, *, needs_key: bool, metrics_need_key: bool) -> Json:
+    """The whole document. needs_key: whether clients need an API key here."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "kvbaton",
+            "version": version,
+            "description": "OpenAI's API, and what else this service answers.",
+        },
+        "paths": _paths(needs_key, metrics_need_key),
+        "components": {
+            "schemas": _SCHEMAS,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths(needs_key: bool, metrics_need_key: bool) -> Json:
+    def closed(operation: Json) -> Json:
+        if not needs_key:
+            return operation
+        answers = {**operation["responses"], "401": _error(401)}
+        return {**operation, "security": [{"key": []}], "responses": answers}
+
+    metrics = _get("Prometheus metrics", {"text/plain": {"schema": {"type": "string"}}})
+    name: Json = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    one_model = {**_get("One served model", _json("Model"), 404), "parameters": [name]}
+    return {
+        "/v1/chat/completions": {"post": closed(_generation("Continue a chat", CHAT, "ChatCompletion"))},
+        "/v1/completions": {"post": closed(_generation("Continue prompts", COMPLETION, "Completion"))},
+        "/v1/models": {"get": closed(_get("The served models", _json("ModelList")))},
+        "/v1/models/{model}": {"get": closed(one_model)},
+        "/tokenize": {"post": closed(_post("Token ids of a prompt", TOKENIZE, _json("Tokens")))},
+        "/detokenize": {"post": closed(_post("Text of token ids", DETOKENIZE, _json("Text")))},
+        "/health": {"get": _health("Whether a request can be answered now")},
+        "/ready": {"get": _health("The same")},
+        "/version": {"get": _get("The version", _json("Version"))},
+        "/metrics": {"get": closed(metrics) if metrics_need_key else metrics},
+        "/openapi.json": {"get": closed(_get("This document", {_JSON: {"schema": {"type": "object"}}}))},
+    }
+
+
+def _get(summary: str, content: Json, *errors: int) -> Json:
+    found = {"description": "Done", "headers": _REQUEST_ID, "content": content}
+    return {"summary": summary, "responses": {"200": found, **{str(e): _error(e) for e in errors}}}
+
+
+def _health(summary: str) -> Json:
+    operation = _get(summary, _json("Health"))
+    operation["responses"]["503"] = {"description": "It cannot", "content": _json("Health")}
+    return operation
+
+
+def _post(summary: str, body: Json, content: Json, *errors: int) -> Json:
+    operation = _get(summary, content, 400, 404, 413, 415, 500, 503, 504, *errors)
+    return {**operation, "requestBody": {"required": True, "content": {_JSON: {"schema": body}}}}
+
+
+def _generation(summary: str, body: Json, answer: str) -> Json:
+    content = {**_json(answer), _EVENTS: {}}
+    return _post(summary, body, content, 429, 499)
+
+
+def _json(schema: str) -> Json:
+    return {_JSON: {"schema": _ref(schema)}}
+
+
+def _error(status: int) -> Json:
+    told = "Cancelled by the client" if status == 499 else HTTPStatus(status).phrase
+    answer: Json = {"description": told, "content": _json("Error")}
+    if status in (429, 503):
+        answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
+    return answer
+
+
+def _ref(schema: str) -> Json:
+    return {"$ref": f"#/components/schemas/{schema}"}
+
+
+def _object(optional: tuple[str, ...] = (), /, **properties: Json) -> Json:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "required": required, "properties": properties}
+
+
+_REQUEST_ID: Json = {
+    "X-Request-Id": {"schema": {"type": "string"}, "description": "The request's name, or its id"}
+}
+_STRING: Json = {"type": "string"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_STRING_OR_NULL: Json = {"type": ["string", "null"]}
+_FINISH: Json = {"enum": ["stop", "length", "abort", None]}
+_SECONDS_AND_SIZES: dict[str, Json] = {
+    name: {"type": "number"} for name in (*Timings.__annotations__, "end_to_end")
+}
+_ANSWER: dict[str, Json] = {
+    "id": _STRING,
+    "created": _COUNT,
+    "model": _STRING,
+    "usage": _ref("Usage"),
+    "kvbaton": _object(timings=_object(**_SECONDS_AND_SIZES)),
+}
+_CHOICE: dict[str, Json] = {
+    "index": _COUNT,
+    "finish_reason": _FINISH,
+    "stop_reason": {"type": ["string", "integer", "null"]},
+    "logprobs": {"type": ["object", "null"]},
+    "token_ids": {"type": "array", "items": _COUNT},
+}
+_MESSAGE = _object(role={"const": "assistant"}, content=_STRING_OR_NULL, refusal=_STRING_OR_NULL)
+
+
+def _answer(kind: str, **content: Json) -> Json:
+    choice = _object(("token_ids",), **content, **_CHOICE)
+    choices: Json = {"type": "array", "minItems": 1, "items": choice}
+    return _object(("kvbaton",), object={"const": kind}, choices=choices, **_ANSWER)
+
+
+_SCHEMAS: Json = {
+    "Error": _object(
+        error=_object(message=_STRING, type=_STRING, param=_STRING_OR_NULL, code=_STRING_OR_NULL)
+    ),
+    "ChatCompletion": _answer("chat.completion", message=_MESSAGE),
+    "Completion": _answer("text_completion", text=_STRING),
+    "Usage": _object(
+        prompt_tokens=_COUNT,
+        completion_tokens=_COUNT,
+        total_tokens=_COUNT,
+        prompt_tokens_details={"anyOf": [_object(cached_tokens=_COUNT), {"type": "null"}]},
+    ),
+    "Model": _object(
+        id=_STRING, object={"const": "model"}, created=_COUNT, owned_by=_STRING, max_model_len=_COUNT
+    ),
+    "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
+    "Tokens": _object(
+        count=_COUNT,
+        max_model_len=_COUNT,
+        tokens={"type": "array", "items": _COUNT},
+        token_strs={"type": ["array", "null"], "items": _STRING},
+    ),
+    "Text": _object(prompt=_STRING),
+    "Health": _object(("reason",), status={"enum": ["ok", "unavailable"]}, reason=_STRING),
+    "Version": _object(version=_STRING),
+}

@@ -1,0 +1,173 @@
+"""Every field of every request body, described once, as JSON Schema.
+
+The code can read no field of a body that is not described here (``Body`` refuses), ``strict_api`` refuses every other
+one, and ``/openapi.json`` shows them. A new field is one line.
+"""
+
+from typing import Any
+
+from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
+from router.http.body import UNSERVED, Json
+from router.http.fields import NEUTRAL
+from router.limits import MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from text.chat import ROLES
+
+MAX_LEGACY_LOGPROBS = 5
+MAX_PROMPTS = 2048
+_INT31 = 2**31 - 1
+_INT64 = 2**63
+
+
+def field(kind: str, meaning: str, **more: Any) -> Json:
+    """A field that may be missing or null, both of which mean the default."""
+    return {"type": [kind, "null"], "description": meaning, **more}
+
+
+def _numbers(low: float, high: float) -> Json:
+    return {"minimum": low, "maximum": high}
+
+
+_TOKEN_ID: Json = {"type": "integer", **_numbers(0, _INT31)}
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_MODEL = field("string", "Name of the served model; the one that is served where it is missing.")
+_TEXT_PART: Json = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGES: Json = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "description": "The conversation.",
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "minItems": 1, "items": _TEXT_PART},
+                    {"type": "null"},
+                ]
+            },
+        },
+    },
+}
+_TOKENS: Json = {"type": "array", "minItems": 1, "items": _TOKEN_ID}
+_TEXT: Json = {"type": "string", "minLength": 1}
+
+_IGNORED: dict[str, Json] = {
+    "user": field("string", "Ignored."),
+    "safety_identifier": field("string", "Ignored."),
+    "prompt_cache_key": field("string", "Ignored."),
+    "metadata": field("object", "Ignored.", additionalProperties={"type": "string"}),
+    "service_tier": field("string", "Ignored: there is one."),
+    "store": field("boolean", "Ignored: nothing is stored."),
+}
+_UNSERVED: dict[str, Json] = {
+    name: {"anyOf": [{"type": "null"}, *({"const": idle} for idle in neutral)], UNSERVED: True}
+    for name, neutral in NEUTRAL.items()
+}
+_GENERATION: dict[str, Json] = {
+    "model": _MODEL,
+    "max_tokens": field("integer", "At most this many new tokens.", **_numbers(1, _INT31)),
+    "min_tokens": field("integer", "No end before this many tokens.", **_numbers(0, _INT31)),
+    "temperature": field("number", "0 always takes the most likely token; 1.", **_numbers(0, 2)),
+    "top_p": field("number", "Keep the smallest set of this probability.", exclusiveMinimum=0, maximum=1),
+    "top_k": field("integer", "Keep the k best tokens; 0 and -1 keep all.", **_numbers(-1, _INT31)),
+    "min_p": field("number", "Least share of the best token's probability.", **_numbers(0, 1)),
+    "seed": field("integer", "Equal seeds give equal answers.", **_numbers(-_INT64, _INT64 - 1)),
+    "presence_penalty": field("number", "Off logits of tokens in the answer.", **_numbers(-2, 2)),
+    "frequency_penalty": field("number", "The same, as often as they are there.", **_numbers(-2, 2)),
+    "repetition_penalty": field(
+        "number", "Divides the logits of tokens so far.", exclusiveMinimum=0, maximum=MAX_REPETITION_PENALTY
+    ),
+    "logit_bias": field(
+        "object",
+        "Token id → what is added to its logit.",
+        maxProperties=MAX_LOGIT_BIASES,
+        propertyNames={"pattern": "^[0-9]{1,10}$"},
+        additionalProperties={"type": "number", **_numbers(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)},
+    ),
+    "allowed_token_ids": field("array", "If any, no other token is drawn.", items=_TOKEN_ID),
+    "stop": {
+        "description": "Strings that end the answer; they are not part of it.",
+        "anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}, {"type": "null"}],
+    },
+    "stop_token_ids": field(
+        "array", "Token ids that end the answer.", maxItems=MAX_STOP_TOKEN_IDS, items=_TOKEN_ID
+    ),
+    "ignore_eos": field("boolean", "Do not end at the model's own end tokens."),
+    "stream": field("boolean", "Answer by server-sent events."),
+    "stream_options": field(
+        "object",
+        "Only with stream.",
+        properties={
+            "include_usage": field("boolean", "One more event, with the usage."),
+            "include_obfuscation": field("boolean", "Ignored."),
+        },
+    ),
+    "n": field("integer", "Answers to each prompt, which is computed once; 1.", **_numbers(1, MAX_CHOICES)),
+    "best_of": field(
+        "integer", "Of so many answers the n likeliest, where not streamed; n.", **_numbers(1, MAX_CHOICES)
+    ),
+    "return_token_ids": field("boolean", "Add the token ids to each choice."),
+    "timings": field("boolean", "Add the latency split, in seconds."),
+    "priority": field("integer", "Higher runs earlier; 0.", **_numbers(-_INT31 - 1, _INT31)),
+    "cache_salt": field("string", "Prompts with different salts never share cached KV."),
+    **_IGNORED,
+    **_UNSERVED,
+}
+
+
+def _object(required: list[str], properties: dict[str, Json]) -> Json:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+CHAT = _object(
+    ["messages"],
+    {
+        "messages": _MESSAGES,
+        "max_completion_tokens": field("integer", "OpenAI's new name of max_tokens.", **_numbers(1, _INT31)),
+        "logprobs": field("boolean", "Add log probabilities."),
+        "top_logprobs": field("integer", "Alternatives; needs logprobs.", **_numbers(0, MAX_LOGPROBS)),
+        **_GENERATION,
+    },
+)
+COMPLETION = _object(
+    ["prompt"],
+    {
+        "prompt": {
+            "description": "A text, its token ids, or a list of such.",
+            "anyOf": [
+                _TEXT,
+                _TOKENS,
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MAX_PROMPTS,
+                    "items": {"anyOf": [_TEXT, _TOKENS]},
+                },
+            ],
+        },
+        "logprobs": field("integer", "How many alternatives.", **_numbers(0, MAX_LEGACY_LOGPROBS)),
+        **_GENERATION,
+    },
+)
+TOKENIZE = _object(
+    [],
+    {
+        "model": _MODEL,
+        "prompt": field("string", "The text."),
+        "messages": {**_MESSAGES, "type": ["array", "null"], "description": "A chat, in its template."},
+        "add_special_tokens": field("boolean", "Default: true for a text, false for messages."),
+        "add_generation_prompt": field("boolean", "Begin an answer behind the messages; true."),
+        "return_token_strs": field("boolean", "Add what each token is written as."),
+    },
+)
+DETOKENIZE = _object(
+    ["tokens"],
+    {"model": _MODEL, "tokens": {"type": "array", "items": _TOKEN_ID, "description": "Token ids."}},
+)

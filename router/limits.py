@@ -1,0 +1,31 @@
+"""How much a request may hold of what nothing else bounds; the same for HTTP and gRPC."""
+
+from collections.abc import Sized
+
+from contract.errors import InvalidRequestError
+from router.request import GenerationRequest
+
+MAX_MESSAGES = 4096
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+
+
+def check_limits(asked: GenerationRequest) -> None:
+    """Raise InvalidRequestError that names the first field that holds too much."""
+    if isinstance(asked.prompt, list):
+        _at_most(MAX_MESSAGES, asked.prompt, "messages", "messages")
+    _at_most(MAX_STOPS, asked.stop, "stop", "strings")
+    longest = max((len(text) for text in asked.stop), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            f"stop holds a string of {longest} characters; the limit is {MAX_STOP_CHARACTERS}", param="stop"
+        )
+    _at_most(MAX_STOP_TOKEN_IDS, asked.stop_token_ids, "stop_token_ids", "token ids")
+    _at_most(MAX_LOGIT_BIASES, asked.logit_bias, "logit_bias", "entries")
+
+
+def _at_most(limit: int, held: Sized, param: str, things: str) -> None:
+    if len(held) > limit:
+        raise InvalidRequestError(f"{param} has {len(held)} {things}; the limit is {limit}", param=param)

@@ -1,0 +1,66 @@
+"""The requests that are being answered, so that their client can cancel them by name."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+
+from contract.errors import CancelledError
+
+_MAX_NAME_CHARACTERS = 64
+
+
+def client_name(given: str | None) -> str | None:
+    """The name that a client gave its request; None where it gave none, or one that is no name.
+
+    A name is 1 to 64 printable ASCII characters without spaces.
+    """
+    is_name = given and len(given) <= _MAX_NAME_CHARACTERS and all("!" <= letter <= "~" for letter in given)
+    return given if is_name else None
+
+
+class RunningRequests:
+    """Owns who asked for what under which name. A name counts among the requests of one owner only.
+
+    owner: the ``Authorization`` that the client showed, of which a digest is kept; empty where it showed none.
+    """
+
+    def __init__(self) -> None:
+        self._scopes: defaultdict[tuple[bytes, str], set[asyncio.Timeout]] = defaultdict(set)
+
+    @asynccontextmanager
+    async def open(self, owner: str, *names: str | None) -> AsyncIterator[None]:
+        """Within, ``cancel`` with any of the names ends the block, wherever it waits, with CancelledError."""
+        keys = {_key(owner, name) for name in names if name}
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                for key in keys:
+                    self._scopes[key].add(scope)
+                try:
+                    yield
+                finally:
+                    self._forget(keys, scope)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise CancelledError("the request was cancelled by its client") from None
+
+    def cancel(self, owner: str, name: str) -> int:
+        """Cancel the requests of this owner that have this name or id; how many there were."""
+        scopes = [scope for scope in self._scopes.get(_key(owner, name), ()) if scope.when() is None]
+        for scope in scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
+        return len(scopes)
+
+    def _forget(self, keys: set[tuple[bytes, str]], scope: asyncio.Timeout) -> None:
+        for key in keys:
+            self._scopes[key].discard(scope)
+            if not self._scopes[key]:
+                del self._scopes[key]
+
+
+def _key(owner: str, name: str) -> tuple[bytes, str]:
+    _, _, credential = owner.partition(" ")
+    return sha256(credential.strip().encode("utf-8", "surrogateescape")).digest(), name

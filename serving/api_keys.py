@@ -1,0 +1,102 @@
+"""API keys: what clients show to be let in; from a setting, and from a file that may change while it is used."""
+
+import hmac
+import logging
+import re
+from hashlib import sha256
+from pathlib import Path
+
+from contract.errors import SettingError, UnauthenticatedError
+
+logger = logging.getLogger(__name__)
+
+_Stamp = tuple[int, ...] | None
+_COMMENT = re.compile(r"(^|\s)#.*")
+_KEY = re.compile(r"[!-~]+")
+
+
+class ApiKeys:
+    """Owns the digests of the keys; the keys themselves are kept nowhere. Without any, everybody is let in.
+
+    keys: separated by commas. file: one key a line, behind ``#`` a comment; read again when it has changed. A file that
+    cannot be read later, or holds no key then, lets nobody in. Raises SettingError for one that is so at the start.
+    """
+
+    def __init__(self, keys: str | None = None, file: Path | None = None) -> None:
+        self._file = file
+        self._given = _digests((keys or "").split(","), "api_keys")
+        self._stamp: _Stamp = None
+        self._read: tuple[bytes, ...] = ()
+        if file is not None:
+            self._stamp = _stamp(file)
+            self._read = _read(file)
+
+    @property
+    def are_required(self) -> bool:
+        """Whether a client needs one."""
+        return bool(self._given) or self._file is not None
+
+    def check(self, authorization: str | None) -> None:
+        """Let ``Bearer KEY`` through, or raise UnauthenticatedError. Takes as long for every key that is wrong."""
+        if not self.are_required:
+            return
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthenticatedError(
+                "no API key was given; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
+            )
+        claimed = _digest(key.strip())
+        if not sum(hmac.compare_digest(claimed, known) for known in self._known()):
+            raise UnauthenticatedError("the API key is not valid here", code="invalid_api_key")
+
+    def _known(self) -> tuple[bytes, ...]:
+        if self._file is None:
+            return self._given
+        stamp = _stamp(self._file)
+        if stamp != self._stamp:
+            self._stamp, self._read = stamp, ()
+            try:
+                self._read = _read(self._file)
+            except SettingError as error:
+                logger.error("%s; until it does, its keys let nobody in", error.message)
+            else:
+                logger.info("api_keys_file %s has changed: %d keys", self._file, len(self._read))
+        return self._given + self._read
+
+
+def _stamp(file: Path) -> _Stamp:
+    """What changes with a file; None where there is none."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+def _read(file: Path) -> tuple[bytes, ...]:
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"api_keys_file {file} cannot be read: {error}", param="api_keys_file") from error
+    found = _digests([_COMMENT.sub("", line) for line in lines], "api_keys_file")
+    if not found:
+        raise SettingError(f"api_keys_file {file} holds no key", param="api_keys_file")
+    return found
+
+
+def _digests(entries: list[str], param: str) -> tuple[bytes, ...]:
+    """Of every entry that is not blank. Raises SettingError that tells the place of a bad one, not the key."""
+    found = []
+    for number, entry in enumerate(entries, 1):
+        if not (key := entry.strip()):
+            continue
+        if not _KEY.fullmatch(key):
+            raise SettingError(
+                f"{param}: entry {number} is no key; a key is printable ASCII without spaces", param=param
+            )
+        found.append(_digest(key))
+    return tuple(found)
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,68 @@
+"""Certificate and key: what is wrong with them is said at the start."""
+
+from pathlib import Path
+
+import pytest
+import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from contract.errors import SettingError
+from serving.tls import read_tls
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Certificate and key."""
+    issued = trustme.CA().issue_cert("localhost")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    key.write_bytes(issued.private_key_pem.bytes())
+    return certificate, key
+
+
+def test_both_or_none(pair: tuple[Path, Path]) -> None:
+    certificate, key = pair
+    assert read_tls(None, None) is None
+    assert read_tls(certificate, key) is not None
+    with pytest.raises(SettingError, match="tls_certificate_file is set but tls_key_file is not") as caught:
+        read_tls(certificate, None)
+    assert caught.value.param == "tls_key_file"
+    with pytest.raises(SettingError, match="tls_key_file is set but tls_certificate_file is not") as caught:
+        read_tls(None, key)
+    assert caught.value.param == "tls_certificate_file"
+
+
+def test_files_that_cannot_be_used_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    certificate, key = pair
+    with pytest.raises(SettingError, match=r"tls_certificate_file .*none cannot be read"):
+        read_tls(tmp_path / "none", key)
+    with pytest.raises(SettingError, match=r"tls_key_file .*none cannot be read"):
+        read_tls(certificate, tmp_path / "none")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(SettingError, match="no certificate and key in PEM"):
+        read_tls(tmp_path / "text", key)
+    with pytest.raises(SettingError, match="no certificate and key in PEM"):
+        read_tls(certificate, tmp_path / "text")
+
+
+def test_a_key_of_another_certificate_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other.pem"
+    other.write_bytes(trustme.CA().issue_cert("localhost").private_key_pem.bytes())
+    with pytest.raises(SettingError, match=r"other.pem is not the key of .*cert.pem") as caught:
+        read_tls(pair[0], other)
+    assert caught.value.param == "tls_key_file"
+
+
+def test_an_encrypted_key_is_refused_without_a_question(pair: tuple[Path, Path]) -> None:
+    certificate, key = pair
+    loaded = load_pem_private_key(key.read_bytes(), None)
+    key.write_bytes(
+        loaded.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    )
+    with pytest.raises(SettingError, match="tls_key_file is encrypted"):
+        read_tls(certificate, key)
