@@ -86,7 +86,9 @@ async def test_a_line_is_answered_as_http_answers_its_body(files: Files) -> None
     chat = {"messages": [{"role": "user", "content": "hi"}], "seed": 1}
     async with running_cluster(Script(tokens=[*byte_ids(b"yes"), END])) as cluster:
         files.ask(
-            line("text"), line("chat", url="/v1/chat/completions", body=chat), line("bad", body={"n": -1})
+            line("text"),
+            line("chat", url="/v1/chat/completions", body=chat),
+            line("bad", body={"prompt": "hi", "n": -1}),
         )
         code, errors = await run(files, cluster.url(""))
         _, direct = await cluster.post("/v1/chat/completions", chat)
