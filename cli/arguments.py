@@ -73,6 +73,7 @@ def _command_line(settings_class: type[Settings], prog: str) -> CliSettingsSourc
         cli_hide_none_type=True,
         cli_show_env_vars=True,
         cli_exit_on_error=False,
+        cli_shortcuts=settings_class.model_config.get("cli_shortcuts"),
     )
 
 

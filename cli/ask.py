@@ -60,9 +60,12 @@ async def ask_http(url: str, path: str, body: Mapping[str, Any]) -> Answer:
         )
 
 
-def open_session() -> aiohttp.ClientSession:
-    """A session for one question: connecting is bounded; how long an answer may take is the service's decision."""
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS))
+def open_session(max_connections: int = 1) -> aiohttp.ClientSession:
+    """A session for questions: connecting is bounded; how long an answer may take is the service's decision."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        connector=aiohttp.TCPConnector(limit=max_connections),
+    )
 
 
 async def _json(url: str, request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:

@@ -47,6 +47,12 @@ COMMANDS = {
     ),
     "chat": Command("cli.chat:chat", "cli.settings:ChatSettings", _ASK, "chat in the terminal"),
     "run": Command("cli.run:run", "cli.settings:RunSettings", _ASK, "answer one prompt and end"),
+    "batch": Command(
+        "cli.batch:batch",
+        "cli.settings:BatchSettings",
+        _ASK,
+        "answer a file of requests, in OpenAI's batch format",
+    ),
     "router": Command("cli.router:router", "cli.router:RouterCommand", _SERVICE, "start one router"),
     "prefill": Command(
         "cli.workers:prefill", "cli.workers:PrefillCommand", _SERVICE, "start one prefill worker"

@@ -55,17 +55,22 @@ async def serve_until(
     with cluster_secret(settings.secret_file) as secret_file:
         specs = local_processes(settings, model, secret_file)
         supervisor = Supervisor(specs, ready_file=settings.ready_file, listener=listener)
-        run = asyncio.create_task(supervisor.run(stopped))
-        use = asyncio.create_task(_use(supervisor, when_ready, stopped))
-        try:
-            await asyncio.wait({run, use}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.set()
-            use.cancel()
-            results = await asyncio.gather(run, use, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        await supervise(supervisor, stopped, when_ready)
+
+
+async def supervise(supervisor: Supervisor, stopped: asyncio.Event, when_ready: WhenReady) -> None:
+    """``serve_until`` for the processes of a supervisor."""
+    run = asyncio.create_task(supervisor.run(stopped))
+    use = asyncio.create_task(_use(supervisor, when_ready, stopped))
+    try:
+        await asyncio.wait({run, use}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.set()
+        use.cancel()
+        results = await asyncio.gather(run, use, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
 
 
 async def _use(supervisor: Supervisor, when_ready: WhenReady, stopped: asyncio.Event) -> None:

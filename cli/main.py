@@ -5,11 +5,11 @@ Exit codes: 0 stopped as asked, 1 an error, 2 a bad command line or setting.
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import groupby
 
 from cli.commands import COMMANDS
 from contract.errors import KvbatonError, SettingError
-from kvbaton import __version__
 from serving.settings_file import nearest
 
 _ABOUT = "kvbaton: an LLM server that splits prefill from decode and hands the KV cache over like a baton"
@@ -32,7 +32,7 @@ def run_command(arguments: Sequence[str]) -> int:
         print(usage())
         return 0
     if name == "--version":
-        print(f"kvbaton {__version__}")
+        print(f"kvbaton {version('kvbaton')}")
         return 0
     try:
         if name not in COMMANDS:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_settings import CliPositionalArg, CliSuppress
+from pydantic_settings import CliPositionalArg, CliSuppress, SettingsConfigDict
 
 from contract.errors import SettingError
 from serving.settings import FLAG, Address, Settings
@@ -146,17 +146,11 @@ class ServeSettings(LocalSettings):
     """Aggregated workers, which compute prompts and decode them without a hand-over."""
 
 
-class AskSettings(LocalSettings):
+class ClientSettings(LocalSettings):
     """What the commands that ask a model share: the service at --url, or without one their own on free ports."""
 
     url: Url | None = None
     """A running service (http://127.0.0.1:8000); unset: this command starts its own, and ends it."""
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    """0 always takes the most likely token."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """At most this many new tokens; unset: what fits the model."""
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    """Seed of the sampling; unset: drawn by the router."""
     http: Address = "127.0.0.1:0"
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:0"
@@ -180,6 +174,17 @@ class AskSettings(LocalSettings):
 
 
 _USEFUL_WITH_URL = frozenset({"served_model_name", "config", "log_level"})
+
+
+class AskSettings(ClientSettings):
+    """How the commands that ask questions of their own want them answered."""
+
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """0 always takes the most likely token."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """At most this many new tokens; unset: what fits the model."""
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    """Seed of the sampling; unset: drawn by the router."""
 
 
 class RunSettings(AskSettings):
@@ -212,6 +217,31 @@ class ChatSettings(AskSettings):
 
     system: str | None = None
     """System message that the conversation begins with."""
+
+
+class BatchSettings(ClientSettings):
+    """Answer the requests of a file: one JSON object a line, in the format of OpenAI's batches.
+
+    Asks the service at --url, or without one starts the model for this batch. Answers are written as they come. Run again
+    with the same files it asks what has no answer yet. Exit code: 0 all answered, 1 some were not, 130 stopped by Ctrl-C.
+
+    Examples:
+      kvbaton batch -i questions.jsonl -o answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct
+      kvbaton batch -i questions.jsonl -o answers.jsonl --url http://127.0.0.1:8000
+    """
+
+    model_config = SettingsConfigDict(cli_shortcuts={"input": "i", "output": "o"})
+
+    input: Path
+    """File with one request a line: custom_id, method, url and body."""
+    output: Path
+    """File that gets one line an answer: id, custom_id, response and error."""
+    api_key: str | None = Field(default=None, repr=False)
+    """Key of the service at --url; the variable shows it to nobody else on this machine, the flag does."""
+    max_concurrency: int = Field(default=64, ge=1)
+    """Requests that are asked at the same time."""
+    max_retries: int = Field(default=10, ge=0)
+    """How often a request is asked again after 429, 503 or a lost connection, after the pause that the service asks for."""
 
 
 class DemoSettings(LocalSettings):

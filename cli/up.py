@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from cli.arguments import parse
 from cli.local import run_local
 from cli.settings import LocalSettings, ServeSettings, UpSettings
-from kvbaton import __version__
 from serving.logs import configure_logs, log_settings
 from worker.launch import Facts
 
@@ -26,7 +26,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 def _serve_until_stopped(settings: LocalSettings) -> None:
     configure_logs("up", settings.log_level)
-    logger.info("kvbaton %s", __version__)
+    logger.info("kvbaton %s", version("kvbaton"))
     log_settings(logger, settings)
     asyncio.run(run_local(settings, _say_ready))
 

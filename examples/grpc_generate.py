@@ -1,29 +1,25 @@
-"""One streamed Generate over gRPC, with the latency split: ``python examples/grpc_generate.py [HOST:PORT]``."""
+"""A streamed Generate over gRPC, with the latency split: ``python examples/grpc_generate.py [HOST:PORT]``.
+
+It needs the client package alone: ``pip install ./clients/python``.
+"""
 
 import sys
 
-import grpc
+from kvbaton_client import Client, SamplingParams
 
-from protos import inference_pb2, inference_pb2_grpc
+PROMPT = "<|bos|><|user|>\nRepeat: fox lake moon<|end|>\n<|assistant|>\n"
 
 
 def generate(address: str, text: str) -> None:
     """Print the answer as it arrives, then where the time went."""
-    request = inference_pb2.GenerateRequest(
-        text=text, sampling=inference_pb2.SamplingParams(temperature=0.0, max_tokens=16)
-    )
-    with grpc.insecure_channel(address) as channel:
-        for message in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+    with Client(address) as client:
+        for message in client.stream(text, sampling=SamplingParams(temperature=0.0, max_tokens=16)):
             print("".join(choice.text for choice in message.choices), end="", flush=True)
             if message.HasField("timings"):
                 timings = message.timings
-                names = (field.name for field in timings.DESCRIPTOR.fields)
-                parts = ", ".join(f"{name} {getattr(timings, name) * 1000:.1f} ms" for name in names)
-                print(f"\n{parts}")
+                print(f"\nprefill {timings.prefill * 1000:.1f} ms, transfer {timings.transfer * 1000:.1f} ms")
+        print(f"{len(client.tokenize(text))} tokens in, {message.usage.completion_tokens} tokens out")
 
 
 if __name__ == "__main__":
-    generate(
-        sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:9000",
-        "<|bos|><|user|>\nRepeat: fox lake moon<|end|>\n<|assistant|>\n",
-    )
+    generate(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:9000", PROMPT)

@@ -1,5 +1,34 @@
-"""The Python face of kvbaton: ``from kvbaton import LLM``. Importing it loads neither torch nor a model."""
+"""The Python face of kvbaton: ``from kvbaton import LLM, SamplingParams``.
 
+Importing it loads neither torch nor a model; the names below load their modules when they are first used.
+"""
+
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbaton.llm import LLM
+    from kvbaton.outputs import CompletionOutput, Logprob, RequestOutput
+    from kvbaton.sampling import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
 
 __version__ = version("kvbaton")
+_MODULES = {
+    "LLM": "kvbaton.llm",
+    "CompletionOutput": "kvbaton.outputs",
+    "Logprob": "kvbaton.outputs",
+    "RequestOutput": "kvbaton.outputs",
+    "SamplingParams": "kvbaton.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kvbaton' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

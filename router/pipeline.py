@@ -66,6 +66,12 @@ class Pipeline:
                 async for delta in deltas:
                     yield delta
 
+    def check(self, asked: GenerationRequest) -> PreparedRequest:
+        """What ``generate`` would send, after all its checks; from any thread. Raises KvbatonError."""
+        check_limits(asked)
+        card = self._models.card_named(asked.model)
+        return self._prepared(asked, tokenize(asked, card), card)
+
     async def _answer(self, relay: Relay, card: ModelCard) -> AsyncGenerator[Delta, None]:
         request, record = relay.request, relay.record
         answer = Answer(request, card)
@@ -91,6 +97,9 @@ class Pipeline:
             prompt_ids = tokenize(asked, card)
         else:
             prompt_ids = await asyncio.to_thread(tokenize, asked, card)
+        return self._prepared(asked, prompt_ids, card)
+
+    def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
         return prepare(
             asked, prompt_ids, card, self._registry.max_model_len(card.max_model_len), self._timeout_seconds
         )

@@ -48,7 +48,7 @@ _STOP_GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BoundAddresses:
-    """The real "host:port" of each port of a router."""
+    """The real "host:port" of each port of a router; empty for a port that it does not have."""
 
     http: str
     grpc: str
@@ -100,6 +100,16 @@ class RouterService:
         return self._addresses
 
     @property
+    def pipeline(self) -> Pipeline:
+        """What carries its requests; to be asked in the event loop of ``start``."""
+        return self._pipeline
+
+    @property
+    def models(self) -> ModelSource:
+        """What is served."""
+        return self._models
+
+    @property
     def is_ready(self) -> bool:
         """True when a request can be answered: the model is known and workers for both legs are attached."""
         return self._models.is_known and self._registry.missing() is None
@@ -118,30 +128,21 @@ class RouterService:
             await changed.wait()
             changed = self._changes.next
 
-    async def start(self) -> None:
-        """Listen on every port. Raises SettingError for a model or an address that cannot be used."""
+    async def start(self, *, has_public_ports: bool = True) -> None:
+        """Listen on every port; without ``has_public_ports`` on those of workers and operators alone.
+
+        Raises SettingError for a model or an address that cannot be used.
+        """
         settings = self._settings
         if settings.model:
             await self._models.read_folder(settings.model)
-        endpoints = Endpoints(
-            self._pipeline,
-            self._models,
-            self._registry,
-            self._running,
-            self._collector,
-            settings,
-            needs_key=self._keys.are_required,
-        )
         self._internal, internal = await self._start_internal()
-        self._public, public = await self._start_public()
-        self._http = await start_http(
-            build_app(endpoints, settings, self._keys),
-            settings.http,
-            shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
-            tls=self._tls.context if self._tls else None,
-        )
+        http = public = ""
+        if has_public_ports:
+            self._public, public = await self._start_public()
+            http = await self._start_http()
         await self._admin.start()
-        self._addresses = BoundAddresses(self._http.address, public, internal, self._admin.address)
+        self._addresses = BoundAddresses(http, public, internal, self._admin.address)
         self._warn_if_open()
         self._watchers = [
             asyncio.create_task(self._models.learn(self._registry), name="learn the model"),
@@ -204,12 +205,30 @@ class RouterService:
 
     def _warn_if_open(self) -> None:
         """Say that strangers may ask, where that is so."""
-        public = [a for a in (self.addresses.http, self.addresses.grpc) if not is_loopback(a)]
+        public = [a for a in (self.addresses.http, self.addresses.grpc) if a and not is_loopback(a)]
         if public and not self._keys.are_required:
             logger.warning(
                 "%s can be reached from other machines and needs no API key; set api_keys_file",
                 " and ".join(public),
             )
+
+    async def _start_http(self) -> str:
+        endpoints = Endpoints(
+            self._pipeline,
+            self._models,
+            self._registry,
+            self._running,
+            self._collector,
+            self._settings,
+            needs_key=self._keys.are_required,
+        )
+        self._http = await start_http(
+            build_app(endpoints, self._settings, self._keys),
+            self._settings.http,
+            shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
+            tls=self._tls.context if self._tls else None,
+        )
+        return self._http.address
 
     async def _tell_health(self) -> None:
         status = health_pb2.HealthCheckResponse

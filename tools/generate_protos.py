@@ -1,4 +1,4 @@
-"""Generate ``protos/*_pb2*`` from the repository's root, or check that the committed ones are in sync.
+"""Generate ``protos/*_pb2*`` and the client's copy of the public ones, or check that the committed ones are in sync.
 
 The generator runs in a process of its own: its plugins share protobuf's registry with whoever imports them.
 """
@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CLIENT = Path("clients/python/kvbaton_client/protos")
 PATTERNS = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
@@ -22,11 +23,28 @@ def generate(target: Path) -> None:
     ]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *plugins, *outputs, *protos]
     subprocess.run(command, cwd=ROOT, check=True)
+    _generate_client(target)
+
+
+def _generate_client(target: Path) -> None:
+    """The public API's code as a part of the client's package, which is installed without ``protos``."""
+    folder = target / CLIENT
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (target / "protos").glob("inference_pb2*.py*"):
+        code = path.read_text().replace("from protos import", "from kvbaton_client.protos import")
+        (folder / path.name).write_text(
+            code.replace("'protos.inference_pb2'", "'kvbaton_client.protos.inference_pb2'")
+        )
 
 
 def generated_files(root: Path) -> dict[str, bytes]:
-    """Name → content of the generated code below ``root``."""
-    return {path.name: path.read_bytes() for pattern in PATTERNS for path in (root / "protos").glob(pattern)}
+    """Path → content of the generated code below ``root``."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for folder in (Path("protos"), CLIENT)
+        for pattern in PATTERNS
+        for path in (root / folder).glob(pattern)
+    }
 
 
 def differences() -> list[str]:
@@ -44,7 +62,7 @@ def main(arguments: list[str]) -> int:
         return 0
     stale = differences()
     if stale:
-        print(f"protos/ is out of sync ({', '.join(stale)}): run `make protos`", file=sys.stderr)
+        print(f"the generated code is out of sync ({', '.join(stale)}): run `make protos`", file=sys.stderr)
     return 1 if stale else 0
 
 

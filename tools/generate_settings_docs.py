@@ -37,8 +37,8 @@ An unknown name, a value out of range or a contradiction stops the process.
 
 ## `up` and its processes
 
-`kvbaton up` (so do `serve`, `demo`, and `run` and `chat` without `--url`) reads the file once, and hands to each of its
-processes what concerns it. For a worker of role `decode`, the first of these that gives a setting is believed:
+`kvbaton up` (so do `serve`, `demo`, and `run`, `chat` and `batch` without `--url`) reads the file once, and hands to each of
+its processes what concerns it. For a worker of role `decode`, the first of these that gives a setting is believed:
 
 1. a flag of `up`,
 2. a variable of the environment, which its processes inherit,

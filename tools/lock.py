@@ -5,7 +5,7 @@ Local build tags are cut off (``torch==2.13.0``, not ``2.13.0+cpu``), so that an
 
 from importlib.metadata import distributions
 
-NOT_LOCKED = {"kvbaton", "pip", "setuptools", "wheel"}
+NOT_LOCKED = {"kvbaton", "kvbaton-client", "pip", "setuptools", "wheel"}
 HEADER = (
     "# Everything that CI uses, at the versions that it was last seen to work with. Written by `make lock`."
 )

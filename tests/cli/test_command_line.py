@@ -112,7 +112,7 @@ def test_the_flag_wins_over_the_variable() -> None:
     assert "'/variable'" in refusal("up", KVBATON_MODEL="/variable")
 
 
-@pytest.mark.parametrize("command", [("run", "hi"), ("chat",)])
+@pytest.mark.parametrize("command", [("run", "hi"), ("chat",), ("batch", "-i", "in", "-o", "out")])
 def test_flags_that_start_a_service_contradict_the_url_of_one(command: tuple[str, ...]) -> None:
     line = refusal(*command, "--url", "127.0.0.1:1", "--model", "demo", "--both", "2")
     assert line.startswith(

@@ -186,9 +186,9 @@ def test_what_up_decides_itself_is_logged_as_not_used(file: Path, caplog: pytest
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_reads_the_example(command: str) -> None:
-    positional = ["hello"] if command == "run" else []
+    needed = {"run": ["hello"], "batch": ["--input", "in.jsonl", "--output", "out.jsonl"]}.get(command, [])
     settings_class = COMMANDS[command].settings_class()
-    settings = parse(settings_class, f"kvbaton {command}", ["--config", str(EXAMPLE), *positional])
+    settings = parse(settings_class, f"kvbaton {command}", ["--config", str(EXAMPLE), *needed])
     assert any(str(EXAMPLE) in origin for origin in settings.sources.origins.values())
 
 

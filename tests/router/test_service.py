@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import grpc.aio
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,7 +42,7 @@ sys.stdout.write(json.dumps(sorted(forbidden)) + "\\n")
 
 async def test_a_router_that_serves_has_not_imported_torch() -> None:
     """A5, DESIGN §1: text in, text out, in a process of its own; SIGTERM ends it and nothing is left running."""
-    ports = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+    ports: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-W", "error", "-c", SERVE, json.dumps({**ports, "secret": SECRET})),
@@ -163,3 +164,23 @@ def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
     assert RouterSettings(secret="s").masked()["secret"] == "***"
     with pytest.raises(SettingError, match="both set"):
         RouterSettings(secret="s", secret_file=tmp_path / "secret").read_secret()
+
+
+def listening() -> set[int]:
+    """The ports that this process listens on."""
+    return {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+async def test_a_router_without_public_ports_listens_for_workers_and_operators_only() -> None:
+    ports: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+    service = RouterService(RouterSettings(**ports, secret=SECRET))
+    before = listening()
+    await service.start(has_public_ports=False)
+    try:
+        addresses = service.addresses
+        assert (addresses.http, addresses.grpc) == ("", "")
+        assert listening() - before == {
+            int(one.rpartition(":")[2]) for one in (addresses.internal, addresses.admin)
+        }
+    finally:
+        await service.stop()

@@ -1,0 +1,131 @@
+"""``kvbaton batch``: every request of a file, asked over HTTP; every answer in another file."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+from cli.arguments import parse
+from cli.ask import open_session
+from cli.batch_asking import Asker
+from cli.batch_files import (
+    BadLine,
+    Problem,
+    Question,
+    Result,
+    answered,
+    appending,
+    count_lines,
+    read_lines,
+    result,
+)
+from cli.local import run_local
+from cli.progress import progress_bar
+from cli.settings import BatchSettings
+from contract.errors import KvbatonError, SettingError
+from serving.logs import configure_logs
+from serving.signals import until_stopped
+from worker.launch import Facts
+
+
+def batch(arguments: Sequence[str]) -> None:
+    """``kvbaton batch``."""
+    settings = parse(BatchSettings, "kvbaton batch", arguments)
+    settings.refuse_contradictions()
+    configure_logs("batch", settings.log_level)
+    work = Batch(settings)
+    asyncio.run(work.run())
+    print(f"kvbaton: {work.account()}", file=sys.stderr)
+    if not work.is_over:
+        sys.exit(130)
+    if work.num_failed:
+        raise KvbatonError(
+            f"{work.num_failed} of {work.num_lines} lines have no answer; {settings.output} says why"
+        )
+
+
+class Batch:
+    """One run over the input file. Owns the counts.
+
+    num_lines: of the input. num_failed: those that this run got no answer for. is_over: whether all were asked.
+    """
+
+    def __init__(self, settings: BatchSettings) -> None:
+        """Raises SettingError for files that cannot be used; repairs the output of an earlier run."""
+        self._settings = settings
+        if settings.output.exists() and settings.output.samefile(settings.input):
+            raise SettingError(f"output is {settings.output}, which is the input too", param="output")
+        self.num_lines = count_lines(settings.input)
+        self._answered = answered(settings.output)
+        self._num_earlier = self._num_answered = self.num_failed = 0
+        self.is_over = False
+
+    def account(self) -> str:
+        """The counts, for people."""
+        told = f"{self.num_lines} lines: {self._num_answered} answered now, {self._num_earlier} earlier"
+        if self.is_over:
+            return f"{told}, {self.num_failed} failed"
+        return f"stopped. {told}; the same command goes on from there"
+
+    async def run(self) -> None:
+        """Ask until all is answered or a signal comes. Raises UnavailableError when the service goes away."""
+        url = self._settings.url
+        if url is None:
+            await run_local(self._settings, self._ask_local)
+            return
+        async with until_stopped() as stopped:
+            asking = asyncio.create_task(self._ask_all(url))
+            stop = asyncio.create_task(stopped.wait())
+            await asyncio.wait({asking, stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            asking.cancel()
+            await asyncio.gather(asking, stop, return_exceptions=True)
+        if not asking.cancelled():
+            asking.result()
+
+    async def _ask_local(self, facts: dict[str, Facts], _: asyncio.Event) -> None:
+        await self._ask_all(f"http://{facts['router']['http']}")
+
+    async def _ask_all(self, url: str) -> None:
+        settings = self._settings
+        with ExitStack() as opened:
+            write = opened.enter_context(appending(settings.output))
+            advance = opened.enter_context(progress_bar("Requests", self.num_lines))
+            lines = read_lines(settings.input)
+            async with open_session(settings.max_concurrency) as session:
+                asker = Asker(session, url, settings.api_key, settings.max_retries)
+                tasks = [
+                    asyncio.create_task(self._work(asker, lines, write, advance))
+                    for _ in range(min(settings.max_concurrency, self.num_lines))
+                ]
+                try:
+                    await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+        self.is_over = True
+
+    async def _work(
+        self,
+        asker: Asker,
+        lines: Iterator[Question | BadLine],
+        write: Callable[[Result], None],
+        advance: Callable[[], None],
+    ) -> None:
+        for line in lines:
+            if isinstance(line, Question) and line.custom_id in self._answered:
+                self._num_earlier += 1
+            else:
+                found = await _result(asker, line)
+                write(found)
+                self._num_answered += found.is_answer
+                self.num_failed += not found.is_answer
+            advance()
+
+
+async def _result(asker: Asker, line: Question | BadLine) -> Result:
+    if isinstance(line, Question):
+        return result(line.custom_id, await asker.ask(line))
+    problem = Problem("invalid_line", f"line {line.number}: {line.reason}", line.number)
+    return result(line.custom_id, error=problem)

@@ -1,0 +1,72 @@
+"""One request of a batch over HTTP, asked again while the service says that it is busy."""
+
+import asyncio
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+import msgspec
+
+from cli.batch_files import Question, Response
+from contract.errors import UnavailableError
+
+_BUSY = (429, 503)
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
+class Asker:
+    """Asks the service at ``url``."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, api_key: str | None, max_retries: int
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._max_retries = max_retries
+
+    async def ask(self, question: Question) -> Response:
+        """The service's last word, whatever its status. Raises UnavailableError when nobody answers any more."""
+        for attempt in range(self._max_retries + 1):
+            is_last = attempt == self._max_retries
+            pause = min(0.5 * 2.0**attempt, _LONGEST_PAUSE_SECONDS)
+            try:
+                async with self._session.post(
+                    f"{self._url}{question.path}", data=question.body, headers=self._headers
+                ) as reply:
+                    response = _response(reply, await reply.read())
+                if reply.status not in _BUSY or is_last:
+                    return response
+                pause = retry_after_seconds(reply.headers, pause)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if is_last:
+                    told = str(error) or type(error).__name__
+                    raise UnavailableError(f"{self._url} does not answer any more: {told}") from error
+            await asyncio.sleep(pause)
+        raise AssertionError("unreachable")
+
+
+def _response(reply: aiohttp.ClientResponse, raw: bytes) -> Response:
+    """The reply with its body in one line; what is no JSON becomes a string."""
+    try:
+        body = msgspec.json.format(raw, indent=-1)
+    except msgspec.DecodeError:
+        body = msgspec.json.encode(raw.decode("utf-8", "replace"))
+    name = reply.headers.get("x-kvbaton-request-id") or reply.headers.get("x-request-id") or ""
+    return Response(reply.status, name, msgspec.Raw(body))
+
+
+def retry_after_seconds(headers: Mapping[str, str], default: float) -> float:
+    """The pause that a reply asks for (RFC 9110 §10.2.3: seconds or a date), of a minute at most."""
+    asked = headers.get("Retry-After", "").strip()
+    if asked.isdecimal():
+        return min(float(asked), _LONGEST_PAUSE_SECONDS)
+    try:
+        until = parsedate_to_datetime(asked)
+    except ValueError:
+        return default
+    if until.tzinfo is None:
+        until = until.replace(tzinfo=UTC)
+    return min(max(0.0, (until - datetime.now(UTC)).total_seconds()), _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,221 @@
+"""The two files of a batch: requests that are read line by line, answers that are written as they come."""
+
+import codecs
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from contract.errors import SettingError
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A line that can be asked. body: JSON, as it stands in the line."""
+
+    number: int
+    custom_id: str
+    path: str
+    body: bytes
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that cannot be asked, and why."""
+
+    number: int
+    custom_id: str | None
+    reason: str
+
+
+class Response(msgspec.Struct):
+    """What the service answered."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Problem(msgspec.Struct, omit_defaults=True):
+    """Why there is no response. line: of the input file."""
+
+    code: str
+    message: str
+    line: int | None = None
+
+
+class Result(msgspec.Struct):
+    """One line of the output file."""
+
+    id: str
+    custom_id: str | None
+    response: Response | None
+    error: Problem | None
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the request was answered; every other line is asked again by the next run."""
+        return self.response is not None and self.response.status_code == 200
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, msgspec.Raw]
+
+
+class _Raw(msgspec.Struct):
+    body: msgspec.Raw
+
+
+class _Name(msgspec.Struct):
+    custom_id: str
+
+
+def result(custom_id: str | None, response: Response | None = None, error: Problem | None = None) -> Result:
+    """A line of the output with a fresh id."""
+    return Result(f"batch_req_{secrets.token_hex(12)}", custom_id, response, error)
+
+
+def count_lines(path: Path) -> int:
+    """Lines that are not blank. Raises SettingError for a file that cannot be read."""
+    with _reading(path, "input") as file:
+        return sum(not line.isspace() for line in file)
+
+
+def read_lines(path: Path) -> Iterator[Question | BadLine]:
+    """Every line that is not blank; one that repeats an earlier custom_id is bad."""
+    seen: dict[str, int] = {}
+    with _reading(path, "input") as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            found = _read(number, line.removeprefix(codecs.BOM_UTF8))
+            if isinstance(found, Question):
+                first = seen.setdefault(found.custom_id, number)
+                if first != number:
+                    found = BadLine(number, found.custom_id, f"custom_id is that of line {first} too")
+            yield found
+
+
+def _read(number: int, line: bytes) -> Question | BadLine:
+    try:
+        asked = msgspec.json.decode(line, type=_Line)
+        raw = msgspec.json.decode(line, type=_Raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return BadLine(number, _custom_id(line), f"it is no request: {error}")
+    reason = _refusal(asked)
+    return (
+        BadLine(number, asked.custom_id, reason)
+        if reason
+        else Question(number, asked.custom_id, asked.url, bytes(raw.body))
+    )
+
+
+def _refusal(asked: _Line) -> str | None:
+    if asked.method != "POST":
+        return f"method is {asked.method!r}; it must be 'POST'"
+    if asked.url not in PATHS:
+        return f"url is {asked.url!r}; it must be {' or '.join(PATHS)}"
+    if bytes(asked.body.get("stream", b"")) == b"true":
+        return "body.stream is true; a batch has whole answers"
+    return None
+
+
+def _custom_id(line: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(line, type=_Name).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def answered(path: Path) -> set[str]:
+    """The custom_ids that the output file has answers for; everything else is taken out of it.
+
+    That is what was only half written when an earlier run ended, and lines without an answer, which are asked again. Raises
+    SettingError, and changes nothing, for a file that no batch has written.
+    """
+    if not path.exists():
+        return set()
+    with _reading(path, "output") as file:
+        lines = sum(1 for _ in file)
+        file.seek(0)
+        answers = {line.custom_id for line, _ in _answers(path, file) if line.custom_id is not None}
+        file.seek(0)
+        is_whole = len(answers) == lines and _ends_a_line(file)
+    if not is_whole:
+        _rewrite(path)
+    return answers
+
+
+def _answers(path: Path, file: BinaryIO) -> Iterator[tuple[Result, bytes]]:
+    """The first answer to each request, with its line as it stands there."""
+    seen: set[str] = set()
+    for number, line in enumerate(file, 1):
+        found = _result(path, number, line)
+        if found and found.is_answer and found.custom_id is not None and found.custom_id not in seen:
+            seen.add(found.custom_id)
+            yield found, line
+
+
+def _result(path: Path, number: int, line: bytes) -> Result | None:
+    """A line of an output file; None for one without an end, which was not written whole."""
+    try:
+        return msgspec.json.decode(line, type=Result)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if not line.endswith(b"\n"):
+            return None
+        raise SettingError(
+            f"output {path} has something else in line {number} than a batch's answer ({error}); choose another file",
+            param="output",
+        ) from error
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    if not file.seek(0, os.SEEK_END):
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def _rewrite(path: Path) -> None:
+    """Leave only the answers, each a whole line; the old file stands until the new one is whole."""
+    fresh = path.with_name(f"{path.name}.new")
+    with path.open("rb") as old, fresh.open("wb") as new:
+        for _, line in _answers(path, old):
+            new.write(line.rstrip(b"\n") + b"\n")
+    fresh.replace(path)
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[Callable[[Result], None]]:
+    """Gives what writes one line to the output file, at once. Raises SettingError where it cannot be written."""
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise SettingError(f"output {path} cannot be written: {error.strerror}", param="output") from error
+
+    def write(line: Result) -> None:
+        file.write(msgspec.json.encode(line) + b"\n")
+        file.flush()
+
+    with file:
+        yield write
+
+
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[BinaryIO]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise SettingError(f"{name} {path} cannot be read: {error.strerror}", param=name) from error
+    with file:
+        yield file

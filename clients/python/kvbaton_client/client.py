@@ -1,0 +1,82 @@
+"""The client for ordinary code; ``AsyncClient`` is its twin."""
+
+from collections.abc import Generator, Sequence
+from typing import Self, Unpack
+
+import grpc
+
+from kvbaton_client.protos import inference_pb2 as pb
+from kvbaton_client.protos import inference_pb2_grpc
+from kvbaton_client.requests import OPTIONS, Options, generate_request, metadata
+
+
+class Client:
+    """A connection to the service at ``address`` ("host:port"); it may be used from several threads.
+
+    credentials: of a service with TLS (``grpc.ssl_channel_credentials()``); None connects without. timeout_seconds: how long
+    each call may take; None waits for the service's own limits. Calls raise grpc.RpcError.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:9000",
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        self._channel = (
+            grpc.secure_channel(address, credentials, OPTIONS)
+            if credentials
+            else grpc.insecure_channel(address, OPTIONS)
+        )
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._metadata = metadata(api_key)
+        self._timeout = timeout_seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection and every call on it."""
+        self._channel.close()
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> pb.GenerateResponse:
+        """The whole answer to a prompt, text or token ids."""
+        request = generate_request(prompt, **options)
+        return self._stub.GenerateOnce(request, timeout=self._timeout, metadata=self._metadata)
+
+    def stream(
+        self, prompt: str | Sequence[int], **options: Unpack[Options]
+    ) -> Generator[pb.GenerateResponse]:
+        """The answer as it is computed; the last message has usage and timings. Closing the iterator cancels the request."""
+        request = generate_request(prompt, **options)
+        call = self._stub.Generate(request, timeout=self._timeout, metadata=self._metadata)
+        try:
+            yield from call
+        finally:
+            call.cancel()
+
+    def cancel(self, request_id: str) -> int:
+        """End the running requests of this id or name that were sent with the same key; how many there were."""
+        request = pb.CancelGenerationRequest(request_id=request_id)
+        return self._stub.Cancel(request, timeout=self._timeout, metadata=self._metadata).num_cancelled
+
+    def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        request = pb.TokenizeRequest(model=model, text=text, no_special_tokens=not add_special_tokens)
+        answer = self._stub.Tokenize(request, timeout=self._timeout, metadata=self._metadata)
+        return list(answer.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        """The text of token ids, special tokens included."""
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
+        return self._stub.Detokenize(request, timeout=self._timeout, metadata=self._metadata).text
+
+    def models(self) -> list[pb.Model]:
+        """What is served; empty while no worker has said so."""
+        answer = self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout, metadata=self._metadata)
+        return list(answer.models)

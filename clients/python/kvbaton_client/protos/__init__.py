@@ -1,0 +1,1 @@
+"""Generated code of kvbaton.v1.Inference; written by ``make protos``."""

@@ -1,0 +1,135 @@
+"""Offline use: a model, its prompts, their answers, without a server to start first."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
+from os import PathLike, fspath
+from typing import Any, Literal, Self
+
+from cli.arguments import parse, to_arguments
+from cli.progress import progress_bar
+from contract.errors import InvalidRequestError, UnsupportedFieldError
+from kvbaton.asking import ask_all, check_all
+from kvbaton.outputs import RequestOutput
+from kvbaton.prompts import Prompt, PromptType, parse_conversations, parse_prompts
+from kvbaton.sampling import SamplingParams
+from kvbaton.service import OfflineService
+from kvbaton.settings import LLMSettings
+from router.request import GenerationRequest
+
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, or one for each."""
+
+
+class LLM:
+    """A model on this machine, ready to answer when the constructor returns.
+
+    The arguments are those of ``kvbaton up``; unset ones come from ``KVBATON_*`` variables, then the defaults. Without
+    ``prefill``, ``decode`` and ``both`` there is one aggregated worker. Use it as a context manager, or ``close`` it; the
+    workers end with this process at the latest. It may be used from several threads. Raises SettingError for a bad
+    argument, UnavailableError when a worker cannot start.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] = "demo",
+        *,
+        prefill: int | None = None,
+        decode: int | None = None,
+        both: int | None = None,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None,
+        device: Literal["auto", "cpu", "cuda"] | None = None,
+        transport: Literal["auto", "shm", "nixl", "nccl", "tcp"] | None = None,
+        tensor_parallel_size: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        kv_cache_bytes: int | None = None,
+        num_threads: int | None = None,
+        log_level: Literal["debug", "info", "warning", "error"] | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        arguments = to_arguments({**given, "model": fspath(model)})
+        self._service = OfflineService(parse(LLMSettings, "kvbaton up", arguments))
+        self._request_ids = count()
+        self._close = weakref.finalize(self, self._service.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; nothing is left. Does nothing the second time."""
+        self._close()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Sampling = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; the answers come in the order of the prompts.
+
+        use_tqdm: show a progress bar where standard error is a terminal. priority: one number a prompt; higher runs
+        earlier. Raises InvalidRequestError, which names the prompt, before anything is sent; KvbatonError where a prompt
+        cannot be answered, which ends the others.
+        """
+        return self._answer(parse_prompts(prompts), sampling_params, use_tqdm, lora_request, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Sampling = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of conversations, by the model's chat template; else as ``generate``.
+
+        tools: what the template tells the model of, as OpenAI writes them. The text is what the model wrote, its calls and
+        its reasoning included.
+        """
+        prompts = parse_conversations(messages, None if tools is None else list(tools))
+        return self._answer(prompts, sampling_params, use_tqdm, lora_request, None)
+
+    def _answer(
+        self,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        use_tqdm: bool,
+        lora_request: object,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        if lora_request is not None:
+            raise UnsupportedFieldError("lora_request is not served by this version", param="lora_request")
+        service, each = self._service, len(prompts)
+        params = _one_each("sampling_params", SamplingParams() if sampling is None else sampling, each)
+        priorities = _one_each("priority", 0 if priority is None else priority, each)
+        wanted = zip(prompts, params, priorities, strict=True)
+        asked = (partial(self._request, *one) for one in wanted)
+        questions = check_all(service.pipeline, service.card, asked)
+        with progress_bar("Processed prompts", each, is_shown=use_tqdm) as advance:
+            return service.run(lambda: ask_all(service.pipeline, service.card.tokenizer, questions, advance))
+
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> GenerationRequest:
+        name = str(next(self._request_ids))
+        return params.request(name, prompt.content, priority=priority, **prompt.others)
+
+
+def _one_each(name: str, given: Any, num_prompts: int) -> list[Any]:
+    """A thing for every prompt. Raises InvalidRequestError where there is another number of them."""
+    if not isinstance(given, list | tuple):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequestError(
+            f"{name} has {len(given)} entries for {num_prompts} prompts; give one, or one for each",
+            param=name,
+        )
+    return list(given)

@@ -1,0 +1,89 @@
+"""What ``LLM`` answers, by the names of vLLM."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.answer import Delta
+from router.delivery import Token
+from router.timings import Timings
+from text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token at one place of an answer. rank: 1 is the most likely one. decoded_token: its own text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One answer.
+
+    token_ids: its tokens, with the one that ended it. cumulative_logprob, logprobs: the sum over its tokens, and for each
+    the candidates by token id, its own first; None unless asked for. finish_reason: "stop" or "length". stop_reason: the
+    stop string or stop token id that ended it; None for the model's own end token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """The answers to one prompt.
+
+    prompt: its text, None where it was given as token ids. num_cached_tokens: prompt tokens whose KV was there already.
+    metrics: where the time went, in seconds; of several answers that of the one that took longest.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: Timings
+    num_cached_tokens: int
+    finished: bool = True
+    prompt_logprobs: None = None
+
+
+def completions(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[CompletionOutput]:
+    """The answers that these deltas are, by their index."""
+    indexes = sorted({delta.index for delta in deltas})
+    return [_completion([d for d in deltas if d.index == index], tokenizer) for index in indexes]
+
+
+def _completion(deltas: Sequence[Delta], tokenizer: Tokenizer) -> CompletionOutput:
+    tokens = [token for delta in deltas for token in delta.tokens]
+    found = [token.logprobs.logprob for token in tokens if token.logprobs]
+    last = deltas[-1]
+    return CompletionOutput(
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token.token_id for token in tokens],
+        cumulative_logprob=sum(found) if found else None,
+        logprobs=[_candidates(token, tokenizer) for token in tokens] if found else None,
+        finish_reason=last.finish_reason.value if last.finish_reason else None,
+        stop_reason=last.stop_reason,
+    )
+
+
+def _candidates(token: Token, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    found = token.logprobs
+    if found is None:
+        return {}
+    best = zip(found.top_token_ids, found.top_logprobs, strict=True)
+    ranked = [(token.token_id, found.logprob, found.rank)]
+    ranked += [(one, logprob, rank) for rank, (one, logprob) in enumerate(best, 1) if one != token.token_id]
+    return {one: Logprob(logprob, rank, _written(one, tokenizer)) for one, logprob, rank in ranked}
+
+
+def _written(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,145 @@
+"""The service behind an ``LLM``: a router in a thread of its own, and its workers as child processes.
+
+The router is the one that ``kvbaton up`` starts, without public ports: requests enter its pipeline directly. The workers
+are started, watched and started again as those of ``kvbaton up`` are, and die with this process.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cli.arguments import parse, to_arguments
+from cli.child_settings import from_file
+from cli.local import cluster_secret, supervise
+from cli.model import find_model, model_name
+from cli.processes import ROUTER, local_processes
+from cli.router import RouterCommand
+from cli.settings import child_environment, variable
+from contract.errors import UnavailableError
+from contract.identity import Role
+from kvbaton.settings import LLMSettings
+from router.pipeline import Pipeline
+from router.service import RouterService
+from router.settings import RouterSettings
+from text.model_card import ModelCard
+from worker.launch import Facts, ProcessSpec
+from worker.supervisor import Supervisor
+
+T = TypeVar("T")
+_LOOPBACK = "127.0.0.1:0"
+_TIMEOUT_SECONDS = 30 * 24 * 3600.0
+_MAX_QUEUE = 2**31
+
+
+class OfflineService:
+    """Started by its constructor, which returns when it can answer; ``close`` leaves no process and no thread.
+
+    Raises SettingError for a model that cannot be used, UnavailableError when a worker cannot start.
+    """
+
+    def __init__(self, settings: LLMSettings) -> None:
+        self._model = find_model(settings.model)
+        self._settings = settings
+        self._ready: Future[tuple[Pipeline, ModelCard]] = Future()
+        self._is_closed = False
+        self._closing = threading.RLock()
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kvbaton-llm", daemon=True)
+        self._thread.start()
+        try:
+            self.pipeline, self.card = self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the requests, the workers and the router. Does nothing the second time."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._loop.call_soon_threadsafe(self._stopped.set)
+        if threading.current_thread() is not self._thread:  # it may be, where garbage is collected
+            self._thread.join()
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine in the service's event loop, from another thread. Ctrl-C cancels it.
+
+        Raises what it raises, UnavailableError when the service is closed meanwhile.
+        """
+        with self._closing:
+            if self._is_closed:
+                raise UnavailableError("this LLM is closed")
+            answer = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        try:
+            return answer.result()
+        except CancelledError:
+            raise UnavailableError("this LLM was closed before the answers were there") from None
+        finally:
+            answer.cancel()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(self._serve())
+            except Exception as error:  # noqa: BLE001 - raised by the constructor
+                self._fail(error)
+            else:
+                self._fail(UnavailableError("it was stopped before it was ready"))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+    async def _serve(self) -> None:
+        try:
+            with cluster_secret(self._settings.secret_file) as secret_file:
+                await self._serve_with(secret_file)
+        finally:
+            with self._closing:
+                self._is_closed = True
+
+    async def _serve_with(self, secret_file: Path) -> None:
+        router = RouterService(_router_settings(self._settings, self._model, secret_file))
+
+        async def announce(_: dict[str, Facts], stopped: asyncio.Event) -> None:
+            await router.wait_ready()
+            self._ready.set_result((router.pipeline, router.models.card()))
+            await stopped.wait()
+
+        try:
+            await router.start(has_public_ports=False)
+            specs = _workers(self._settings, self._model, secret_file, router.addresses.as_dict())
+            await supervise(Supervisor(specs), self._stopped, announce)
+        finally:
+            await router.stop()
+
+
+def _router_settings(settings: LLMSettings, model: Path, secret_file: Path) -> RouterSettings:
+    """Those that the router of ``kvbaton up`` would have, without limits that only a service with many clients needs."""
+    unlimited = {"request_timeout_seconds": _TIMEOUT_SECONDS, "max_queue": _MAX_QUEUE}
+    environment = child_environment(unlimited | from_file(settings, Role.ROUTER))
+    names = (name for name in RouterSettings.model_fields if variable(name) in environment)
+    own = {
+        "model": model,
+        "served_model_name": settings.served_model_name or model_name(settings.model),
+        "secret_file": secret_file,
+        **dict.fromkeys(("internal", "admin"), _LOOPBACK),
+    }
+    given = {name: environment[variable(name)] for name in names}
+    return parse(RouterCommand, "kvbaton router", to_arguments(given | own))
+
+
+def _workers(settings: LLMSettings, model: Path, secret_file: Path, router: Facts) -> list[ProcessSpec]:
+    def knowing(spec: ProcessSpec) -> Callable[[Mapping[str, Facts]], list[str]]:
+        return lambda _: spec.command({ROUTER: router})
+
+    return [
+        replace(spec, needs=(), command=knowing(spec))
+        for spec in local_processes(settings, model, secret_file)
+        if spec.name != ROUTER
+    ]

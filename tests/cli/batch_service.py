@@ -1,0 +1,67 @@
+"""A small real OpenAI service for tests of ``kvbaton batch``, which says what its script says to each request."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from serving.http_server import start_http
+
+
+@dataclass
+class Reply:
+    """status 0 breaks the connection off."""
+
+    status: int = 200
+    body: str = '{"ok": true}'
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class BatchService:
+    """replies: what is said to the next requests; behind them everything is answered 200. asked: what came, in order."""
+
+    url: str = ""
+    replies: list[Reply] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    raw: list[bytes] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    num_at_once: int = 0
+    max_at_once: int = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        """POST of either path."""
+        self.num_at_once += 1
+        self.max_at_once = max(self.max_at_once, self.num_at_once)
+        self.raw.append(await request.read())
+        self.asked.append(json.loads(self.raw[-1]))
+        self.keys.append(request.headers.get("Authorization"))
+        reply = self.replies.pop(0) if self.replies else Reply()
+        self.num_at_once -= 1
+        if not reply.status:
+            assert request.transport is not None
+            request.transport.close()
+        return web.Response(
+            status=reply.status or 200,
+            text=reply.body,
+            headers={"x-request-id": f"req-{len(self.raw)}", **reply.headers},
+            content_type="application/json",
+        )
+
+
+@asynccontextmanager
+async def running_batch_service() -> AsyncIterator[BatchService]:
+    """The service on a port of its own."""
+    service = BatchService()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", service.answer)
+    app.router.add_post("/v1/completions", service.answer)
+    server = await start_http(app, "127.0.0.1:0", shutdown_timeout_seconds=0.1)
+    service.url = f"http://{server.address}"
+    try:
+        yield service
+    finally:
+        await server.close()

@@ -1,0 +1,253 @@
+"""``LLM`` with its real workers: the service's own answers, in order, and nothing left behind."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from contract.errors import InvalidRequestError, SettingError, UnavailableError
+from kvbaton import LLM, RequestOutput, SamplingParams
+from tests.offline import programs
+from tests.service import running_service
+
+PROMPTS = ["The old moose sat near", "lamp: fox\ncomet: ginger\nWhat is", "Once", "a b c d e f g h " * 20]
+CHAT = [{"role": "user", "content": 'lamp: fox\ncomet: ginger\nWhat is "comet"?'}]
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "max_tokens": 12},
+    "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 12},
+    "penalties": {"temperature": 0, "max_tokens": 12, "repetition_penalty": 1.5, "logit_bias": {18: 5.0}},
+    "several": {"temperature": 0.8, "seed": 3, "n": 3, "max_tokens": 8},
+    "form": {"seed": 5, "max_tokens": 24, "structured_outputs": {"regex": "[a-z]{3,8} [0-9]{2,4}"}},
+    "late": {"seed": 9, "max_tokens": 14, "min_tokens": 9, "presence_penalty": 1.5},
+    "stop": {"temperature": 0, "max_tokens": 40, "stop": ["."], "logprobs": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBATON_KV_CACHE_BYTES", str(64 * 2**20))
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(num_threads=1) as running:
+        yield running
+
+
+def told(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
+    """What must be the same however the questions were asked."""
+    return [
+        (answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason)
+        for output in outputs
+        for answer in output.outputs
+    ]
+
+
+def told_by_http(choices: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The same of the choices of a response."""
+    return [
+        (
+            choice["token_ids"],
+            choice["text"] if "text" in choice else choice["message"]["content"],
+            choice["finish_reason"],
+            choice["stop_reason"],
+        )
+        for choice in choices
+    ]
+
+
+def wait_until_it_works(*workers: psutil.Process) -> None:
+    """Block until idle workers have something to do."""
+    began = time.monotonic()
+    before = sum(worker.cpu_times().user for worker in workers)
+    while sum(worker.cpu_times().user for worker in workers) == before:
+        assert time.monotonic() < began + 30, "the worker has got nothing to do"
+        time.sleep(0.001)
+
+
+def as_json(params: dict[str, Any]) -> dict[str, Any]:
+    """The fields of HTTP that ask for the same."""
+    bias = {str(token): value for token, value in params.get("logit_bias", {}).items()}
+    return {**params, **({"logit_bias": bias} if bias else {})}
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+async def test_the_answers_are_those_of_the_service(tmp_path: Path) -> None:
+    """A21, A22: offline aggregated, offline through the hand-over and over HTTP give the same, token by token."""
+    answers: dict[str, list[Any]] = {}
+    all_pools: list[dict[str, Any]] = [{}, {"prefill": 1, "decode": 1}]
+    for pools in all_pools:
+        with await asyncio.to_thread(LLM, num_threads=1, **pools) as llm:
+            for name, params in PARAMS.items():
+                found = await asyncio.to_thread(llm.generate, PROMPTS, SamplingParams(**params))
+                found += await asyncio.to_thread(llm.chat, CHAT, SamplingParams(**params))
+                answers.setdefault(name, []).append(told(found))
+    async with running_service(tmp_path, "--num-threads", "1") as service:
+        for name, params in PARAMS.items():
+            body = {**as_json(params), "return_token_ids": True}
+            status, whole = await service.post("/v1/completions", {"prompt": PROMPTS, **body})
+            assert status == 200, whole
+            chat_body = body | ({"logprobs": True, "top_logprobs": 2} if "logprobs" in body else {})
+            status, chat = await service.post("/v1/chat/completions", {"messages": CHAT, **chat_body})
+            assert status == 200, chat
+            answers[name].append(told_by_http([*whole["choices"], *chat["choices"]]))
+    for name, (aggregated, handed_over, http) in answers.items():
+        assert aggregated == handed_over == http, name
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_worker_that_dies_is_a_pause(llm: LLM) -> None:
+    """As in the service: the answer goes on behind the tokens that were there."""
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    expected = told(llm.generate(PROMPTS * 4, params))
+    worker = next(child for child in psutil.Process().children() if "both" in child.cmdline())
+
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(llm.generate, PROMPTS * 4, params)
+        wait_until_it_works(worker)
+        worker.kill()
+        assert told(answer.result()) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_bad_input_costs_nothing_and_a_closed_llm_says_so(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompt 1: temperature is 3\.0"):
+        llm.generate(["a", "b"], [SamplingParams(), SamplingParams(temperature=3)])
+    with pytest.raises(InvalidRequestError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(InvalidRequestError, match="priority has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], priority=[1])
+    with pytest.raises(InvalidRequestError, match="lora_request is not served"):
+        llm.generate("a", lora_request="x")  # type: ignore[arg-type]
+    answers = llm.generate(["a", "b"], SamplingParams(ignore_eos=True), priority=[1, 2])
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == [16, 16]
+    assert llm.generate([]) == []
+    llm.close()
+    llm.close()
+    assert psutil.Process().children() == []
+    with pytest.raises(UnavailableError, match="closed"):
+        llm.generate("a")
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_an_llm_that_nobody_holds_any_more_is_closed() -> None:
+    llm = LLM(num_threads=1)
+    children = psutil.Process().children(recursive=True)
+    assert children
+    del llm
+    gc.collect()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+def test_a_bad_argument_is_named() -> None:
+    with pytest.raises(SettingError, match=r"max_model_len is '1'.*at least 2"):
+        LLM(max_model_len=1)
+    with pytest.raises(SettingError, match="prefill is 1 but decode is 0"):
+        LLM(prefill=1)
+    with pytest.raises(SettingError, match="no such folder"):
+        LLM("/no/such/model")
+
+
+def test_a_bad_setting_of_its_router_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVBATON_MAX_BODY_BYTES", "1")
+    with pytest.raises(SettingError, match=r"max_body_bytes is '1'.*at least 1024"):
+        LLM()
+    monkeypatch.delenv("KVBATON_MAX_BODY_BYTES")
+    monkeypatch.setenv("KVBATON_CONFIG", str(tmp_path / "settings.toml"))
+    (tmp_path / "settings.toml").write_text("[router]\nmax_replays = -1\n")
+    with pytest.raises(SettingError, match=r"max_replays is '-1'.*at least 0"):
+        LLM()
+    (tmp_path / "settings.toml").write_text("[up]\nprefill = 1\n")
+    with pytest.raises(SettingError, match="prefill is 1 but decode is 0"):
+        LLM()
+
+
+@pytest.mark.e2e
+def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path, demo_model: Path) -> None:
+    for file in demo_model.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(UnavailableError, match="both-0 could not start"):
+        LLM(tmp_path)
+    assert psutil.Process().children() == []
+
+
+def started(program: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def line_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_program_that_never_closes_ends_and_leaves_nothing() -> None:
+    process = started(programs.NEVER_CLOSES)
+    said = line_of(process)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (0, "", "")
+    assert len(said["tokens"]) == 4
+    assert said["children"]
+    assert not any(is_alive(pid) for pid in said["children"])
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_ctrl_c_ends_the_question_and_not_the_llm() -> None:
+    process = started(programs.INTERRUPTED)
+    children = line_of(process)["children"]
+    wait_until_it_works(*map(psutil.Process, children))
+    os.kill(process.pid, signal.SIGINT)
+    assert line_of(process) == {"interrupted": True}
+    assert len(line_of(process)["tokens"]) == 4
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not any(is_alive(pid) for pid in children)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_workers_die_with_a_program_that_is_killed() -> None:
+    process = started(programs.KILLED)
+    children = [psutil.Process(pid) for pid in line_of(process)["children"]]
+    process.kill()
+    process.communicate(timeout=60)
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+def test_importing_kvbaton_is_cheap() -> None:
+    """Neither torch nor what a router needs is loaded before a name is used."""
+    code = (
+        "import sys, kvbaton; print({'torch', 'grpc', 'aiohttp', 'pydantic', 'tokenizers'} & sys.modules.keys());"
+        " from kvbaton import LLM, SamplingParams, RequestOutput; print('torch' in sys.modules, dir(kvbaton)[0])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\nFalse CompletionOutput\n"
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from kvbaton import Nothing  # noqa: F401

@@ -1,0 +1,105 @@
+"""The ``openai`` package against a started service: nothing of it is told that it is not OpenAI's."""
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.service import Service
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+MODEL = "kvbaton-demo"
+QUESTION: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": 'lamp: fox\ncomet: ginger\nWhat is "comet"?'}
+]
+ANSWER = "comet: ginger"
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://{service.http}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def test_models_are_listed_and_found(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_a_chat_is_answered(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, logprobs=True, top_logprobs=2
+    )
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", ANSWER)
+    assert choice.finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens
+    assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    pieces = list(
+        client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices)
+    assert text == whole.choices[0].message.content
+    assert pieces[-1].usage is not None
+    assert whole.usage is not None
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert [c.finish_reason for piece in pieces for c in piece.choices if c.finish_reason] == ["stop"]
+
+
+def test_the_sdks_own_reading_of_a_stream_gives_the_same(client: OpenAI) -> None:
+    with client.chat.completions.stream(model=MODEL, messages=QUESTION, temperature=0) as stream:
+        events = {event.type for event in stream}
+        assert stream.get_final_completion().choices[0].message.content == ANSWER
+    assert {"chunk", "content.delta", "content.done"} <= events
+
+
+def test_completions_take_texts_and_token_ids(client: OpenAI) -> None:
+    several = client.completions.create(model=MODEL, prompt=["Hello", "Hello"], temperature=0, max_tokens=4)
+    assert [choice.index for choice in several.choices] == [0, 1]
+    by_ids = client.completions.create(model=MODEL, prompt=[450], temperature=0, max_tokens=4, logprobs=1)
+    assert by_ids.choices[0].text == several.choices[0].text
+    assert by_ids.choices[0].logprobs is not None
+    assert by_ids.choices[0].logprobs.tokens is not None
+    assert len(by_ids.choices[0].logprobs.tokens) == 4
+
+
+def test_errors_are_the_sdks_own(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=9)
+    assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="other", messages=QUESTION)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt="x" * 10_000)
+    assert long.value.code == "context_length_exceeded"
+
+
+async def test_many_at_once_and_a_stream_that_is_left(service: Service) -> None:
+    async with AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="none", max_retries=0) as client:
+        asked = [
+            client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0) for _ in range(16)
+        ]
+        answers = await asyncio.gather(*asked)
+        assert {answer.choices[0].message.content for answer in answers} == {ANSWER}
+        stream = await client.completions.create(
+            model=MODEL, prompt="Hello", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        async with stream:
+            await anext(aiter(stream))
+        async with asyncio.timeout(30):
+            while any((await service.debug_states())["router"]["requests"].values()):
+                await asyncio.sleep(0.05)
