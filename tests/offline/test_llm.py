@@ -138,7 +138,7 @@ def test_bad_input_costs_nothing_and_a_closed_llm_says_so(llm: LLM) -> None:
     assert llm.generate([]) == []
     llm.close()
     llm.close()
-    assert psutil.Process().children() == []
+    assert not any("both" in child.cmdline() for child in psutil.Process().children())
     with pytest.raises(UnavailableError, match="closed"):
         llm.generate("a")
 
@@ -182,9 +182,10 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path, demo_model: Path
     for file in demo_model.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).symlink_to(file)
+    others = psutil.Process().children()
     with pytest.raises(UnavailableError, match="both-0 could not start"):
         LLM(tmp_path)
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(others)
 
 
 def started(program: str) -> "subprocess.Popen[str]":
