@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from itertools import chain
 
-from router.answer import Answer, Delta, Usage
+from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
 from router.limits import check_limits
 from router.model_source import ModelSource
@@ -76,15 +76,18 @@ class Pipeline:
         request, record = relay.request, relay.record
         answer = Answer(request, card)
         while not answer.is_finished:
+            is_first = answer.num_tokens == 0
             delta = answer.push(await relay.next())
+            if is_first:
+                delta.prompt = Prompt(request.prompt_token_ids, relay.report.prompt_logprobs)
             record.arrived(delta)
             if delta.finish_reason:
                 relay.close()
-                is_first = request.choice == 0
+                pays_prompt = request.choice == 0
                 usage = Usage(
-                    num_prompt_tokens=len(request.prompt_token_ids) if is_first else 0,
+                    num_prompt_tokens=len(request.prompt_token_ids) if pays_prompt else 0,
                     num_completion_tokens=answer.num_tokens,
-                    num_cached_tokens=relay.report.num_cached_tokens if is_first else 0,
+                    num_cached_tokens=relay.report.num_cached_tokens if pays_prompt else 0,
                     num_reasoning_tokens=answer.num_reasoning_tokens,
                 )
                 record.finish(delta, delta.finish_reason, usage, relay.report)
