@@ -25,6 +25,7 @@ from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
 from engine.models.info import ModelInfo
 from engine.models.loading import LoadedModel, load
 from engine.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.pooling import pool
 from engine.profiling import profile_inputs
 from engine.ranks.group import RankGroup, SingleRank, rank_device
 from engine.ranks.opening import open_half
@@ -97,9 +98,10 @@ class ModelRunner:
         )
         inputs = profile_inputs(lengths)
         with torch.inference_mode():
-            logits = self._forward(inputs, list(range(len(lengths))), has_cache=False)
+            states = self._forward(inputs, has_cache=False)
+            logits = self._logits(states, inputs, list(range(len(lengths))))
             self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
-        del logits
+        del states, logits
         return available_kv_bytes(self._probe.read(), settings)
 
     def initialize_from_config(self, config: KVCacheConfig) -> KVLayout:
@@ -147,7 +149,8 @@ class ModelRunner:
 
         A request draws a token when all its known tokens are computed after this step; the token joins its known
         tokens. Others get an empty list, and so does a request whose logits are not numbers (it is in
-        ``num_nans_in_logits``). Without scheduled tokens nothing is computed.
+        ``num_nans_in_logits``). One that pools draws none; rank 0 has its embedding in ``pooler_output``. Without
+        scheduled tokens nothing is computed.
         """
         _ready(self._batch, "initialize_from_config").update(scheduled)
         self.memory.copy_blocks(scheduled.block_copies)
@@ -175,9 +178,14 @@ class ModelRunner:
         batch = _ready(self._batch, "initialize_from_config")
         inputs = prepare_inputs(batch, scheduled)
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
-        drawing = [index for index, state in enumerate(states) if inputs.seq_lens[index] >= state.num_tokens]
+        drawing = [
+            index
+            for index, state in enumerate(states)
+            if inputs.seq_lens[index] >= state.num_tokens and state.pooling is None
+        ]
         watch = self._layer_watch(scheduled)
-        logits = self._forward(inputs, drawing, has_cache=True, watch=watch)
+        hidden = self._forward(inputs, has_cache=True, watch=watch)
+        logits = self._logits(hidden, inputs, drawing)
         if watch is not None:
             watch.computed()
         drawers = [states[index].req_id for index in drawing]
@@ -185,6 +193,8 @@ class ModelRunner:
         samples = self._draw(_repeated(logits, list(map(len, rows))), list(chain.from_iterable(rows)))
         owners = [index for index, own in zip(drawing, rows, strict=True) for _ in own]
         output = spread(inputs.req_ids, owners, samples)
+        if self._group.rank == 0:  # hidden states are equal on all ranks
+            pool(hidden, inputs, states, output)
         for req_id, sampled in zip(inputs.req_ids, output.sampled_token_ids, strict=True):
             if sampled:
                 batch.append_token(req_id, sampled[0])
@@ -200,17 +210,19 @@ class ModelRunner:
             return None
         return self._connector.watch_layers(scheduled.kv_connector_metadata)
 
-    def _forward(
-        self, inputs: PreparedInputs, rows: list[int], *, has_cache: bool, watch: LayerWatch | None = None
-    ) -> Tensor:
-        """Logits ``[len(rows), vocab_size]`` of the last token of these requests (whole on rank 0 alone)."""
+    def _forward(self, inputs: PreparedInputs, *, has_cache: bool, watch: LayerWatch | None = None) -> Tensor:
+        """Final hidden states ``[num_tokens, hidden_size]``, equal on all ranks."""
         model = _ready(self._loaded, "load_model").model
         step = self._backend.plan(inputs, self._settings.block_size, self.device)
         input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
         positions = torch.from_numpy(inputs.positions).to(self.device)
-        states = model(input_ids, positions, step, self.memory.layers if has_cache else None, watch)
+        states: Tensor = model(input_ids, positions, step, self.memory.layers if has_cache else None, watch)
+        return states
+
+    def _logits(self, states: Tensor, inputs: PreparedInputs, rows: list[int]) -> Tensor:
+        """Logits ``[len(rows), vocab_size]`` of the last token of these requests (whole on rank 0 alone)."""
         last_tokens = torch.from_numpy(inputs.query_start_loc[1:][rows] - 1).to(self.device)
-        return model.logits(states[last_tokens])
+        return _ready(self._loaded, "load_model").model.logits(states[last_tokens])
 
 
 def _undrawn(num_rows: int) -> Samples:
