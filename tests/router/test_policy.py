@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from contract.identity import Role
-from router.policy import Placement, Wish, WorkerView, missing_role, place
+from router.policy import Need, Placement, Wish, WorkerView, missing_role, place
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
 WISH = Wish(num_prompt_tokens=20, num_answer_tokens=10)
@@ -114,6 +114,6 @@ def test_what_is_missing_is_named(
 ) -> None:
     for found, expected in (
         (missing_role(workers), missing),
-        (missing_role(workers, is_replay=True), missing_for_replay),
+        (missing_role(workers, Need.REPLAY), missing_for_replay),
     ):
         assert found == (f"{expected} is attached" if expected else None)
