@@ -63,6 +63,19 @@ def test_beside_answers_and_prefill_legs() -> None:
     assert engine.end("f#0.0").pooled == fake_embedding(PROMPT)
 
 
+def test_it_waits_for_blocks_that_are_lent() -> None:
+    """Of 19 usable blocks a prefill leg lends 15; the embedding of 30 tokens needs 8, and never takes lent ones."""
+    engine = SteppedEngine(kv_cache_bytes=20)
+    engine.add(fake_request("p", LONG[:60], transfer=SEND))
+    engine.run()
+    engine.add(embedding_request("e", LONG[30:60], MEAN))
+    engine.run()
+    assert "e#0.0" not in engine.heard
+    engine.connector.end_lease("p#0.0")
+    engine.run()
+    assert engine.end("e#0.0").pooled == fake_embedding(LONG[30:60], "mean")
+
+
 @pytest.mark.parametrize("pooling", [LAST, MEAN])
 def test_a_short_pool_preempts_it_and_it_comes_back_whole(pooling: PoolingParams) -> None:
     """19 usable blocks of 4: the answer grows while the embedding's long prompt is computed in small chunks."""
