@@ -138,6 +138,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.grammar.check()
 
 
+class PoolingParams(msgspec.Struct, frozen=True):
+    """An embedding instead of an answer: the prompt's final hidden states as one vector.
+
+    kind: the last token's state, or the mean over all tokens. normalize: to length 1.
+    """
+
+    kind: Literal["last", "mean"] = "last"
+    normalize: bool = True
+
+    def check(self) -> None:
+        """Raise InvalidRequestError about ``pooling_params``."""
+        if self.kind not in ("last", "mean"):
+            raise InvalidRequestError(
+                f"the kind of pooling is {self.kind!r}; it must be last or mean", param="pooling_params"
+            )
+
+
 def _in_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
@@ -193,8 +210,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     emits: the number of delivered tokens, and one more on the decode side of a hand-over, where the prefill leg emits that
     one.
     priority: higher is served earlier and preempted later. eos_token_ids: the model's own end tokens.
-    transfer: None for an aggregated request. lora_request, pooling_params and multimodal fields are places for later
-    versions: ``check`` refuses anything but their defaults.
+    transfer: None for an aggregated request. pooling_params: no token is drawn, the prompt's embedding is all that is asked
+    for. lora_request and multimodal fields are places for later versions: ``check`` refuses anything but their defaults.
     """
 
     request_id: str
@@ -212,7 +229,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_seconds: float = 600.0
     transfer: SendTransfer | ReceiveTransfer | None = None
     lora_request: str | None = None
-    pooling_params: dict[str, Any] | None = None
+    pooling_params: PoolingParams | None = None
     multi_modal_inputs: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -256,7 +273,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         check_token_ids([token for token, _ in self.sampling.logit_bias], vocab_size, param="logit_bias")
         self._check_choices()
         self._check_place_in_answer()
-        for name in ("lora_request", "pooling_params", "multi_modal_inputs"):
+        self._check_pooling()
+        for name in ("lora_request", "multi_modal_inputs"):
             if getattr(self, name):
                 raise UnsupportedFieldError(f"{name} is not served by this version", param=name)
 
@@ -265,6 +283,16 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError(f"n is {self.num_choices}; it must lie in 1..{MAX_CHOICES}", param="n")
         if self.num_choices > 1 and (self.choice or self.num_delivered_tokens):
             raise InvalidRequestError("a replay goes on with one choice", param="n")
+
+    def _check_pooling(self) -> None:
+        if self.pooling_params is None:
+            return
+        self.pooling_params.check()
+        if self.transfer or self.num_choices > 1 or self.choice or self.first_index or self.sampling.grammar:
+            raise InvalidRequestError(
+                "an embedding has one choice, no tokens, no grammar, and is not handed over",
+                param="pooling_params",
+            )
 
     def _check_place_in_answer(self) -> None:
         num_delivered = self.num_delivered_tokens
@@ -322,7 +350,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     first_index: index of ``token_ids[0]`` in the answer. stop_reason: the stop token id that ended it (None for the
     model's own end token). num_cached_tokens: prompt tokens whose KV this engine did not compute (set on the first
-    output). An error is ``finish_reason`` ERROR with ``error_kind`` and ``error_message``; error_param: the field at fault.
+    output). pooled: the embedding, float32 numbers, with ``finish_reason`` STOP. An error is ``finish_reason`` ERROR with
+    ``error_kind`` and ``error_message``; error_param: the field at fault.
     """
 
     request_id: str
@@ -337,6 +366,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     timings: RequestTimings | None = None
+    pooled: list[float] | None = None
     error_kind: str | None = None
     error_message: str | None = None
     error_param: str | None = None

@@ -8,7 +8,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from contract.errors import InternalError
-from contract.requests import SamplingParams, choice_seed
+from contract.requests import PoolingParams, SamplingParams, choice_seed
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.scores import SamplingRow
 
@@ -19,7 +19,8 @@ class RequestState:
 
     num_tokens: known tokens, prompt and sampled. num_computed_tokens: those whose KV is in ``block_ids`` before the
     coming step. num_choices: so many tokens are drawn behind the prompt, the first of them for this request itself. row: its
-    row in the tables, None while others need all rows; ``parked_tokens`` keeps its tokens then.
+    row in the tables, None while others need all rows; ``parked_tokens`` keeps its tokens then. pooling: it draws nothing.
+    hidden_sum: float64 ``[hidden_size]``, of the computed tokens' states, where their mean is wanted.
     """
 
     req_id: str
@@ -30,6 +31,8 @@ class RequestState:
     num_computed_tokens: int
     block_ids: list[int]
     num_choices: int = 1
+    pooling: PoolingParams | None = None
+    hidden_sum: NDArray[np.float64] | None = None
     row: int | None = None
     parked_tokens: list[int] = field(default_factory=list)
 
@@ -99,17 +102,18 @@ class InputBatch:
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
         self._remove(new.req_id)
-        if new.sampling_params is None:
-            raise InternalError(f"request {new.req_id!r} has no sampling parameters; pooling is not served")
+        if (new.sampling_params is None) is (new.pooling_params is None):
+            raise InternalError(f"request {new.req_id!r} needs either sampling or pooling parameters")
         state = RequestState(
             req_id=new.req_id,
-            sampling=new.sampling_params,
+            sampling=new.sampling_params or SamplingParams(),
             eos_token_ids=new.eos_token_ids,
             num_prompt_tokens=new.num_prompt_tokens,
             num_tokens=0,
             num_computed_tokens=new.num_computed_tokens,
             block_ids=[],
             num_choices=new.num_choices,
+            pooling=new.pooling_params,
         )
         self.requests[new.req_id] = state
         self._seat(state, scheduled)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.requests import SamplingParams
+from contract.requests import PoolingParams, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class NewRequestData:
     ``prompt_token_ids`` are all tokens known at this point: the prompt, and for a request whose KV came from another
     worker the tokens sampled there too. block_ids: one list per KV cache group. num_computed_tokens: tokens whose KV
     is already in those blocks. num_prompt_tokens: how many of the tokens are the client's prompt; what follows is answer.
-    num_choices: behind the prompt so many tokens are drawn, one for each answer.
+    num_choices: behind the prompt so many tokens are drawn, one for each answer. Either sampling_params or pooling_params.
     """
 
     req_id: str
@@ -35,7 +35,7 @@ class NewRequestData:
     mm_inputs: list[Any] = field(default_factory=list)
     mm_hashes: list[str] = field(default_factory=list)
     mm_positions: list[tuple[int, int]] = field(default_factory=list)
-    pooling_params: Any | None = None
+    pooling_params: PoolingParams | None = None
     lora_request: str | None = None
 
 
@@ -108,7 +108,8 @@ class ModelRunnerOutput:
     """What one forward pass gave (B8). A request whose prompt is not finished has an empty list of sampled ids.
 
     other_choices: by request, where its prompt is finished and it asks for several answers. prompt_logprobs_dict: by
-    request, a row for each token of the prompt that follows one which was computed.
+    request, a row for each token of the prompt that follows one which was computed. pooler_output: empty where no request
+    pools, else row i for request i: the float32 numbers of its embedding, None until its prompt is finished.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -118,7 +119,7 @@ class ModelRunnerOutput:
     logprobs: LogprobsLists | None = None
     other_choices: dict[str, OtherChoices] = field(default_factory=dict)
     prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)
-    pooler_output: list[Any] = field(default_factory=list)
+    pooler_output: list[list[float] | None] = field(default_factory=list)
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
     num_nans_in_logits: dict[str, int] | None = None

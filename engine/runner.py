@@ -26,6 +26,7 @@ from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
 from engine.models.info import ModelInfo
 from engine.models.loading import LoadedModel, load
 from engine.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.pooling import pool
 from engine.profiling import profile_inputs
 from engine.prompt_logprobs import PromptLogprobs
 from engine.ranks.group import RankGroup, SingleRank, rank_device
@@ -150,7 +151,8 @@ class ModelRunner:
 
         A request draws a token when all its known tokens are computed after this step; the token joins its known
         tokens. Others get an empty list, and so does a request whose logits are not numbers (it is in
-        ``num_nans_in_logits``). Without scheduled tokens nothing is computed.
+        ``num_nans_in_logits``). One that pools draws none; rank 0 has its embedding in ``pooler_output``. Without
+        scheduled tokens nothing is computed.
         """
         _ready(self._batch, "initialize_from_config").update(scheduled)
         self.memory.copy_blocks(scheduled.block_copies)
@@ -178,7 +180,11 @@ class ModelRunner:
         batch = _ready(self._batch, "initialize_from_config")
         inputs = prepare_inputs(batch, scheduled)
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
-        drawing = [index for index, state in enumerate(states) if inputs.seq_lens[index] >= state.num_tokens]
+        drawing = [
+            index
+            for index, state in enumerate(states)
+            if inputs.seq_lens[index] >= state.num_tokens and state.pooling is None
+        ]
         watch = self._layer_watch(scheduled)
         hidden = self._forward(inputs, has_cache=True, watch=watch)
         logits = self._logits(hidden, inputs.query_start_loc[1:][drawing] - 1)
@@ -196,6 +202,8 @@ class ModelRunner:
         owners = [index for index, own in zip(drawing, rows, strict=True) for _ in own]
         output = spread(inputs.req_ids, owners, samples)
         output.prompt_logprobs_dict = prompt_logprobs
+        if self._group.rank == 0:  # hidden states are equal on all ranks
+            pool(hidden, inputs, states, output)
         for req_id, sampled in zip(inputs.req_ids, output.sampled_token_ids, strict=True):
             if sampled:
                 batch.append_token(req_id, sampled[0])
@@ -212,7 +220,7 @@ class ModelRunner:
         return self._connector.watch_layers(scheduled.kv_connector_metadata)
 
     def _forward(self, inputs: PreparedInputs, *, has_cache: bool, watch: LayerWatch | None = None) -> Tensor:
-        """The final hidden states ``[num_tokens, hidden_size]``."""
+        """The final hidden states ``[num_tokens, hidden_size]``, equal on all ranks."""
         model = _ready(self._loaded, "load_model").model
         step = self._backend.plan(inputs, self._settings.block_size, self.device)
         input_ids = torch.from_numpy(inputs.input_ids).to(self.device)

@@ -23,7 +23,7 @@ from engine.scheduling.forking import Forking, choices_of
 from engine.scheduling.grammars import Grammars
 from engine.scheduling.outbox import Outbox
 from engine.scheduling.remote_kv import KVReceiver, KVSender, check_transfer, ending_of, first_tokens_of
-from engine.scheduling.request import Request, ending_after, why_impossible
+from engine.scheduling.request import Request, ended_corrupted, ending_after, why_impossible
 from engine.scheduling.roll import Roll
 from engine.scheduling.stats import PrefixCacheStats, SchedulerStats, Totals
 from engine.scheduling.step_plan import StepPlan
@@ -311,8 +311,9 @@ class Scheduler:
     def _advance(self, request: Request, num_tokens: int, output: ModelRunnerOutput) -> None:
         row = output.req_id_to_index[request.key]
         sampled = output.sampled_token_ids[row]
+        pooled = output.pooler_output[row] if output.pooler_output else None
         is_corrupt = (output.num_nans_in_logits or {}).get(request.key, 0) > 0
-        if is_corrupt or (not sampled and num_tokens == request.num_missing_tokens):
+        if is_corrupt or (not sampled and not pooled and num_tokens == request.num_missing_tokens):
             self._end_corrupted(request, is_corrupt)
             return
         num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
@@ -322,6 +323,8 @@ class Scheduler:
         request.num_computed_tokens += num_tokens
         self.batcher.index_computed(request)
         request.take_prompt_logprobs(output.prompt_logprobs_dict.get(request.key))
+        if pooled:
+            self._finish(request, Ending(RequestStatus.FINISHED_STOPPED), pooled=pooled)
         if not sampled:
             return
         alternatives = request.asked.sampling.logprobs
@@ -365,11 +368,10 @@ class Scheduler:
         return ending_after(request, index, self._max_length) or self.grammars.follow(request)
 
     def _end_corrupted(self, request: Request, has_nans: bool) -> None:
-        """Its logits are NaN, or it sampled nothing where it should have: nobody may reuse its KV."""
+        """What it computed is NaN, or nothing where there should be something: nobody may reuse its KV."""
         self.pool.forget_content(request.key)
         self.totals.num_corrupted += 1
-        what = "the logits hold NaN" if has_nans else "nothing was sampled at the end of the known tokens"
-        self._finish(request, ended_by_error(ErrorKind.INTERNAL, f"{what} after {request.num_tokens} tokens"))
+        self._finish(request, ended_corrupted(request, has_nans))
 
     def _finish(
         self,
@@ -377,6 +379,7 @@ class Scheduler:
         ending: Ending,
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
+        pooled: list[float] | None = None,
     ) -> None:
         """Let go of what it holds, in whatever state it is, and tell its client and the runner."""
         if self.receiver and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -392,5 +395,5 @@ class Scheduler:
         self._deadlines.forget(request.key)
         if request.is_known_to_runner:
             self._finished_req_ids.add(request.key)
-        self._outbox.tokens(request, token_ids or [], ending, logprobs)
+        self._outbox.tokens(request, token_ids or [], ending, logprobs, pooled)
         self._has_news = True

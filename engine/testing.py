@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from contract.errors import SettingError
 from contract.layout import KVLayout
-from contract.requests import SamplingParams, choice_seed
+from contract.requests import PoolingParams, SamplingParams, choice_seed
 from engine.connector import RankConnector
 from engine.models.info import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
@@ -61,6 +61,13 @@ def fake_answer(prompt_token_ids: Sequence[int], num_tokens: int, choice: int = 
         code = prefix_codes(known)[-1]
         known.append(fake_token(code) if index else fake_first_token(code, 0, choice))
     return known[len(prompt_token_ids) :]
+
+
+def fake_embedding(token_ids: Sequence[int], kind: str = "last") -> list[float]:
+    """The embedding that every fake engine computes: of two numbers; a mean depends on all positions' codes."""
+    codes = prefix_codes(token_ids)
+    of = codes[-1:] if kind == "last" else codes
+    return [float(sum(of) % 65_521), float(len(token_ids))]
 
 
 class FakeMemory:
@@ -126,6 +133,8 @@ class _Sequence:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_prompt_tokens: int = 0
     num_choices: int = 1
+    pooling: PoolingParams | None = None
+    pooled_codes: list[int] = field(default_factory=list)
 
 
 class FakeRunner:
@@ -151,6 +160,7 @@ class FakeRunner:
             output.req_ids.append(key)
             output.req_id_to_index[key] = row
             bitmask = scheduled.bitmask_of(key)
+            output.pooler_output.append(None)
             output.sampled_token_ids.append(self._compute(key, starts[key], num_tokens, output, bitmask))
         self.num_forward_passes += bool(scheduled.num_scheduled_tokens)
         self.batch_sizes.append(scheduled.total_num_scheduled_tokens)
@@ -166,6 +176,7 @@ class FakeRunner:
         starts = {}
         for new in scheduled.scheduled_new_reqs:
             assert new.req_id not in self._sequences
+            assert (new.sampling_params is None) is (new.pooling_params is not None)
             tokens, sampling = list(new.prompt_token_ids), new.sampling_params or SamplingParams()
             self._sequences[new.req_id] = _Sequence(
                 tokens,
@@ -174,6 +185,7 @@ class FakeRunner:
                 sampling,
                 new.num_prompt_tokens,
                 new.num_choices,
+                new.pooling_params,
             )
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
@@ -203,6 +215,9 @@ class FakeRunner:
         self.memory.write(sequence.block_ids, sequence.codes, start, end)
         if CRASH_TOKEN in sequence.token_ids:
             raise RuntimeError("the forward pass crashed")
+        if sequence.pooling:
+            self._pool(key, start, end, output)
+            return []
         if end < len(sequence.token_ids):
             assert bitmask is None, f"{key} draws nothing, and has a grammar bitmask"
             return []
@@ -222,6 +237,23 @@ class FakeRunner:
         sequence.token_ids.append(token)
         sequence.codes.append(prefix_codes(sequence.token_ids)[-1])
         return [token]
+
+    def _pool(self, key: str, start: int, end: int, output: ModelRunnerOutput) -> None:
+        sequence = self._sequences[key]
+        assert sequence.pooling
+        is_mean = sequence.pooling.kind == "mean"
+        if start == 0:
+            sequence.pooled_codes = []
+        sequence.pooled_codes += sequence.codes[start:end]
+        assert not is_mean or len(sequence.pooled_codes) == end, f"{key}: the mean misses tokens"
+        if end < len(sequence.token_ids):
+            return
+        if NAN_TOKEN in sequence.token_ids:
+            assert output.num_nans_in_logits is not None
+            output.num_nans_in_logits[key] = 2
+            return
+        of = sequence.pooled_codes if is_mean else sequence.pooled_codes[-1:]
+        output.pooler_output[-1] = [float(sum(of) % 65_521), float(end)]
 
     def _logprobs_of(self, tokens: list[int], sequence: _Sequence) -> LogprobsLists | None:
         if (k := sequence.sampling.logprobs) is None:

@@ -9,15 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbaton.llm import LLM
-    from kvbaton.outputs import CompletionOutput, Logprob, RequestOutput
+    from kvbaton.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestOutput,
+    )
     from kvbaton.sampling import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 __version__ = version("kvbaton")
 _MODULES = {
     "LLM": "kvbaton.llm",
     "CompletionOutput": "kvbaton.outputs",
+    "EmbeddingOutput": "kvbaton.outputs",
+    "EmbeddingRequestOutput": "kvbaton.outputs",
     "Logprob": "kvbaton.outputs",
     "RequestOutput": "kvbaton.outputs",
     "SamplingParams": "kvbaton.sampling",

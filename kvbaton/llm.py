@@ -10,13 +10,14 @@ from typing import Any, Literal, Self
 from cli.arguments import parse, to_arguments
 from cli.progress import progress_bar
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from kvbaton.asking import ask_all, check_all
-from kvbaton.outputs import RequestOutput
+from kvbaton.asking import ask_all, check_all, check_embeddings, embed_all
+from kvbaton.outputs import EmbeddingRequestOutput, RequestOutput
 from kvbaton.prompts import Prompt, PromptType, parse_conversations, parse_prompts
 from kvbaton.sampling import SamplingParams
 from kvbaton.service import OfflineService
 from kvbaton.settings import LLMSettings
-from router.request import GenerationRequest
+from router.request import EmbeddingRequest, GenerationRequest
+from text.chat import Chat
 
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, or one for each."""
@@ -99,6 +100,24 @@ class LLM:
         prompts = parse_conversations(messages, None if tools is None else list(tools))
         return self._answer(prompts, sampling_params, use_tqdm, lora_request, None)
 
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, in their order: a prefill or aggregated worker pools its hidden states.
+
+        Else as ``generate``.
+        """
+        _refuse_lora(lora_request)
+        parsed, service = parse_prompts(prompts), self._service
+        asked = (partial(self._embedding_request, prompt) for prompt in parsed)
+        requests = check_embeddings(service.pipeline, asked)
+        with progress_bar("Processed prompts", len(parsed), is_shown=use_tqdm) as advance:
+            return service.run(lambda: embed_all(service.pipeline, requests, advance))
+
     def _answer(
         self,
         prompts: list[Prompt],
@@ -107,8 +126,7 @@ class LLM:
         lora_request: object,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        if lora_request is not None:
-            raise UnsupportedFieldError("lora_request is not served by this version", param="lora_request")
+        _refuse_lora(lora_request)
         service, each = self._service, len(prompts)
         params = _one_each("sampling_params", SamplingParams() if sampling is None else sampling, each)
         priorities = _one_each("priority", 0 if priority is None else priority, each)
@@ -121,6 +139,19 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> GenerationRequest:
         name = str(next(self._request_ids))
         return params.request(name, prompt.content, priority=priority, **prompt.others)
+
+    def _embedding_request(self, prompt: Prompt) -> EmbeddingRequest:
+        if isinstance(prompt.content, Chat):
+            raise InvalidRequestError("a chat has no embedding; give text or token ids", param="prompts")
+        salt = prompt.others.get("cache_salt") or ""
+        return EmbeddingRequest(
+            request_id=str(next(self._request_ids)), prompt=prompt.content, cache_salt=salt
+        )
+
+
+def _refuse_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise UnsupportedFieldError("lora_request is not served by this version", param="lora_request")
 
 
 def _one_each(name: str, given: Any, num_prompts: int) -> list[Any]:

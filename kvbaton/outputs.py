@@ -55,6 +55,29 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A vector of length 1."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt. num_cached_tokens: as in ``RequestOutput``."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int
+    finished: bool = True
+
+
 def completions(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[CompletionOutput]:
     """The answers that these deltas are, by their index."""
     indexes = sorted({delta.index for delta in deltas})

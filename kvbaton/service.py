@@ -77,7 +77,9 @@ class OfflineService:
                 raise UnavailableError("this LLM is closed")
             answer = asyncio.run_coroutine_threadsafe(work(), self._loop)
         try:
-            while not answer.done():  # by glances: a Ctrl-C that another thread has taken is seen at the next one
+            while (
+                not answer.done()
+            ):  # by glances: a Ctrl-C that another thread has taken is seen at the next one
                 wait([answer], timeout=_GLANCE_SECONDS)
             return answer.result()
         except CancelledError:

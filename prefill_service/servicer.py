@@ -10,10 +10,14 @@ from worker.servicer import WorkerServicer
 
 
 class PrefillServicer(WorkerServicer):
-    """Serves Prefill."""
+    """Serves Prefill and Embed."""
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Accept a prompt whose KV will be lent under ``transfer_id``."""
         if not request.transfer_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a prefill leg needs a transfer_id")
         return await self._accept(request.task, SendTransfer(request.transfer_id), context)
+
+    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Accept a prompt of which only the embedding is wanted."""
+        return await self._accept_embedding(request.task, context)

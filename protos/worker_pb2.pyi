@@ -319,6 +319,30 @@ class DecodeRequest(_message.Message):
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
 @_typing.final
+class EmbedLegRequest(_message.Message):
+    """A prompt of which only the embedding is wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def task(self) -> Global___Task:
+        """What to compute; sampling is not looked at."""
+
+    def __init__(
+        self,
+        *,
+        task: Global___Task | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedLegRequest: _TypeAlias = EmbedLegRequest  # noqa: Y015
+
+@_typing.final
 class CancelRequest(_message.Message):
     """Which request to stop."""
 
@@ -686,6 +710,7 @@ class TokenEntry(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     ERROR_PARAM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     choice: _builtins.int
@@ -722,6 +747,10 @@ class TokenEntry(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
         """With token 0, where asked for: one for each token of the prompt from the second on."""
 
+    @_builtins.property
+    def pooled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The embedding, with finish_reason "stop"; only where it was asked for."""
+
     def __init__(
         self,
         *,
@@ -739,10 +768,11 @@ class TokenEntry(_message.Message):
         error_message: _builtins.str = ...,
         error_param: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
+        pooled: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "num_cached_tokens", b"num_cached_tokens", "stop_reason", b"stop_reason", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015

@@ -122,6 +122,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/kvbaton.v1.Worker/Embed',
+                request_serializer=protos_dot_worker__pb2.EmbedLegRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/kvbaton.v1.Worker/Cancel',
                 request_serializer=protos_dot_worker__pb2.CancelRequest.SerializeToString,
@@ -152,6 +157,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Compute a prompt and pool its hidden states; the embedding comes on the Attach stream. Roles prefill and both.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Stop a request and free everything that it holds. Unknown ids are ignored.
         """
@@ -177,6 +189,11 @@ def add_WorkerServicer_to_server(servicer, server):
             'Decode': grpc.unary_unary_rpc_method_handler(
                     servicer.Decode,
                     request_deserializer=protos_dot_worker__pb2.DecodeRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_worker__pb2.EmbedLegRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
@@ -244,6 +261,33 @@ class Worker:
             target,
             '/kvbaton.v1.Worker/Decode',
             protos_dot_worker__pb2.DecodeRequest.SerializeToString,
+            protos_dot_worker__pb2.Accepted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvbaton.v1.Worker/Embed',
+            protos_dot_worker__pb2.EmbedLegRequest.SerializeToString,
             protos_dot_worker__pb2.Accepted.FromString,
             options,
             channel_credentials,

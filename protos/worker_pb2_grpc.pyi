@@ -74,6 +74,8 @@ class WorkerStub:
     """Compute a prompt, lend its KV under transfer_id, and sample token 0."""
     Decode: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.Accepted]
     """Fetch a prompt's KV and decode; without a source compute the prompt here too (aggregated)."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_worker_pb2.EmbedLegRequest, _worker_pb2.Accepted]
+    """Compute a prompt and pool its hidden states; the embedding comes on the Attach stream. Roles prefill and both."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.Accepted]
     """Stop a request and free everything that it holds. Unknown ids are ignored."""
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]
@@ -88,6 +90,8 @@ class WorkerAsyncStub(WorkerStub):
     """Compute a prompt, lend its KV under transfer_id, and sample token 0."""
     Decode: _aio.UnaryUnaryMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
     """Fetch a prompt's KV and decode; without a source compute the prompt here too (aggregated)."""
+    Embed: _aio.UnaryUnaryMultiCallable[_worker_pb2.EmbedLegRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
+    """Compute a prompt and pool its hidden states; the embedding comes on the Attach stream. Roles prefill and both."""
     Cancel: _aio.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
     """Stop a request and free everything that it holds. Unknown ids are ignored."""
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]  # type: ignore[assignment]
@@ -111,6 +115,14 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
         """Fetch a prompt's KV and decode; without a source compute the prompt here too (aggregated)."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _worker_pb2.EmbedLegRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
+        """Compute a prompt and pool its hidden states; the embedding comes on the Attach stream. Roles prefill and both."""
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -1,6 +1,6 @@
 """Tokens → text of one choice: end tokens hidden, stop strings cut, reasoning and tool calls told apart, counts kept."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from contract.requests import FinishReason, TokenLogprobs
@@ -60,8 +60,9 @@ class Prompt:
 class Delta:
     """What one arrival adds to a choice; ``text`` may be empty while a character or a stop string is unfinished.
 
-    reasoning, calls: what is no text for the reader; in chats only. prompt: with the first one. The last one carries
-    ``finish_reason``, ``usage`` and ``timings``. stop_reason: the stop string or stop token id.
+    reasoning, calls: what is no text for the reader; in chats only. prompt: with the first one. embedding: all that there is
+    where that was asked for. The last one carries ``finish_reason``, ``usage`` and ``timings``. stop_reason: the stop string
+    or stop token id.
     """
 
     index: int = 0
@@ -74,6 +75,7 @@ class Delta:
     stop_reason: str | int | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    embedding: Sequence[float] = ()
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """What has been read of the answer's text."""

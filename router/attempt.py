@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from contract.errors import ErrorKind, KvbatonError, WorkerLostError, error_from_kind
+from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError, error_from_kind
 from contract.requests import FinishReason, Grammar, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token
@@ -32,11 +32,12 @@ _MAYBE_ACCEPTED = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
 
 @dataclass(frozen=True)
 class Arrival:
-    """Tokens that are due now, in order. ``finish_reason`` comes with the answer's last ones."""
+    """Tokens that are due now, in order. ``finish_reason`` comes with the answer's last ones, or with its embedding."""
 
     tokens: list[Token]
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    embedding: Sequence[float] = ()
 
 
 @dataclass
@@ -74,6 +75,8 @@ class Leg:
 class Attempt:
     """Owns the legs of one attempt. ``prefill`` is None where the decode worker computes the prompt itself.
 
+    An embedding has one leg, in the decode worker's place, on a worker that computes prompts.
+
     delivered: the answer's tokens so far. report: where to note what the workers say about themselves.
     """
 
@@ -95,7 +98,7 @@ class Attempt:
         self._tasks = tasks
         self._inbox: Inbox[Leg] = Inbox(max_unread_bytes)
         self._delivery = Delivery(number, len(delivered))
-        self._finish: tuple[FinishReason, int | None] | None = None
+        self._finish: tuple[FinishReason, int | None, Sequence[float]] | None = None
         self._report = report
         first = len(delivered)
         self._prefill = Leg(prefill, first) if prefill else None
@@ -134,9 +137,12 @@ class Attempt:
             prefill = pb.PrefillRequest(task=self._task(self._prefill, num_choices), transfer_id=transfer_id)
             legs = [(attempt, leg) for attempt in attempts if (leg := attempt._prefill)]
             self._send(legs, self._prefill.worker.calls.prefill(prefill))
-        decode = pb.DecodeRequest(task=self._task(self._decode, num_choices), source=source)
+        task, calls = self._task(self._decode, num_choices), self._decode.worker.calls
         legs = [(attempt, attempt._decode) for attempt in attempts]
-        self._send(legs, self._decode.worker.calls.decode(decode))
+        if self._request.is_embedding:
+            self._send(legs, calls.embed(pb.EmbedLegRequest(task=task)))
+        else:
+            self._send(legs, calls.decode(pb.DecodeRequest(task=task, source=source)))
         return self
 
     def _bind(self, num_prompt_tokens: int) -> None:
@@ -189,7 +195,9 @@ class Attempt:
         leg.next_index = max(leg.next_index, entry.first_index + len(entry.token_ids))
         if entry.finish_reason:
             stop_reason = entry.stop_reason if entry.HasField("stop_reason") else None
-            self._finish = FinishReason(entry.finish_reason), stop_reason
+            if self._request.is_embedding and not entry.pooled:
+                raise InternalError(f"worker {leg.worker.name} has ended an embedding without one")
+            self._finish = FinishReason(entry.finish_reason), stop_reason, entry.pooled
             self._delivery.end = leg.next_index
             leg.may_hold = False
         if self._prefill and leg is self._decode and entry.token_ids:

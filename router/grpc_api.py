@@ -16,6 +16,7 @@ from protos import inference_pb2_grpc
 from router.answer import Delta
 from router.best_of import choose_best
 from router.delivery import Token
+from router.grpc_embedding import embed_response, embeddings_asked
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
@@ -75,6 +76,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if _is_best_of(request):
                 found = choose_best(found, _num_chosen(request), request.sampling.best_of)
             return _joined([_response(name, delta) for delta in found])
+
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:  # noqa: N802
+        """The embeddings of all inputs, or of none."""
+        async with _answering(context, "emb") as request_id:
+            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+            metadata = context.invocation_metadata()
+            name = _name(request, metadata)
+            asked = embeddings_asked(request, request_id, context.time_remaining())
+            async with self._running.open(authorization_of(metadata), request_id, name):
+                return embed_response(name or request_id, await self._pipeline.embed(*asked))
 
     async def Cancel(  # noqa: N802
         self, request: pb.CancelGenerationRequest, context: Any
@@ -155,7 +166,7 @@ async def _answering(context: Any, prefix: str) -> AsyncIterator[str]:
         await abort(context, told, request_id)
 
 
-def _name(request: pb.GenerateRequest, metadata: Any) -> str | None:
+def _name(request: pb.GenerateRequest | pb.EmbedRequest, metadata: Any) -> str | None:
     """The client's name of its request. Raises InvalidRequestError for a ``request_id`` that is no name."""
     if not request.request_id:
         given = dict(metadata or ()).get(_NAME_KEY)

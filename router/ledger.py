@@ -13,7 +13,7 @@ from contract.requests import FinishReason
 from router.answer import Delta, Usage
 from router.attempt import LegReport
 from router.metrics import RouterMetrics
-from router.request import GenerationRequest
+from router.request import EmbeddingRequest, GenerationRequest
 from router.timings import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Ledger:
         self._records: set[Record] = set()
 
     @contextmanager
-    def open(self, asked: GenerationRequest) -> Iterator[Record]:
+    def open(self, asked: GenerationRequest | EmbeddingRequest) -> Iterator[Record]:
         """Admit a request for as long as the block lasts, and count how it ends. Raises OverloadedError."""
         if self._num_unbound >= self._max_queue:
             self._metrics.failed(ErrorKind.OVERLOADED)

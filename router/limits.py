@@ -7,6 +7,7 @@ from router.request import GenerationRequest
 from text.chat import Chat
 
 MAX_MESSAGES = 4096
+MAX_PROMPTS = 2048
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024

@@ -11,6 +11,7 @@
    told apart into content, reasoning and tool calls.
 6. **Survive.** When a worker dies or a hand-over fails, the relay goes back to 3 with the prompt and the tokens that
    were delivered; the client sees a pause.
+   An embedding goes the same way with one leg, on a worker that computes prompts, and arrives at once.
 7. **End.** Finish, a stop string, cancel, deadline and an error that nothing mends all leave the relay's block, which
    cancels the request on every worker that may still hold something, and then the ledger's, which counts the outcome.
 
@@ -22,13 +23,21 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from itertools import chain
 
+from contract.requests import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
 from router.limits import check_limits
 from router.model_source import ModelSource
 from router.registry import Registry
 from router.relay import Relay, Relays
-from router.request import GenerationRequest, PreparedRequest, prepare, tokenize
+from router.request import (
+    EmbeddingRequest,
+    GenerationRequest,
+    PreparedRequest,
+    prepare,
+    prepare_embedding,
+    tokenize,
+)
 from router.side_by_side import side_by_side
 from text.model_card import ModelCard
 
@@ -67,11 +76,33 @@ class Pipeline:
                 async for delta in deltas:
                     yield delta
 
+    async def embed(self, *asked: EmbeddingRequest) -> list[Delta]:
+        """The embedding of each prompt, in order, with ``usage`` and ``timings``; all or none.
+
+        Cancel its task to end it early. Raises KvbatonError.
+        """
+        with ExitStack() as held:
+            records = [held.enter_context(self._ledger.open(one)) for one in asked]
+            card = self._models.card_named(asked[0].model)
+            requests = [await self._prepare_embedding(one, card) for one in asked]
+            pairs = zip(requests, records, strict=True)
+            relays = [
+                held.enter_context(self._relays.open(request, [record]))[0] for request, record in pairs
+            ]
+            async with aclosing(side_by_side([self._embedding(relay) for relay in relays])) as deltas:
+                found = [delta async for delta in deltas]
+        return sorted(found, key=lambda delta: delta.index)
+
     def check(self, asked: GenerationRequest) -> PreparedRequest:
         """What ``generate`` would send, after all its checks; from any thread. Raises KvbatonError."""
         check_limits(asked)
         card = self._models.card_named(asked.model)
         return self._prepared(asked, tokenize(asked, card), card)
+
+    def check_embedding(self, asked: EmbeddingRequest) -> PreparedRequest:
+        """What ``embed`` would send, after all its checks; from any thread. Raises KvbatonError."""
+        card = self._models.card_named(asked.model)
+        return self._prepared_embedding(asked, tokenize(asked, card), card)
 
     async def _answer(self, relay: Relay, card: ModelCard) -> AsyncGenerator[Delta, None]:
         request, record = relay.request, relay.record
@@ -87,19 +118,42 @@ class Pipeline:
                 record.finish(delta, delta.finish_reason, _usage(relay, answer), relay.report)
             yield delta
 
+    async def _embedding(self, relay: Relay) -> AsyncGenerator[Delta, None]:
+        arrival = await relay.next()
+        relay.close()
+        usage = Usage(
+            num_prompt_tokens=len(relay.request.prompt_token_ids),
+            num_completion_tokens=0,
+            num_cached_tokens=relay.report.num_cached_tokens,
+        )
+        delta = Delta(finish_reason=arrival.finish_reason, embedding=arrival.embedding)
+        relay.record.finish(delta, FinishReason.STOP, usage, relay.report)
+        yield delta
+
     async def _prepare(self, asked: GenerationRequest, card: ModelCard) -> PreparedRequest:
-        """Long texts are tokenized in a thread, so that they do not hold up the tokens of others."""
         check_limits(asked)
-        if isinstance(asked.prompt, tuple) or len(str(asked.prompt)) < _LONG_PROMPT_CHARACTERS:
-            prompt_ids = tokenize(asked, card)
-        else:
-            prompt_ids = await asyncio.to_thread(tokenize, asked, card)
-        return self._prepared(asked, prompt_ids, card)
+        return self._prepared(asked, await _tokenized(asked, card), card)
+
+    async def _prepare_embedding(self, asked: EmbeddingRequest, card: ModelCard) -> PreparedRequest:
+        return self._prepared_embedding(asked, await _tokenized(asked, card), card)
 
     def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
         return prepare(
             asked, prompt_ids, card, self._registry.max_model_len(card.max_model_len), self._timeout_seconds
         )
+
+    def _prepared_embedding(
+        self, asked: EmbeddingRequest, prompt_ids: list[int], card: ModelCard
+    ) -> PreparedRequest:
+        length = self._registry.max_model_len(card.max_model_len)
+        return prepare_embedding(asked, prompt_ids, card, length, self._timeout_seconds)
+
+
+async def _tokenized(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
+    """Long texts are tokenized in a thread, so that they do not hold up the tokens of others."""
+    if isinstance(asked.prompt, tuple) or len(str(asked.prompt)) < _LONG_PROMPT_CHARACTERS:
+        return tokenize(asked, card)
+    return await asyncio.to_thread(tokenize, asked, card)
 
 
 def _usage(relay: Relay, answer: Answer) -> Usage:

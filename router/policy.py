@@ -7,6 +7,7 @@ and tokens it takes on at once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from contract.identity import Role
 
@@ -33,6 +34,25 @@ class WorkerView:
     kv_cache_usage: float = 0.0
 
 
+class Need(Enum):
+    """What must be attached for a request to be placed at all.
+
+    ANSWER: a prefill and a decode worker, or one that is both. REPLAY: a decode worker will do. EMBEDDING: a prefill worker,
+    or one that is both; who lacks this lacks ANSWER too.
+    """
+
+    ANSWER = auto()
+    REPLAY = auto()
+    EMBEDDING = auto()
+
+
+_NEEDED: dict[Need, tuple[Role, ...]] = {
+    Need.ANSWER: (Role.PREFILL, Role.DECODE),
+    Need.REPLAY: (Role.DECODE,),
+    Need.EMBEDDING: (Role.PREFILL,),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wish:
     """What a request asks of its workers.
@@ -41,7 +61,7 @@ class Wish:
     side. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed;
     they are asked only for what no other worker does, even if it has no room just now.
     is_replay: an earlier attempt was begun, so where no prefill worker is left the decode worker computes the prompt
-    itself. is_local: it shall, because handing KV over has failed again and again.
+    itself. is_local: it shall, because handing KV over has failed again and again. is_embedding: nothing is decoded.
     """
 
     num_prompt_tokens: int
@@ -50,11 +70,19 @@ class Wish:
     avoid: frozenset[str] = frozenset()
     is_replay: bool = False
     is_local: bool = False
+    is_embedding: bool = False
+
+    @property
+    def need(self) -> Need:
+        """Without what it cannot be placed."""
+        if self.is_embedding:
+            return Need.EMBEDDING
+        return Need.REPLAY if self.is_replay else Need.ANSWER
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Worker ids of the two legs. ``prefill`` is None where the decode worker computes the prompt itself."""
+    """Worker ids of the two legs. ``prefill`` is None where ``decode`` computes the prompt itself, or nothing but it."""
 
     prefill: str | None
     decode: str
@@ -64,6 +92,9 @@ def place(workers: Sequence[WorkerView], wish: Wish, turn: int) -> Placement | N
     """Pick the workers of one request; None while none has room. ``turn`` counts requests, for ties."""
     workers = _trusted(workers, wish)
     both = _best(workers, Role.BOTH, wish, turn)
+    if wish.is_embedding:
+        pooling = _best(workers, Role.PREFILL, wish, turn) or both
+        return Placement(None, pooling.worker_id) if pooling else None
     decode = _best(workers, Role.DECODE, wish, turn)
     if _computes_locally(workers, wish):
         alone = min(filter(None, (decode, both)), key=lambda worker: _load(worker, wish), default=None)
@@ -81,19 +112,21 @@ def is_full(kv_cache_usage: float) -> bool:
     return kv_cache_usage >= _FULL
 
 
-def missing_role(workers: Sequence[WorkerView], *, is_replay: bool = False) -> str | None:
+def missing_role(workers: Sequence[WorkerView], need: Need = Need.ANSWER) -> str | None:
     """None when a request can be placed sooner or later, else what is missing."""
     roles = {worker.role for worker in workers if worker.max_requests}
-    if Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles or (is_replay and Role.DECODE in roles):
+    needed = _NEEDED[need]
+    if Role.BOTH in roles or roles.issuperset(needed):
         return None
-    missing = [role.value for role in (Role.PREFILL, Role.DECODE) if role not in roles]
+    wanted = needed if need is Need.EMBEDDING else _NEEDED[Need.ANSWER]
+    missing = [role.value for role in wanted if role not in roles]
     return f"no {' and no '.join(missing)} worker is attached"
 
 
 def _trusted(workers: Sequence[WorkerView], wish: Wish) -> Sequence[WorkerView]:
     """Those that are not avoided, where they suffice without the others; else all."""
     trusted = [worker for worker in workers if worker.worker_id not in wish.avoid]
-    return workers if missing_role(trusted) else trusted
+    return workers if missing_role(trusted, Need.EMBEDDING if wish.is_embedding else Need.ANSWER) else trusted
 
 
 def _computes_locally(workers: Sequence[WorkerView], wish: Wish) -> bool:

@@ -135,6 +135,7 @@ class Relay:
             avoid=frozenset(worker.name for worker in self._suspects if not worker.gone.is_set()),
             is_replay=self._num_attempts > 0,
             is_local=self._num_transfer_failures >= _MAX_TRANSFER_FAILURES,
+            is_embedding=request.is_embedding,
         )
         self.record.queued()
         try:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
-from contract.requests import MAX_CHOICES, EngineRequest, Grammar, SamplingParams, choice_seed
+from contract.requests import (
+    MAX_CHOICES,
+    EngineRequest,
+    Grammar,
+    SamplingParams,
+    check_token_ids,
+    choice_seed,
+)
 from text.chat import Chat
 from text.model_card import ModelCard
 
@@ -67,11 +74,26 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbeddingRequest:
+    """A prompt of which the client wants the embedding. dimensions: how many numbers it shall have; None: not given."""
+
+    request_id: str
+    prompt: str | tuple[int, ...]
+    model: str | None = None
+    dimensions: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_seconds: float | None = None
+    arrival: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
     """A request with its prompt as token ids and every default filled in; it fits the model.
 
     chat: what the prompt was made of; None for a text. choice: which answer to the prompt it asks for; ``sampling`` has
-    that one's seed. deadline: when it ends with an error at the latest, on the router's monotonic clock.
+    that one's seed. is_embedding: nothing is drawn. deadline: when it ends with an error at the latest, on the router's
+    monotonic clock.
     """
 
     request_id: str
@@ -85,6 +107,7 @@ class PreparedRequest:
     deadline: float
     chat: Chat | None = None
     choice: int = 0
+    is_embedding: bool = False
 
     def of_choice(self, choice: int) -> "PreparedRequest":
         """The same for another answer to the prompt; called on the first one."""
@@ -94,7 +117,7 @@ class PreparedRequest:
     @property
     def num_answer_tokens(self) -> int:
         """Tokens that a decode worker shall have room for beside the prompt when the request is bound to it."""
-        return min(self.sampling.max_tokens, _ANSWER_ROOM)
+        return 0 if self.is_embedding else min(self.sampling.max_tokens, _ANSWER_ROOM)
 
 
 def new_request_id(prefix: str) -> str:
@@ -102,7 +125,7 @@ def new_request_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-def tokenize(asked: GenerationRequest, card: ModelCard) -> list[int]:
+def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
     """The prompt as token ids (A6): chats by the model's template, text with its special tokens, ids as they are.
 
     Raises InvalidRequestError for a chat with a model that has no chat template, or for tools without a parser.
@@ -138,10 +161,7 @@ def prepare(
     """Fill every default and check every range. Raises InvalidRequestError, ContextLengthError among them."""
     if asked.stop and not all(asked.stop):
         raise InvalidRequestError("stop holds an empty string; it would end every answer", param="stop")
-    if not -_INT32 <= asked.priority < _INT32:
-        raise InvalidRequestError(
-            f"priority is {asked.priority}; it must lie in {-_INT32}..{_INT32 - 1}", param="priority"
-        )
+    _check_priority(asked.priority)
     sampling = SamplingParams(
         temperature=card.temperature if asked.temperature is None else asked.temperature,
         top_k=card.top_k if asked.top_k is None else asked.top_k,
@@ -181,6 +201,51 @@ def prepare(
         deadline=asked.arrival + min(timeout_seconds, asked.timeout_seconds or timeout_seconds),
         chat=asked.prompt if isinstance(asked.prompt, Chat) else None,
     )
+
+
+def prepare_embedding(
+    asked: EmbeddingRequest,
+    prompt_ids: list[int],
+    card: ModelCard,
+    max_model_len: int,
+    timeout_seconds: float,
+) -> PreparedRequest:
+    """The same for an embedding. Raises InvalidRequestError about ``input``, ``dimensions`` or ``priority``."""
+    _check_priority(asked.priority)
+    if asked.dimensions is not None and asked.dimensions != card.hidden_size:
+        own = "its own number only" if card.hidden_size is None else f"{card.hidden_size} only"
+        raise InvalidRequestError(
+            f"dimensions is {asked.dimensions}; the model {card.name} gives embeddings of {own}: leave it out",
+            param="dimensions",
+        )
+    if len(prompt_ids) > max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, an input has "
+            f"{len(prompt_ids)} tokens. Please reduce its length.",
+            param="input",
+        )
+    if not prompt_ids:
+        raise InvalidRequestError("an input is empty; it needs at least one token", param="input")
+    check_token_ids(prompt_ids, card.vocab_size, param="input")
+    return PreparedRequest(
+        request_id=asked.request_id,
+        prompt_token_ids=prompt_ids,
+        sampling=SamplingParams(temperature=0.0, max_tokens=1),
+        stop=(),
+        eos_token_ids=card.eos_token_ids,
+        priority=asked.priority,
+        cache_salt=asked.cache_salt,
+        arrival=asked.arrival,
+        deadline=asked.arrival + min(timeout_seconds, asked.timeout_seconds or timeout_seconds),
+        is_embedding=True,
+    )
+
+
+def _check_priority(priority: int) -> None:
+    if not -_INT32 <= priority < _INT32:
+        raise InvalidRequestError(
+            f"priority is {priority}; it must lie in {-_INT32}..{_INT32 - 1}", param="priority"
+        )
 
 
 def _checked_seed(seed: int | None) -> int:

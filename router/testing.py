@@ -30,7 +30,8 @@ class Script:
     stall_at: wait for ever before the token of this index. fail_at: end with ``error`` there. die_at: close the
     worker's stream there, without a word. gap_at: leave this token out. refuse: do not accept the leg at all.
     is_mute: play it, and never answer the call that brought it. token_delay_seconds: before each token.
-    tokens_per_step: how many go out in one message. prompt_logprobs: of the prompt's tokens from the second on.
+    tokens_per_step: how many go out in one message. prompt_logprobs: of the prompt's tokens from the second on. embedding:
+    what a task that asks for one gets, in the place of token 0.
     """
 
     tokens: Sequence[int] = ()
@@ -49,6 +50,7 @@ class Script:
     num_cached_tokens: int = 0
     prompt_logprobs: Sequence[float] = ()
     logprobs: Mapping[int, float] = field(default_factory=dict)
+    embedding: Sequence[float] = (0.6, 0.8)
 
 
 Writer = Callable[[pb.Task], Script]
@@ -57,7 +59,7 @@ Writer = Callable[[pb.Task], Script]
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     """A worker of any role. ``script`` is asked for the script of every choice of every task that it accepts.
 
-    prefills, decodes, cancels: the requests that it got, in order.
+    prefills, decodes, embeds, cancels: the requests that it got, in order.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self.prefills: list[pb.PrefillRequest] = []
         self.decodes: list[pb.DecodeRequest] = []
+        self.embeds: list[pb.EmbedLegRequest] = []
         self.cancels: list[pb.CancelRequest] = []
         self.worker_id = worker_id or f"{role.value}-0"
         self._role = role
@@ -171,6 +174,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.decodes.append(request)
         return await self._accept(request.task, None, context)
 
+    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Say the embedding."""
+        self.embeds.append(request)
+        return await self._accept(request.task, None, context, is_embedding=True)
+
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Fall silent about a choice's attempts up to this one."""
         self.cancels.append(request)
@@ -189,7 +197,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             yield pb.ModelFile(name=name, data=data[:half])
             yield pb.ModelFile(name=name, data=data[half:])
 
-    async def _accept(self, task: pb.Task, end: int | None, context: Any) -> pb.Accepted:
+    async def _accept(
+        self, task: pb.Task, end: int | None, context: Any, *, is_embedding: bool = False
+    ) -> pb.Accepted:
         first = task.choice
         for choice in range(first, first + max(1, task.num_choices)):
             own = pb.Task()
@@ -199,8 +209,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             if script.refuse:
                 await self._tell()
                 await context.abort(grpc_code(script.refuse.kind), script.refuse.message)
+            play = self._play_embedding(own, script) if is_embedding else self._play(own, script, end)
             self._legs[task.request_id, task.attempt, choice] = self._tasks.spawn(
-                self._play(own, script, end), f"{self.worker_id} plays {task.request_id}"
+                play, f"{self.worker_id} plays {task.request_id}"
             )
         await self._tell()
         if script.is_mute:
@@ -220,6 +231,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             if script.gap_at != index:
                 self.send(self._entry(task, script, index, chunk, total))
             index += len(chunk)
+
+    async def _play_embedding(self, task: pb.Task, script: Script) -> None:
+        if not await self._disturbed(task, script, 0):
+            entry = self._entry(task, script, 0, (), len(script.tokens))
+            entry.finish_reason, entry.pooled[:] = FinishReason.STOP.value, script.embedding
+            self.send(entry)
 
     async def _disturbed(self, task: pb.Task, script: Script, index: int) -> bool:
         if script.token_delay_seconds:

@@ -13,7 +13,7 @@ from contract.errors import UnavailableError
 from router.attempt import Attempt
 from router.changes import ChangeSignal
 from router.patience import Patience
-from router.policy import Placement, Wish, place
+from router.policy import Need, Placement, Wish, place
 from router.registry import Registry
 
 
@@ -79,7 +79,7 @@ class WaitingLine:
 
     def _matters(self, first: _Waiter, waiter: _Waiter) -> bool:
         """False for one that comes or goes behind a first one that waits for room: nothing changes for anybody."""
-        return waiter is first or bool(self._patience.missing(False))
+        return waiter is first or bool(self._patience.missing(Need.ANSWER))
 
     def _serve(self) -> None:
         """Bind from the head of the line for as long as there is room."""
@@ -101,17 +101,17 @@ class WaitingLine:
     def _head(self) -> int | None:
         """Place of the first one that is waiting, and not for a role without a worker."""
         missing = self._patience.missing
-        here = (i for i, w in enumerate(self._line) if not missing(w.wish.is_replay) and not w.attempt.done())
+        here = (i for i, w in enumerate(self._line) if not missing(w.wish.need) and not w.attempt.done())
         return next(here, None)
 
     def _end_hopeless(self) -> None:
         is_over = self._patience.is_over
-        if not any(is_over(is_replay) for is_replay in (False, True)):
+        if not any(is_over(need) for need in Need):
             return
-        hopeless = [waiter for waiter in self._line if is_over(waiter.wish.is_replay)]
-        self._line = [waiter for waiter in self._line if not is_over(waiter.wish.is_replay)]
+        hopeless = [waiter for waiter in self._line if is_over(waiter.wish.need)]
+        self._line = [waiter for waiter in self._line if not is_over(waiter.wish.need)]
         for waiter in hopeless:
             if not waiter.attempt.done():
-                missing = self._patience.missing(waiter.wish.is_replay)
+                missing = self._patience.missing(waiter.wish.need)
                 text = f"no worker is ready: {missing}, for {self._patience_seconds:g} s; try again later"
                 waiter.attempt.set_exception(UnavailableError(text))

@@ -55,6 +55,13 @@ class WorkerCalls:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Decode", error) from error
 
+    async def embed(self, request: pb.EmbedLegRequest) -> None:
+        """Start an embedding."""
+        try:
+            await self._stub.Embed(request, timeout=self._timeout, metadata=self._metadata)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            raise self._error("Embed", error) from error
+
     async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
         """Stop one choice of a request, up to this attempt."""
         request = pb.CancelRequest(request_id=request_id, attempt=attempt, choice=choice)

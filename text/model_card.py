@@ -27,7 +27,7 @@ class ModelCard:
 
     max_model_len: tokens of prompt and answer that the model was made for. eos_token_ids: tokens that end an answer.
     vocab_size: token ids are below this. chat_template: None for a model without one. answer_format: how it writes tool
-    calls and reasoning.
+    calls and reasoning. hidden_size: numbers of an embedding; None where config.json does not say.
     """
 
     name: str
@@ -42,6 +42,7 @@ class ModelCard:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     answer_format: AnswerFormat
+    hidden_size: int | None = None
 
     @classmethod
     def from_folder(
@@ -76,6 +77,7 @@ class ModelCard:
             repetition_penalty=_number(generation, "repetition_penalty", 1.0),
             tokenizer=tokenizer,
             chat_template=template,
+            hidden_size=config.get("hidden_size"),
             answer_format=AnswerFormat.chosen(parsers, template.source) if template else AnswerFormat(),
         )
 

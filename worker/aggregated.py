@@ -9,7 +9,7 @@ from worker.servicer import WorkerServicer
 
 
 class AggregatedServicer(WorkerServicer):
-    """Decode without a source: prompt and answer on this worker."""
+    """Decode without a source: prompt and answer on this worker. Serves Embed."""
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Accept a whole request."""
@@ -18,3 +18,7 @@ class AggregatedServicer(WorkerServicer):
                 grpc.StatusCode.INVALID_ARGUMENT, "a worker of role both fetches no KV in this version"
             )
         return await self._accept(request.task, None, context)
+
+    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Accept a prompt of which only the embedding is wanted."""
+        return await self._accept_embedding(request.task, context)

@@ -1,5 +1,6 @@
 """The part of the Worker service that every role shares; a role adds the legs that it runs."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
@@ -12,6 +13,7 @@ from contract.requests import ReceiveTransfer, SendTransfer
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.errors import grpc_code
+from worker.pooling import pooling_of
 from worker.wire import request_from_task
 from worker.worker import Worker
 
@@ -19,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Cancel and GetModelFiles; Prefill and Decode are refused by name until a role overrides them."""
+    """Cancel and GetModelFiles; Prefill, Decode and Embed are refused by name until a role overrides them."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -31,6 +33,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Refuse: this role decodes nothing."""
         return await self._refuse("Decode", context)
+
+    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Refuse: this role computes no prompts alone."""
+        return await self._refuse("Embed", context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Stop a request, or one choice of it; unknown ids are ignored."""
@@ -49,6 +55,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> pb.Accepted:
         async def accept() -> None:
             await self._worker.accept(request_from_task(task, transfer), task.session)
+
+        return await self._answer(accept(), context)
+
+    async def _accept_embedding(self, task: pb.Task, context: Any) -> pb.Accepted:
+        async def accept() -> None:
+            pooling = await asyncio.to_thread(pooling_of, self._worker.model_folder)
+            await self._worker.accept(request_from_task(task, None, pooling), task.session)
 
         return await self._answer(accept(), context)
 

@@ -8,6 +8,7 @@ from contract.requests import (
     EngineOutput,
     EngineRequest,
     Grammar,
+    PoolingParams,
     ReceiveTransfer,
     RequestTimings,
     SamplingParams,
@@ -17,14 +18,21 @@ from contract.requests import (
 from protos import worker_pb2 as pb
 
 
-def request_from_task(task: pb.Task, transfer: SendTransfer | ReceiveTransfer | None) -> EngineRequest:
-    """The engine's request for one leg. Raises InvalidRequestError for a task without id or prompt."""
+def request_from_task(
+    task: pb.Task,
+    transfer: SendTransfer | ReceiveTransfer | None,
+    pooling: PoolingParams | None = None,
+) -> EngineRequest:
+    """The engine's request for one leg; with ``pooling`` for an embedding.
+
+    Raises InvalidRequestError for a task without id or prompt.
+    """
     if not task.request_id or not task.prompt_token_ids:
         raise InvalidRequestError("a task needs a request id and a prompt")
     return EngineRequest(
         request_id=task.request_id,
         prompt_token_ids=list(task.prompt_token_ids),
-        sampling=_sampling_from(task.sampling),
+        sampling=SamplingParams() if pooling else _sampling_from(task.sampling),
         eos_token_ids=tuple(task.eos_token_ids),
         attempt=task.attempt,
         choice=task.choice,
@@ -34,6 +42,7 @@ def request_from_task(task: pb.Task, transfer: SendTransfer | ReceiveTransfer | 
         cache_salt=task.cache_salt,
         deadline_seconds=task.deadline_seconds,
         transfer=transfer,
+        pooling_params=pooling,
     )
 
 
@@ -85,6 +94,7 @@ def entry_from_output(output: EngineOutput) -> pb.TokenEntry:
         error_kind=output.error_kind or "",
         error_message=output.error_message or "",
         error_param=output.error_param or "",
+        pooled=output.pooled or (),
     )
 
 

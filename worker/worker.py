@@ -65,6 +65,11 @@ class Worker:
             await self._link.wait_attached()
 
     @property
+    def model_folder(self) -> Path:
+        """The model's files."""
+        return self._settings.model
+
+    @property
     def num_requests(self) -> int:
         """Requests accepted and not finished."""
         return len(self._accepted)

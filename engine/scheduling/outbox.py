@@ -26,9 +26,10 @@ class Outbox:
         token_ids: list[int],
         ending: Ending | None,
         logprobs: list[TokenLogprobs] | None = None,
+        pooled: list[float] | None = None,
     ) -> None:
         """The request has new tokens and perhaps ends with them: every choice that it still stands for."""
-        self._outputs[request.client_index].append(request.emit(token_ids, ending, logprobs))
+        self._outputs[request.client_index].append(request.emit(token_ids, ending, logprobs, pooled))
         self._totals.num_generated_tokens += len(token_ids)
         if ending is not None:
             self._totals.num_finished += ending.error_kind is None

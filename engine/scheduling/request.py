@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from contract.block_hash import BlockHash, block_hash, full_block_hashes
+from contract.errors import ErrorKind
 from contract.requests import (
     EngineOutput,
     EngineRequest,
@@ -16,7 +17,7 @@ from engine.connector import Received
 from engine.grammar.matcher import GrammarMatcher
 from engine.outputs import LogprobsLists
 from engine.scheduling.block_pool import blocks_needed
-from engine.scheduling.ending import Ending, RequestStatus
+from engine.scheduling.ending import Ending, RequestStatus, ended_by_error
 from engine.scheduling.token_logprobs import logprobs_in_rows
 
 
@@ -180,6 +181,11 @@ class Request:
         return isinstance(self.asked.transfer, ReceiveTransfer)
 
     @property
+    def is_pooling(self) -> bool:
+        """Asks for an embedding: it ends when its prompt is computed."""
+        return self.asked.pooling_params is not None
+
+    @property
     def is_decoding(self) -> bool:
         """Only its newest token is not computed, and that is not the prompt's."""
         return self.num_missing_tokens == 1 and self.num_tokens > self.num_prompt_tokens
@@ -208,8 +214,12 @@ class Request:
             self.prompt_logprobs += logprobs_in_rows(lists, num_alternatives)
 
     def reusable_hashes(self) -> list[BlockHash]:
-        """Hashes of blocks that may come from the cache while the newest token is still computed here (for its logits)."""
-        if self.lacks_prompt_logprobs:
+        """Hashes of blocks that may come from the cache while the newest token is still computed here (for its logits).
+
+        None where every token of the prompt has something to tell: its log probability, or its part of a mean.
+        """
+        is_mean = self.asked.pooling_params and self.asked.pooling_params.kind == "mean"
+        if self.lacks_prompt_logprobs or is_mean:
             return []
         return self.block_hashes[: (self.num_tokens - 1) // self.block_size]
 
@@ -238,10 +248,14 @@ class Request:
             self._hash_under(self.computed_root)
 
     def emit(
-        self, token_ids: list[int], ending: Ending | None, logprobs: list[TokenLogprobs] | None = None
+        self,
+        token_ids: list[int],
+        ending: Ending | None,
+        logprobs: list[TokenLogprobs] | None = None,
+        pooled: list[float] | None = None,
     ) -> EngineOutput:
         """The output that says these tokens (appended before) and, perhaps, the end. Counts them as emitted."""
-        is_first = self.num_emitted_tokens == 0 and bool(token_ids)
+        is_first = self.num_emitted_tokens == 0 and bool(token_ids or pooled)
         output = EngineOutput(
             request_id=self.asked.request_id,
             attempt=self.asked.attempt,
@@ -249,6 +263,7 @@ class Request:
             first_index=self.answer_length,
             token_ids=token_ids,
             logprobs=logprobs,
+            pooled=pooled,
         )
         self.num_emitted_tokens += len(token_ids)
         if is_first:
@@ -286,10 +301,21 @@ def ending_after(request: Request, index: int, max_model_len: int) -> Ending | N
     return None
 
 
+def ended_corrupted(request: Request, has_nans: bool) -> Ending:
+    """What was computed of it is not numbers, or is missing."""
+    if has_nans:
+        what = "the hidden states hold NaN or infinity" if request.is_pooling else "the logits hold NaN"
+    else:
+        what = f"nothing was {'pooled' if request.is_pooling else 'sampled'} at the end of the known tokens"
+    return ended_by_error(ErrorKind.INTERNAL, f"{what} after {request.num_tokens} tokens")
+
+
 def why_impossible(request: Request, max_length: int, num_usable_blocks: int) -> str | None:
     """Why the request can never run in an engine of this size (A27, A28); None when it can."""
     num_prompt = request.num_prompt_tokens
-    if num_prompt + 1 > max_length:
+    if request.is_pooling and num_prompt > max_length:
+        return f"the prompt has {num_prompt} tokens; this engine takes {max_length} at most: shorten it"
+    if num_prompt + 1 > max_length and not request.is_pooling:
         return (
             f"the prompt has {num_prompt} tokens; with at least one token of answer this engine takes "
             f"{max_length - 1} at most: shorten it"

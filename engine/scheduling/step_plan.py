@@ -61,12 +61,13 @@ def _new_request_data(turn: Turn) -> NewRequestData:
     return NewRequestData(
         req_id=request.key,
         prompt_token_ids=list(request.token_ids),
-        sampling_params=request.asked.sampling,
+        sampling_params=None if request.is_pooling else request.asked.sampling,
         block_ids=(list(turn.new_block_ids),),
         num_computed_tokens=request.num_computed_tokens,
         num_prompt_tokens=request.num_prompt_tokens - request.asked.num_delivered_tokens,
         num_choices=request.asked.num_choices,
         eos_token_ids=request.eos_token_ids,
+        pooling_params=request.asked.pooling_params,
     )
 
 

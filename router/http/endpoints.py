@@ -20,15 +20,18 @@ from router.http.body import Body, Json, read_body
 from router.http.boundary import REQUEST_ID, STREAM, name_of, request_id_header
 from router.http.chat_fields import CHAT_FIELDS, chat_of, forced_calls
 from router.http.echo import echo_of, without_answer
+from router.http.embeddings import EmbeddingEndpoint
 from router.http.fields import choice_counts, refuse_unserved, shared_fields
 from router.http.grammars import naming_grammar_field
 from router.http.openapi import document
-from router.http.schema import CHAT, COMPLETION, MAX_LEGACY_LOGPROBS, MAX_PROMPTS
+from router.http.prompts import prompts_of
+from router.http.schema import CHAT, COMPLETION, MAX_LEGACY_LOGPROBS
 from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from router.http.streaming import EventStream
 from router.http.strictness import refuse_unknown
 from router.http.timing_header import server_timing
 from router.http.tokenizing import TokenizerEndpoints
+from router.limits import MAX_PROMPTS
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
@@ -72,8 +75,12 @@ class Endpoints:
     def routes(self) -> list[web.RouteDef]:
         """Every path that is served."""
         tokenizing = TokenizerEndpoints(self._body, self._models, self._registry)
+        embedding = EmbeddingEndpoint(
+            self._body, self._pipeline, self._models, self._running, self._max_answers
+        )
         return [
             *tokenizing.routes(),
+            web.post("/v1/embeddings", embedding.embeddings),
             web.post("/v1/chat/completions", self.chat),
             web.post("/v1/completions", self.completions),
             web.get("/v1/models", self.list_models),
@@ -113,7 +120,7 @@ class Endpoints:
         arrival = time.monotonic()
         body = await self._body(request, "cmpl", COMPLETION)
         refuse_unserved(body)
-        first, *others = _completion_prompts(body.get("prompt"), self._max_answers)
+        first, *others = prompts_of(body.get("prompt"), self._max_answers, param="prompt")
         one = GenerationRequest(
             request_id=request[REQUEST_ID],
             prompt=first,
@@ -242,26 +249,3 @@ def _chat_logprobs(body: Body) -> int | None:
     if top:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return None
-
-
-def _completion_prompts(prompt: Any, max_prompts: int) -> list[str | tuple[int, ...]]:
-    """One prompt, as text or token ids, or a list of such. Raises InvalidRequestError."""
-    several = (
-        prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
-    )
-    if len(several) > max_prompts:
-        raise InvalidRequestError(
-            f"prompt is a list of {len(several)} prompts; a request takes {max_prompts} at most",
-            param="prompt",
-        )
-    return [_completion_prompt(one) for one in several]
-
-
-def _completion_prompt(prompt: Any) -> str | tuple[int, ...]:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return tuple(prompt)
-    raise InvalidRequestError(
-        "prompt must be a string, a list of token ids, or a list of such", param="prompt"
-    )

@@ -3,7 +3,7 @@
 from http import HTTPStatus
 
 from router.http.body import Json
-from router.http.schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
+from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, TOKENIZE
 from router.timings import Timings
 
 _JSON = "application/json"
@@ -40,6 +40,7 @@ def _paths(needs_key: bool, metrics_need_key: bool) -> Json:
     return {
         "/v1/chat/completions": {"post": closed(_generation("Continue a chat", CHAT, "ChatCompletion"))},
         "/v1/completions": {"post": closed(_generation("Continue prompts", COMPLETION, "Completion"))},
+        "/v1/embeddings": {"post": closed(_post("Embed prompts", EMBEDDING, _json("Embeddings"), 429, 499))},
         "/v1/models": {"get": closed(_get("The served models", _json("ModelList")))},
         "/v1/models/{model}": {"get": closed(one_model)},
         "/tokenize": {"post": closed(_post("Token ids of a prompt", TOKENIZE, _json("Tokens")))},
@@ -133,6 +134,19 @@ _SCHEMAS: Json = {
     ),
     "ChatCompletion": _answer("chat.completion", message=_MESSAGE),
     "Completion": _answer("text_completion", text=_STRING),
+    "Embeddings": _object(
+        object={"const": "list"},
+        data={
+            "type": "array",
+            "items": _object(
+                object={"const": "embedding"},
+                index=_COUNT,
+                embedding={"anyOf": [{"type": "array", "items": {"type": "number"}}, _STRING]},
+            ),
+        },
+        model=_STRING,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
     "Usage": _object(
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,

@@ -9,11 +9,17 @@ from typing import Any
 from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
 from router.http.body import UNSERVED, Json
 from router.http.fields import NEUTRAL
-from router.limits import MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from router.limits import (
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
 from text.chat import ROLES
 
 MAX_LEGACY_LOGPROBS = 5
-MAX_PROMPTS = 2048
 _INT31 = 2**31 - 1
 _INT64 = 2**63
 
@@ -57,6 +63,19 @@ _MESSAGES: Json = {
 }
 _TOKENS: Json = {"type": "array", "minItems": 1, "items": _TOKEN_ID}
 _TEXT: Json = {"type": "string", "minLength": 1}
+_PROMPTS: Json = {
+    "description": "A text, its token ids, or a list of such.",
+    "anyOf": [
+        _TEXT,
+        _TOKENS,
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_PROMPTS,
+            "items": {"anyOf": [_TEXT, _TOKENS]},
+        },
+    ],
+}
 
 _IGNORED: dict[str, Json] = {
     "user": field("string", "Ignored."),
@@ -230,23 +249,24 @@ CHAT = _object(
 COMPLETION = _object(
     ["prompt"],
     {
-        "prompt": {
-            "description": "A text, its token ids, or a list of such.",
-            "anyOf": [
-                _TEXT,
-                _TOKENS,
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": MAX_PROMPTS,
-                    "items": {"anyOf": [_TEXT, _TOKENS]},
-                },
-            ],
-        },
+        "prompt": _PROMPTS,
         "logprobs": field("integer", "How many alternatives.", **_numbers(0, MAX_LEGACY_LOGPROBS)),
         "echo": field("boolean", "Show the prompt before the answer; max_tokens may be 0 then."),
         **_GENERATION,
         "max_tokens": field("integer", "At most this many new tokens; 0 with echo.", **_numbers(0, _INT31)),
+    },
+)
+EMBEDDING = _object(
+    ["input"],
+    {
+        "model": _MODEL,
+        "input": _PROMPTS,
+        "encoding_format": {"enum": ["float", "base64", None], "description": "base64: of float32s; float."},
+        "dimensions": field("integer", "The model's own number of them, no other.", **_numbers(1, _INT31)),
+        "priority": _GENERATION["priority"],
+        "cache_salt": _GENERATION["cache_salt"],
+        "truncate_prompt_tokens": _UNSERVED["truncate_prompt_tokens"],
+        **_IGNORED,
     },
 )
 TOKENIZE = _object(

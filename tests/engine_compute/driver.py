@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contract.requests import SamplingParams
+from contract.requests import PoolingParams, SamplingParams
 from engine.executor import InProcessExecutor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -23,6 +23,7 @@ class Sequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    pooling: PoolingParams | None = None
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     is_known: bool = False
@@ -77,7 +78,8 @@ class Driver:
                 NewRequestData(
                     req_id=name,
                     prompt_token_ids=list(sequence.tokens),
-                    sampling_params=sequence.sampling,
+                    sampling_params=None if sequence.pooling else sequence.sampling,
+                    pooling_params=sequence.pooling,
                     block_ids=(list(sequence.blocks),),
                     num_computed_tokens=sequence.num_computed,
                     num_prompt_tokens=sequence.num_prompt_tokens,

@@ -7,13 +7,16 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, SettingError, WorkerLostError
 from contract.layout import KVLayout
+from contract.requests import PoolingParams
 from engine.executor import InProcessExecutor, create_executor
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
 from engine.kv_cache.startup import initialize_kv_cache
@@ -21,7 +24,7 @@ from engine.outputs import NewRequestData, SchedulerOutput
 from engine.ranks.channel import SLOT_BYTES
 from engine.ranks.executor import RanksExecutor
 from engine.settings import EngineSettings
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint
 from tests.engine_compute.driver import greedy
 from tests.engine_compute.test_runner import RecordingConnector
 from tests.engine_parallel.echoing_half import EchoingRanks
@@ -72,6 +75,20 @@ def test_a_call_reaches_all_ranks_and_comes_back_in_their_order(ranks: RanksExec
     assert ranks.collective_rpc("get_model_info") == [ranks.model_info] * 2
     assert ranks.model_info.vocab_size == 264 and isinstance(ranks.layout, KVLayout)
     assert len(set(ranks.pids)) == 2 and os.getpid() not in ranks.pids
+
+
+def test_an_embedding_is_pooled_by_the_first_of_the_ranks(ranks: RanksExecutor, model: Path) -> None:
+    """Pooling parameters and embeddings travel between processes."""
+    step = prompt_step()
+    for pooling in (PoolingParams("last"), PoolingParams("mean", normalize=False)):
+        new = replace(step.scheduled_new_reqs[0], sampling_params=None, pooling_params=pooling)
+        output = ranks.execute_model(replace(step, scheduled_new_reqs=[new], finished_req_ids={"a"}))
+        assert output.sampled_token_ids == [[]]
+        with torch.no_grad():
+            states = load_reference(model).model(torch.tensor([new.prompt_token_ids])).last_hidden_state[0]
+        last = torch.nn.functional.normalize(states[-1], dim=0)
+        wanted = last if pooling.kind == "last" else states.mean(dim=0)
+        torch.testing.assert_close(torch.tensor(output.pooler_output[0]), wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, SLOT_BYTES // 2, SLOT_BYTES - 4096, SLOT_BYTES, 11_000_000])

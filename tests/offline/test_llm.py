@@ -16,9 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from cli.model import find_model
 from contract.errors import InvalidRequestError, SettingError, UnavailableError
 from kvbaton import LLM, RequestOutput, SamplingParams
+from tests.checkpoints import load_reference, make_checkpoint
 from tests.offline import programs
 from tests.service import running_service
 
@@ -81,6 +84,47 @@ def as_json(params: dict[str, Any]) -> dict[str, Any]:
     """The fields of HTTP that ask for the same."""
     bias = {str(token): value for token, value in params.get("logit_bias", {}).items()}
     return {**params, **({"logit_bias": bias} if bias else {})}
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_embeddings_are_those_of_transformers() -> None:
+    """Aggregated and from the prefill pool; a repeated prompt comes from the cache, and gives the same."""
+    prompts: list[Any] = [*PROMPTS, [5, 6, 7]]
+    bad: list[Any] = ["fine", [10**6]]
+    all_pools: list[dict[str, Any]] = [{}, {"prefill": 1, "decode": 1}]
+    for pools in all_pools:
+        with LLM(num_threads=1, dtype="float32", max_num_batched_tokens=64, **pools) as llm:
+            outputs = llm.embed(prompts)
+            again = llm.embed(prompts[3])[0]
+            assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))[0].finished
+            with pytest.raises(InvalidRequestError, match="prompt 1: "):
+                llm.embed(bad)
+        model = load_reference(find_model("demo"))
+        for output in outputs:
+            states = model.model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0, -1]
+            wanted = torch.nn.functional.normalize(states.detach(), dim=0)
+            found = torch.tensor(output.outputs.embedding)
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+        assert again.num_cached_tokens > 0
+        first = torch.tensor(outputs[3].outputs.embedding)
+        torch.testing.assert_close(torch.tensor(again.outputs.embedding), first, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_embeddings_are_means_where_the_model_says_so(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3", seed=3)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    prompt = [(37 * i + 11) % 256 for i in range(70)]
+    with LLM(folder, num_threads=1, max_num_batched_tokens=32, prefill=1, decode=1) as llm:
+        first, again = llm.embed(prompt), llm.embed(prompt)
+    states = load_reference(folder).model(torch.tensor([prompt])).last_hidden_state[0].detach()
+    wanted = torch.nn.functional.normalize(states.mean(dim=0), dim=0)
+    for (output,) in (first, again):
+        assert output.num_cached_tokens == 0
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

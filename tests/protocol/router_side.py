@@ -175,7 +175,7 @@ class RouterSide:
             is_replay=request.num_attempts > 0,
             is_local=request.num_transfer_failures >= _MAX_TRANSFER_FAILURES,
         )
-        if missing_role(views, is_replay=wish.is_replay):
+        if missing_role(views, wish.need):
             return
         placement = place(views, wish, request.number)
         if placement is not None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from contract.identity import Role
-from router.policy import Placement, Wish, WorkerView, missing_role, place
+from router.policy import Need, Placement, Wish, WorkerView, missing_role, place
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
 WISH = Wish(num_prompt_tokens=20, num_answer_tokens=10)
@@ -114,6 +114,31 @@ def test_what_is_missing_is_named(
 ) -> None:
     for found, expected in (
         (missing_role(workers), missing),
-        (missing_role(workers, is_replay=True), missing_for_replay),
+        (missing_role(workers, Need.REPLAY), missing_for_replay),
     ):
         assert found == (f"{expected} is attached" if expected else None)
+
+
+def test_an_embedding_goes_to_a_prefill_worker_else_to_one_that_is_both() -> None:
+    wish = replace(WISH, is_embedding=True)
+    busy = worker(P, 0, tokens=100)
+    assert chosen([worker(D, 0)], wish) is None
+    assert chosen([worker(D, 0), worker(P, 0, tokens=5), worker(B, 0)], wish) == Placement(None, "prefill-0")
+    assert chosen([busy, worker(B, 0)], wish) == Placement(None, "both-0")
+    assert chosen([busy, worker(D, 0)], wish) is None
+    avoiding = replace(wish, is_replay=True, avoid=frozenset({"prefill-0"}))
+    assert chosen([worker(P, 0), worker(P, 1, tokens=50)], avoiding) == Placement(None, "prefill-1")
+    assert chosen([worker(P, 0), worker(D, 0)], avoiding) == Placement(None, "prefill-0")
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing"),
+    [
+        ([], "no prefill worker is attached"),
+        ([worker(D, 0)], "no prefill worker is attached"),
+        ([worker(P, 0)], None),
+        ([worker(B, 0)], None),
+    ],
+)
+def test_what_an_embedding_lacks_is_named(workers: list[WorkerView], missing: str | None) -> None:
+    assert missing_role(workers, Need.EMBEDDING) == missing

@@ -76,6 +76,23 @@ def test_completions_take_texts_and_token_ids(client: OpenAI) -> None:
     assert len(by_ids.choices[0].logprobs.tokens) == 4
 
 
+def test_embeddings_come_as_the_sdk_asks_for_them(client: OpenAI) -> None:
+    """It asks for base64 unless told otherwise."""
+    texts = ["Hello", "comet: ginger"]
+    packed = client.embeddings.create(model=MODEL, input=texts)
+    plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    for one, other in zip(packed.data, plain.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-4)
+        assert sum(number**2 for number in one.embedding) == pytest.approx(1.0, abs=1e-4)
+    assert packed.data[0].embedding != pytest.approx(packed.data[1].embedding, abs=1e-2)
+    assert packed.usage.total_tokens == packed.usage.prompt_tokens > 2
+    own = len(packed.data[0].embedding)
+    assert client.embeddings.create(model=MODEL, input="a", dimensions=own).data[0].embedding
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.embeddings.create(model=MODEL, input="a", dimensions=own - 1)
+    assert bad.value.param == "dimensions"
+
+
 def test_errors_are_the_sdks_own(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=9)

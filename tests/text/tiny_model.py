@@ -47,7 +47,13 @@ def tiny_tokenizer(words: list[str] | None = None) -> Tokenizer:
 def model_files(**config: Any) -> dict[str, bytes]:
     """The files of a model folder by name; ``config`` goes over config.json."""
     files: Mapping[str, Any] = {
-        "config.json": {"vocab_size": 300, "max_position_embeddings": 128, "eos_token_id": END, **config},
+        "config.json": {
+            "vocab_size": 300,
+            "max_position_embeddings": 128,
+            "hidden_size": 4,
+            "eos_token_id": END,
+            **config,
+        },
         "tokenizer_config.json": {
             "bos_token": "<|bos|>",
             "eos_token": "<|end|>",

@@ -124,6 +124,9 @@ def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
         ),
         (Role.DECODE, "Decode", pb.DecodeRequest(task=pb.Task(), source=source), invalid, "prompt"),
         (Role.DECODE, "Prefill", pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
+        (Role.DECODE, "Embed", pb.EmbedLegRequest(task=task()), missing, "Embed"),
+        (Role.BOTH, "Embed", pb.EmbedLegRequest(task=pb.Task()), invalid, "prompt"),
+        (Role.PREFILL, "Embed", pb.EmbedLegRequest(task=task(num_choices=2)), invalid, "one choice"),
         (Role.BOTH, "Decode", pb.DecodeRequest(task=task(), source=source), invalid, "fetches no KV"),
         (
             Role.BOTH,
@@ -182,6 +185,21 @@ async def test_a_whole_request_runs_to_its_end(tmp_path: Path, role: Role) -> No
         await it.call("Decode", pb.DecodeRequest(task=task()))
         await until_accepted(it, 0)
         assert (await it.worker.engine.call("counters"))["generation_tokens_total"] == 4
+
+
+@pytest.mark.parametrize("role", [Role.BOTH, Role.PREFILL])
+async def test_an_embedding_runs_to_its_end(tmp_path: Path, role: Role) -> None:
+    """On a prefill worker it needs no transfer; the model's own kind of pooling is read when it comes."""
+    async with running(role, tmp_path) as it:
+        await it.call("Embed", pb.EmbedLegRequest(task=task()))
+        await until_accepted(it, 0)
+        counters = await it.worker.engine.call("counters")
+        assert (counters["generation_tokens_total"], counters["requests_finished_total"]) == (0, 1)
+        pooling = tmp_path / "model" / "1_Pooling"
+        pooling.mkdir()
+        (pooling / "config.json").write_text('{"pooling_mode_cls_token": true}')
+        with pytest.raises(grpc.aio.AioRpcError, match="cls_token"):
+            await it.call("Embed", pb.EmbedLegRequest(task=task("s")))
 
 
 async def test_a_cancel_that_overtakes_its_request_is_remembered(tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/kvbaton.v1.Inference/Embed',
+                request_serializer=protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/kvbaton.v1.Inference/Tokenize',
                 request_serializer=protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -81,6 +86,13 @@ class InferenceServicer:
 
     def GenerateOnce(self, request, context):
         """The whole answer in one message.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """One embedding for each text or prompt of token ids, all or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,6 +138,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateOnce,
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -203,6 +220,33 @@ class Inference:
             '/kvbaton.v1.Inference/GenerateOnce',
             protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvbaton.v1.Inference/Embed',
+            protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+            protos_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

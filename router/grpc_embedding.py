@@ -1,0 +1,54 @@
+"""Between the messages of ``Embed`` and the pipeline's requests."""
+
+from contract.errors import InvalidRequestError
+from protos import inference_pb2 as pb
+from router.answer import Delta
+from router.limits import MAX_PROMPTS
+from router.request import EmbeddingRequest
+
+
+def embeddings_asked(
+    request: pb.EmbedRequest, request_id: str, time_remaining: float | None
+) -> list[EmbeddingRequest]:
+    """One request an input. Raises InvalidRequestError about ``inputs``."""
+    if not 1 <= len(request.inputs) <= MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"inputs has {len(request.inputs)} entries; a request takes 1 to {MAX_PROMPTS}", param="inputs"
+        )
+    return [
+        EmbeddingRequest(
+            request_id=f"{request_id}-{number}" if number else request_id,
+            prompt=_prompt(each, number),
+            model=request.model or None,
+            dimensions=request.dimensions or None,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            timeout_seconds=time_remaining,
+        )
+        for number, each in enumerate(request.inputs)
+    ]
+
+
+def embed_response(name: str, found: list[Delta]) -> pb.EmbedResponse:
+    """All embeddings, and the sum of what they took."""
+    usages = [delta.usage for delta in found if delta.usage]
+    return pb.EmbedResponse(
+        request_id=name,
+        embeddings=[pb.Embedding(values=delta.embedding) for delta in found],
+        usage=pb.Usage(
+            prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+            cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+        ),
+    )
+
+
+def _prompt(given: pb.EmbedInput, number: int) -> str | tuple[int, ...]:
+    match given.WhichOneof("prompt"):
+        case "text":
+            return given.text
+        case "token_ids":
+            return tuple(given.token_ids.ids)
+        case _:
+            raise InvalidRequestError(
+                f"inputs[{number}] has neither text nor token_ids", param=f"inputs[{number}]"
+            )
