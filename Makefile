@@ -18,7 +18,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
 
 .PHONY: help install demo test test-slow mutants explore soak check format format-check lint types imports sizes protos \
-	protos-check settings-docs settings-docs-check gpu-check test-docker test-node test-sdk lock clean
+	protos-check settings-docs settings-docs-check gpu-check test-docker test-sdk lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -43,18 +43,15 @@ demo: install ## start 1 prefill + 1 decode worker on the demo model, ask it twi
 	@exec $(BIN)/kvbaton demo $(ARGS)
 
 test: install ## run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not explore and not gpu and not docker and not node and not sdk" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not explore and not gpu and not docker and not sdk" $(ARGS)
 
 test-slow: install ## run the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu and not docker and not node and not sdk" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not docker and not sdk" $(ARGS)
 
 test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
 	$(BIN)/python -m pytest -m docker $(ARGS)
 
-test-node: install ## run the TypeScript example with npm's openai package; needs node 20, npm and their registry
-	$(BIN)/python -m pytest -m node $(ARGS)
-
-test-sdk: install ## run langchain and litellm against a service; installs each into an environment of its own
+test-sdk: install ## run langchain, litellm and npm's openai against a service, each in an environment of its own
 	$(BIN)/python -m pytest -m sdk $(ARGS)
 
 mutants: install ## break one law at a time in a copy; a named test must see each (ARGS="--sample 3", or names)

@@ -1,8 +1,9 @@
 """``python -m benchmarks.soak``: the bad day at full length, once, to ``results/soak.json``.
 
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
-processes, 2,000 schedules of faults on hand-overs between processes without a model, 200 more between network namespaces
-and 60 on whole workers, 50,000 walks through the protocol, and the state machines at twenty times their usual count.
+processes, 10,000 short requests at 64 concurrent, 2,000 schedules of faults on hand-overs between processes without a
+model, 200 more between network namespaces and 60 on whole workers, 50,000 walks through the protocol, and the state
+machines at twenty times their usual count.
 ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed; ``--only faults`` runs one scenario again and leaves the figures
 of the others, each with the commit and seed of its run.
 """
@@ -25,6 +26,7 @@ from benchmarks.facts import read_figures, run_facts, write_result
 from tests.chaos.kills import run_kills
 from tests.chaos.leaving import run_leaving
 from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
+from tests.chaos.short_requests import run_short_requests
 from tests.protocol.walking import run_walks
 from tests.protocol.worlds import WALKED
 from tests.transfer_faults.whole_workers import run_whole_workers
@@ -50,6 +52,7 @@ class Sizes:
     num_schedules: int
     num_whole_runs: int
     num_walks: int
+    num_requests: int
 
 
 def main() -> None:
@@ -61,6 +64,7 @@ def main() -> None:
     parser.add_argument("--num-schedules", type=int, default=2000)
     parser.add_argument("--num-whole-runs", type=int, default=60)
     parser.add_argument("--num-walks", type=int, default=50_000)
+    parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--only", help="the scenario to run, or words that the names of those to run contain")
     given = parser.parse_args()
     logging.getLogger("kv_transfer").setLevel(
@@ -73,6 +77,7 @@ def main() -> None:
         given.num_schedules,
         given.num_whole_runs,
         given.num_walks,
+        given.num_requests,
     )
     scenarios = {} if given.only is None else read_figures("soak")["scenarios"]
     scenarios |= run_all(sizes, given.only or "")
@@ -95,6 +100,7 @@ def run_all(sizes: Sizes, wanted: str) -> dict[str, dict[str, Any]]:
         *((f"leaving over {name}", partial(leaving, name, sizes)) for name in TRANSPORTS),
         *((f"kills over {name}", partial(kills, name, sizes)) for name in TRANSPORTS),
         ("faults", partial(tests, "KVBATON_SOAK_SEED", seed, FAULTS)),
+        ("short requests", partial(short_requests, sizes)),
         ("transfer faults", partial(transfer_faults, "links", sizes.num_schedules)),
         (
             "transfer faults between namespaces",
@@ -125,6 +131,12 @@ def kills(transport: str, sizes: Sizes) -> dict[str, Any]:
     return _in_folder(
         lambda folder: run_kills(folder, chaos_rng(name), transport=transport, seconds=sizes.kill_seconds)
     )
+
+
+def short_requests(sizes: Sizes) -> dict[str, Any]:
+    """Many small questions at once, of which none may fail."""
+    rng = chaos_rng("short requests")
+    return _in_folder(lambda folder: run_short_requests(folder, rng, num_requests=sizes.num_requests))
 
 
 def transfer_faults(where: str, num_schedules: int) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from cli.ask import Answer, open_session, openai_shape
+from cli.ask import Answer, openai_shape
+from cli.endpoint import Endpoint
 from contract.errors import KvbatonError, OverloadedError, UnavailableError
 
 OnText = Callable[[str], None]
@@ -21,17 +22,18 @@ class StreamedAnswer(Answer):
     first_text_seconds: float | None = None
 
 
-async def stream_chat(url: str, body: Mapping[str, Any], on_text: OnText) -> StreamedAnswer:
-    """POST ``body`` to ``url``/v1/chat/completions and call ``on_text`` with each piece of the answer as it comes.
+async def stream_chat(endpoint: Endpoint, body: Mapping[str, Any], on_text: OnText) -> StreamedAnswer:
+    """POST ``body`` to /v1/chat/completions and call ``on_text`` with each piece of the answer as it comes.
 
     Cancelling this closes the connection, by which the service cancels the request. Raises UnavailableError when
     nobody answers there or the connection breaks, OverloadedError for 429, KvbatonError with the service's own message
     for any other error; each is one line.
     """
+    url = endpoint.url
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "timings": True}
     try:
         async with (
-            open_session() as session,
+            endpoint.open_session() as session,
             session.post(f"{url}/v1/chat/completions", json=asked) as response,
         ):
             if response.status != 200:

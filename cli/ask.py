@@ -9,11 +9,11 @@ import aiohttp
 import grpc
 import grpc.aio
 
+from cli.endpoint import Endpoint
 from contract.errors import KvbatonError, UnavailableError
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 
-_CONNECT_SECONDS = 10.0
 TIMING_PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")
 TIMING_NAMES = (*TIMING_PARTS, "end_to_end")
 
@@ -29,9 +29,10 @@ class Answer:
     timings: Mapping[str, float]
 
 
-async def served_model(url: str) -> str:
-    """The id of the first model that ``url`` serves. Raises UnavailableError when nobody answers there, or none is."""
-    async with open_session() as session:
+async def served_model(endpoint: Endpoint) -> str:
+    """The id of the first model that is served there. Raises UnavailableError when nobody answers there, or none is."""
+    url = endpoint.url
+    async with endpoint.open_session() as session:
         reply = await _json(url, session.get(f"{url.rstrip('/')}/v1/models"))
     with openai_shape(url):
         models = reply["data"]
@@ -40,13 +41,14 @@ async def served_model(url: str) -> str:
         return str(models[0]["id"])
 
 
-async def ask_http(url: str, path: str, body: Mapping[str, Any]) -> Answer:
-    """POST ``body`` to ``url``/v1/``path`` ("chat/completions" or "completions") and return its first choice.
+async def ask_http(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Answer:
+    """POST ``body`` to /v1/``path`` ("chat/completions" or "completions") and return its first choice.
 
     ``"timings": true`` in the body asks our own services for the latency split.
     Raises UnavailableError when nobody answers there, KvbatonError with the service's own message for an error.
     """
-    async with open_session() as session:
+    url = endpoint.url
+    async with endpoint.open_session() as session:
         reply = await _json(url, session.post(f"{url.rstrip('/')}/v1/{path}", json=dict(body)))
     with openai_shape(url):
         choice, usage = reply["choices"][0], reply.get("usage") or {}
@@ -58,14 +60,6 @@ async def ask_http(url: str, path: str, body: Mapping[str, Any]) -> Answer:
             num_completion_tokens=usage.get("completion_tokens", 0),
             timings=reply.get("kvbaton", {}).get("timings", {}),
         )
-
-
-def open_session(max_connections: int = 1) -> aiohttp.ClientSession:
-    """A session for questions: connecting is bounded; how long an answer may take is the service's decision."""
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-        connector=aiohttp.TCPConnector(limit=max_connections),
-    )
 
 
 async def _json(url: str, request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:
@@ -89,13 +83,19 @@ def openai_shape(url: str) -> Iterator[None]:
         raise UnavailableError(f"{url} does not answer as an OpenAI service: {error!r}") from error
 
 
-async def ask_grpc(address: str, request: pb.GenerateRequest) -> Answer:
-    """Call Generate at ``address`` and put its first choice together. Raises UnavailableError with gRPC's details."""
+async def ask_grpc(
+    address: str, request: pb.GenerateRequest, metadata: Mapping[str, str] | None = None
+) -> Answer:
+    """Call Generate at ``address`` with ``metadata`` and put its first choice together.
+
+    Raises UnavailableError with gRPC's details.
+    """
     parts: list[str] = []
     finish_reason, usage, timings = "", pb.Usage(), pb.Timings()
     async with grpc.aio.insecure_channel(address) as channel:
         try:
-            async for reply in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            async for reply in stub.Generate(request, metadata=tuple((metadata or {}).items())):
                 for choice in reply.choices:
                     parts.append(choice.text)
                     if choice.finish_reason:

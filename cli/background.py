@@ -5,21 +5,23 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from cli.endpoint import Endpoint, local_endpoint
 from cli.local import serve_until
 from cli.model import find_model
+from cli.processes import ROUTER
 from cli.settings import LocalSettings
 from worker.launch import Facts
 
 
 @contextlib.contextmanager
-def local_service(settings: LocalSettings) -> Iterator[str]:
-    """The URL of a service that runs as long as the block; no process is left behind it.
+def local_service(settings: LocalSettings) -> Iterator[Endpoint]:
+    """A service that runs as long as the block; no process is left behind it.
 
     A Ctrl-C is the caller's affair: the processes of the service do not get it. Raises what ``find_model`` and
     ``serve_until`` raise, at the latest at the end of the block.
     """
     model = find_model(settings.model)
-    ready: Future[str] = Future()
+    ready: Future[Endpoint] = Future()
     stop: Future[Callable[[], object]] = Future()
 
     async def serve() -> None:
@@ -27,7 +29,7 @@ def local_service(settings: LocalSettings) -> Iterator[str]:
         stop.set_result(lambda: loop.call_soon_threadsafe(stopped.set))
 
         async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
-            ready.set_result(f"http://{facts['router']['http']}")
+            ready.set_result(local_endpoint(settings, facts[ROUTER]))
             await stopped.wait()
 
         await serve_until(stopped, settings, model, announce)

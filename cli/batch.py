@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from cli.arguments import parse
-from cli.ask import open_session
 from cli.batch_asking import Asker
 from cli.batch_files import (
     BadLine,
@@ -19,7 +18,9 @@ from cli.batch_files import (
     read_lines,
     result,
 )
+from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.local import run_local
+from cli.processes import ROUTER
 from cli.progress import progress_bar
 from cli.settings import BatchSettings
 from contract.errors import KvbatonError, SettingError
@@ -69,12 +70,12 @@ class Batch:
 
     async def run(self) -> None:
         """Ask until all is answered or a signal comes. Raises UnavailableError when the service goes away."""
-        url = self._settings.url
-        if url is None:
+        if self._settings.url is None:
             await run_local(self._settings, self._ask_local)
             return
+        endpoint = endpoint_at(self._settings.url, self._settings)
         async with until_stopped() as stopped:
-            asking = asyncio.create_task(self._ask_all(url))
+            asking = asyncio.create_task(self._ask_all(endpoint))
             stop = asyncio.create_task(stopped.wait())
             await asyncio.wait({asking, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
@@ -84,16 +85,16 @@ class Batch:
             asking.result()
 
     async def _ask_local(self, facts: dict[str, Facts], _: asyncio.Event) -> None:
-        await self._ask_all(f"http://{facts['router']['http']}")
+        await self._ask_all(local_endpoint(self._settings, facts[ROUTER]))
 
-    async def _ask_all(self, url: str) -> None:
+    async def _ask_all(self, endpoint: Endpoint) -> None:
         settings = self._settings
         with ExitStack() as opened:
             write = opened.enter_context(appending(settings.output))
             advance = opened.enter_context(progress_bar("Requests", self.num_lines))
             lines = read_lines(settings.input)
-            async with open_session(settings.max_concurrency) as session:
-                asker = Asker(session, url, settings.api_key, settings.max_retries)
+            async with endpoint.open_session(settings.max_concurrency) as session:
+                asker = Asker(session, endpoint.url, settings.max_retries)
                 tasks = [
                     asyncio.create_task(self._work(asker, lines, write, advance))
                     for _ in range(min(settings.max_concurrency, self.num_lines))

@@ -18,13 +18,10 @@ _LONGEST_PAUSE_SECONDS = 60.0
 class Asker:
     """Asks the service at ``url``."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, api_key: str | None, max_retries: int
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, max_retries: int) -> None:
         self._session = session
         self._url = url
         self._headers = {"Content-Type": "application/json"}
-        self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._max_retries = max_retries
 
     async def ask(self, question: Question) -> Response:

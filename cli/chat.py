@@ -16,6 +16,7 @@ from cli.arguments import parse
 from cli.ask import served_model
 from cli.background import local_service
 from cli.conversation import Conversation
+from cli.endpoint import Endpoint, endpoint_at
 from cli.settings import ChatSettings
 from cli.terminal import Pipe, Terminal, open_terminal
 from contract.errors import KvbatonError
@@ -41,10 +42,10 @@ def chat(arguments: Sequence[str]) -> None:
     configure_logs("chat", settings.log_level)
     terminal = open_terminal()
     try:
-        with _ended_by_sigterm(), _service(settings, terminal) as url, asyncio.Runner() as runner:
-            model = settings.served_model_name or runner.run(served_model(url))
-            terminal.say(f"{model} at {url}. /help lists the commands, Ctrl-D leaves.")
-            conversation = Conversation(url, _body(settings, model), settings.system)
+        with _ended_by_sigterm(), _service(settings, terminal) as endpoint, asyncio.Runner() as runner:
+            model = settings.served_model_name or runner.run(served_model(endpoint))
+            terminal.say(f"{model} at {endpoint.url}. /help lists the commands, Ctrl-D leaves.")
+            conversation = Conversation(endpoint, _body(settings, model), settings.system)
             Chat(conversation, terminal, runner).run()
     except KeyboardInterrupt:
         sys.exit(130)
@@ -111,13 +112,13 @@ def _body(settings: ChatSettings, model: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _service(settings: ChatSettings, terminal: Terminal | Pipe) -> Iterator[str]:
+def _service(settings: ChatSettings, terminal: Terminal | Pipe) -> Iterator[Endpoint]:
     if settings.url is not None:
-        yield settings.url
+        yield endpoint_at(settings.url, settings)
         return
     terminal.say(f"starting {settings.model} on this machine")
-    with local_service(settings) as url:
-        yield url
+    with local_service(settings) as endpoint:
+        yield endpoint
 
 
 @contextmanager

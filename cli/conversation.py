@@ -6,16 +6,17 @@ from typing import Any
 
 from cli.answer_stream import OnText, StreamedAnswer, stream_chat
 from cli.ask import TIMING_PARTS
+from cli.endpoint import Endpoint
 from contract.errors import KvbatonError
 
 
 class Conversation:
     """Owns the messages. body: what goes with every question (model, temperature, ...). last: the last whole answer."""
 
-    def __init__(self, url: str, body: Mapping[str, Any], system: str | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, body: Mapping[str, Any], system: str | None = None) -> None:
         self.system = system
         self.last: StreamedAnswer | None = None
-        self._url = url
+        self._endpoint = endpoint
         self._body = dict(body)
         self._turns: list[dict[str, str]] = []
 
@@ -44,7 +45,7 @@ class Conversation:
         question = {"role": "user", "content": text}
         try:
             answer = await stream_chat(
-                self._url, {**self._body, "messages": [*self.messages, question]}, hear
+                self._endpoint, {**self._body, "messages": [*self.messages, question]}, hear
             )
         except asyncio.CancelledError:
             if heard:

@@ -7,15 +7,18 @@
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from cli.arguments import parse
 from cli.ask import TIMING_NAMES, Answer, ask_grpc, ask_http, served_model
+from cli.endpoint import Endpoint, local_endpoint
 from cli.local import run_local
+from cli.processes import ROUTER
 from cli.settings import DEMO, DemoSettings
+from contract.errors import SettingError
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
 from serving.settings import split_address
@@ -33,7 +36,7 @@ _PLAIN = "Who are you?"
 _MAX_TOKENS = 32
 _READY = """
 kvbaton is ready. Try:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
 Ctrl-C stops everything."""
 
@@ -42,6 +45,11 @@ def demo(arguments: Sequence[str]) -> None:
     """``kvbaton demo``."""
     settings = parse(DemoSettings, "kvbaton demo", arguments)
     configure_logs("demo", settings.log_level)
+    if local_endpoint(settings, {"http": settings.http}).tls:
+        raise SettingError(
+            "tls_certificate_file is set, and the demo asks without TLS: unset it, or start `kvbaton up`",
+            param="tls_certificate_file",
+        )
     console = Console(highlight=False, soft_wrap=True)
     busy = busy_defaults(settings)
     for name in busy:
@@ -80,18 +88,20 @@ class Demo:
                 self._console.print(f"  {spec.name:<10} ended")
 
     async def _show(self, facts: dict[str, Facts], stopped: asyncio.Event) -> None:
-        url, grpc_address = f"http://{facts['router']['http']}", facts["router"]["grpc"]
+        endpoint, grpc_address = local_endpoint(self._settings, facts[ROUTER]), facts[ROUTER]["grpc"]
+        url = endpoint.url
         self._console.print(f"\nOpenAI API  {url}/v1\ngRPC        {grpc_address}  (kvbaton.v1.Inference)")
         self._status.update("asking")
-        model = await served_model(url)
+        model = await served_model(endpoint)
         question, greeting = (QUESTION, GREETING) if self._settings.model == DEMO else (_PLAIN, _PLAIN)
-        by_http = await _chat(url, model, question)
-        by_grpc = await _generate(grpc_address, greeting)
+        by_http = await _chat(endpoint, model, question)
+        by_grpc = await _generate(grpc_address, greeting, endpoint.headers)
         self._status.stop()
         self._tell("OpenAI HTTP", question, by_http)
         self._tell("gRPC Generate", greeting, by_grpc)
         self._console.print(latency_table({"OpenAI HTTP": by_http, "gRPC Generate": by_grpc}))
-        self._console.print(_READY.format(url=url, model=model), markup=False)
+        key = " -H 'Authorization: Bearer KEY'" if endpoint.api_key else ""
+        self._console.print(_READY.format(url=url, model=model, key=key), markup=False)
         await stopped.wait()
 
     def _tell(self, way: str, question: str, answer: Answer) -> None:
@@ -101,7 +111,7 @@ class Demo:
         self._console.print(answer.text.strip(), markup=False)
 
 
-async def _chat(url: str, model: str, question: str) -> Answer:
+async def _chat(endpoint: Endpoint, model: str, question: str) -> Answer:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -109,12 +119,12 @@ async def _chat(url: str, model: str, question: str) -> Answer:
         "temperature": 0,
         "timings": True,
     }
-    return await ask_http(url, "chat/completions", body)
+    return await ask_http(endpoint, "chat/completions", body)
 
 
-async def _generate(address: str, text: str) -> Answer:
+async def _generate(address: str, text: str, metadata: Mapping[str, str]) -> Answer:
     sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, temperature=0)
-    return await ask_grpc(address, pb.GenerateRequest(text=text, sampling=sampling))
+    return await ask_grpc(address, pb.GenerateRequest(text=text, sampling=sampling), metadata)
 
 
 def latency_table(answers: dict[str, Answer]) -> Table:

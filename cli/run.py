@@ -6,7 +6,9 @@ from typing import Any
 
 from cli.arguments import parse
 from cli.ask import Answer, ask_http, served_model
+from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.local import run_local
+from cli.processes import ROUTER
 from cli.settings import RunSettings
 from serving.logs import configure_logs
 from worker.launch import Facts
@@ -22,23 +24,23 @@ def run(arguments: Sequence[str]) -> None:
 
 async def _answer_once(settings: RunSettings) -> None:
     if settings.url is not None:
-        print((await _ask(settings, settings.url)).text)
+        print((await _ask(settings, endpoint_at(settings.url, settings))).text)
         return
 
     async def ask(facts: dict[str, Facts], _: asyncio.Event) -> None:
-        print((await _ask(settings, f"http://{facts['router']['http']}")).text, flush=True)
+        print((await _ask(settings, local_endpoint(settings, facts[ROUTER]))).text, flush=True)
 
     await run_local(settings, ask)
 
 
-async def _ask(settings: RunSettings, url: str) -> Answer:
-    model = settings.served_model_name or await served_model(url)
+async def _ask(settings: RunSettings, endpoint: Endpoint) -> Answer:
+    model = settings.served_model_name or await served_model(endpoint)
     body: dict[str, Any] = {"model": model, "temperature": settings.temperature}
     if settings.max_tokens is not None:
         body["max_tokens"] = settings.max_tokens
     if settings.seed is not None:
         body["seed"] = settings.seed
     if settings.raw:
-        return await ask_http(url, "completions", {**body, "prompt": settings.prompt})
+        return await ask_http(endpoint, "completions", {**body, "prompt": settings.prompt})
     messages = [{"role": "user", "content": settings.prompt}]
-    return await ask_http(url, "chat/completions", {**body, "messages": messages})
+    return await ask_http(endpoint, "chat/completions", {**body, "messages": messages})

@@ -151,6 +151,10 @@ class ClientSettings(LocalSettings):
 
     url: Url | None = None
     """A running service (http://127.0.0.1:8000); unset: this command starts its own, and ends it."""
+    api_key: str | None = Field(default=None, repr=False)
+    """Key of the service at --url; the variable shows it to nobody else on this machine, the flag does."""
+    ca_file: Path | None = None
+    """Certificates (PEM) of the authorities that vouch for an https service at --url; unset: those of this machine."""
     http: Address = "127.0.0.1:0"
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:0"
@@ -236,8 +240,6 @@ class BatchSettings(ClientSettings):
     """File with one request a line: custom_id, method, url and body."""
     output: Path
     """File that gets one line an answer: id, custom_id, response and error."""
-    api_key: str | None = Field(default=None, repr=False)
-    """Key of the service at --url; the variable shows it to nobody else on this machine, the flag does."""
     max_concurrency: int = Field(default=64, ge=1)
     """Requests that are asked at the same time."""
     max_retries: int = Field(default=10, ge=0)

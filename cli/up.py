@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from cli.arguments import parse
+from cli.endpoint import local_endpoint
 from cli.local import run_local
+from cli.processes import ROUTER
 from cli.settings import LocalSettings, ServeSettings, UpSettings
 from serving.logs import configure_logs, log_settings
 from worker.launch import Facts
@@ -28,10 +30,11 @@ def _serve_until_stopped(settings: LocalSettings) -> None:
     configure_logs("up", settings.log_level)
     logger.info("kvbaton %s", version("kvbaton"))
     log_settings(logger, settings)
-    asyncio.run(run_local(settings, _say_ready))
 
+    async def say_ready(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
+        router = facts[ROUTER]
+        url = local_endpoint(settings, router).url
+        print(f"kvbaton is ready: OpenAI API {url}/v1, gRPC {router['grpc']}", flush=True)
+        await stopped.wait()
 
-async def _say_ready(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
-    router = facts["router"]
-    print(f"kvbaton is ready: OpenAI API http://{router['http']}/v1, gRPC {router['grpc']}", flush=True)
-    await stopped.wait()
+    asyncio.run(run_local(settings, say_ready))

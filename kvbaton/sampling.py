@@ -19,6 +19,7 @@ class SamplingParams:
     give equal answers; drawn where it is None. logprobs: how many alternatives are given for each token, 0..20; 0 gives
     those of the answer's tokens alone. prompt_logprobs: the same of the prompt. top_k: 0 or -1 keeps the whole vocabulary.
     structured_outputs: one of json (a schema), json_object, regex, choice (a list) and grammar, that the answer matches.
+    include_stop_str_in_output: the text keeps what stopped it. skip_special_tokens: these and end tokens have no text.
     """
 
     n: int = 1
@@ -41,6 +42,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: Mapping[str, Any] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
     def request(
         self, request_id: str, prompt: str | tuple[int, ...] | Chat, **others: Any

@@ -92,16 +92,21 @@ class Delta:
 class Answer:
     """One choice as the client sees it.
 
-    End tokens and stop tokens have no text. A stop string can end the answer from token ``min_tokens`` on; text of
-    earlier tokens is not searched.
+    End tokens have no text where special tokens are skipped, stop tokens none where stop strings are not kept. A stop
+    string can end the answer from token ``min_tokens`` on; text of earlier tokens is not searched.
     """
 
     def __init__(self, request: PreparedRequest, card: ModelCard) -> None:
         tokenizer = card.tokenizer
-        self._hidden = {*request.eos_token_ids, *request.sampling.stop_token_ids}
+        self._hidden = {
+            *(request.eos_token_ids if request.skip_special_tokens else ()),
+            *(() if request.include_stop_str_in_output else request.sampling.stop_token_ids),
+        }
         self._min_tokens = request.sampling.min_tokens
-        self._text = Detokenizer(tokenizer, request.prompt_token_ids)
-        self._stops = StopStrings(request.stop)
+        self._text = Detokenizer(
+            tokenizer, request.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
+        )
+        self._stops = StopStrings(request.stop, is_kept=request.include_stop_str_in_output)
         self._parser = AnswerParser()
         if request.chat:
             end = tokenizer.decode(request.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)

@@ -196,6 +196,8 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         min_tokens=given("min_tokens") or 0,
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=given("skip_special_tokens") is not False,
         ignore_eos=sampling.ignore_eos,
         logprobs=given("logprobs"),
         prompt_logprobs=given("prompt_logprobs"),

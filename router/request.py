@@ -49,6 +49,8 @@ class GenerationRequest:
     rates_tokens: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -108,6 +110,8 @@ class PreparedRequest:
     chat: Chat | None = None
     choice: int = 0
     is_embedding: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def of_choice(self, choice: int) -> "PreparedRequest":
         """The same for another answer to the prompt; called on the first one."""
@@ -200,6 +204,8 @@ def prepare(
         arrival=asked.arrival,
         deadline=asked.arrival + min(timeout_seconds, asked.timeout_seconds or timeout_seconds),
         chat=asked.prompt if isinstance(asked.prompt, Chat) else None,
+        include_stop_str_in_output=asked.include_stop_str_in_output,
+        skip_special_tokens=asked.skip_special_tokens,
     )
 
 

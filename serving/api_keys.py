@@ -24,12 +24,12 @@ class ApiKeys:
 
     def __init__(self, keys: str | None = None, file: Path | None = None) -> None:
         self._file = file
-        self._given = _digests((keys or "").split(","), "api_keys")
+        self._given = _digests(_listed(keys))
         self._stamp: _Stamp = None
         self._read: tuple[bytes, ...] = ()
         if file is not None:
             self._stamp = _stamp(file)
-            self._read = _read(file)
+            self._read = _digests(_read(file))
 
     @property
     def are_required(self) -> bool:
@@ -56,12 +56,18 @@ class ApiKeys:
         if stamp != self._stamp:
             self._stamp, self._read = stamp, ()
             try:
-                self._read = _read(self._file)
+                self._read = _digests(_read(self._file))
             except SettingError as error:
                 logger.error("%s; until it does, its keys let nobody in", error.message)
             else:
                 logger.info("api_keys_file %s has changed: %d keys", self._file, len(self._read))
         return self._given + self._read
+
+
+def first_key(keys: str | None, file: Path | None) -> str | None:
+    """One of those that ``ApiKeys`` of the same arguments lets in; None where it asks for none. Raises SettingError."""
+    found = _listed(keys) or (_read(file) if file is not None else [])
+    return found[0] if found else None
 
 
 def _stamp(file: Path) -> _Stamp:
@@ -73,19 +79,23 @@ def _stamp(file: Path) -> _Stamp:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
-def _read(file: Path) -> tuple[bytes, ...]:
+def _listed(keys: str | None) -> list[str]:
+    return _keys((keys or "").split(","), "api_keys")
+
+
+def _read(file: Path) -> list[str]:
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"api_keys_file {file} cannot be read: {error}", param="api_keys_file") from error
-    found = _digests([_COMMENT.sub("", line) for line in lines], "api_keys_file")
+    found = _keys([_COMMENT.sub("", line) for line in lines], "api_keys_file")
     if not found:
         raise SettingError(f"api_keys_file {file} holds no key", param="api_keys_file")
     return found
 
 
-def _digests(entries: list[str], param: str) -> tuple[bytes, ...]:
-    """Of every entry that is not blank. Raises SettingError that tells the place of a bad one, not the key."""
+def _keys(entries: list[str], param: str) -> list[str]:
+    """Every entry that is not blank. Raises SettingError that tells the place of a bad one, not the key."""
     found = []
     for number, entry in enumerate(entries, 1):
         if not (key := entry.strip()):
@@ -94,8 +104,12 @@ def _digests(entries: list[str], param: str) -> tuple[bytes, ...]:
             raise SettingError(
                 f"{param}: entry {number} is no key; a key is printable ASCII without spaces", param=param
             )
-        found.append(_digest(key))
-    return tuple(found)
+        found.append(key)
+    return found
+
+
+def _digests(keys: list[str]) -> tuple[bytes, ...]:
+    return tuple(_digest(key) for key in keys)
 
 
 def _digest(key: str) -> bytes:

@@ -5,6 +5,7 @@ start. So each step decodes a short window twice, with and without the new token
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from text.tokenizer import Tokenizer
 
@@ -18,10 +19,15 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one answer. Never emits a part of a character; ``flush`` gives what is left at the end."""
+    """The text of one answer. Never emits a part of a character; ``flush`` gives what is left at the end.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    skip_special_tokens: they have no text; else that by which the vocabulary writes them.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._window = list(prompt_token_ids[-_CONTEXT:])
         self._num_read = len(self._window)
 
@@ -47,11 +53,11 @@ class Detokenizer:
         return text
 
     def _unread(self, end: int) -> str:
-        before = self._tokenizer.decode(self._window[: self._num_read])
-        after = self._tokenizer.decode(self._window[:end])
+        before = self._decode(self._window[: self._num_read])
+        after = self._decode(self._window[:end])
         if after.startswith(before):
             return after[len(before) :]
-        return self._tokenizer.decode(self._window[self._num_read : end])
+        return self._decode(self._window[self._num_read : end])
 
     def _advance(self, end: int, text: str) -> None:
         """Everything before ``end`` is read. What was read before that leaves the window once it is not needed."""

@@ -1,4 +1,4 @@
-"""Stop strings: the answer ends before the first one that completes, wherever the tokens cut it."""
+"""Stop strings: the answer ends at the first one that completes, wherever the tokens cut it."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,12 @@ class StopStrings:
     """Passes text through until a stop string completes, whatever pieces the text comes in.
 
     Of several stop strings the one that completes first counts (of those the longest). Text that could still become a
-    stop string is held back; nothing else is.
+    stop string is held back; nothing else is. is_kept: the text ends behind the stop string, not before it.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, is_kept: bool = False) -> None:
         self._stops = tuple(stop for stop in stops if stop)
+        self._is_kept = is_kept
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -23,7 +24,8 @@ class StopStrings:
         self._held += text
         if cut := self._first_match():
             start, self.matched = cut
-            out, self._held = self._held[:start], ""
+            end = start + len(self.matched) if self._is_kept else start
+            out, self._held = self._held[:end], ""
             return out
         keep = num_held_back(self._held, self._stops)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

@@ -31,6 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "documents": ([],),
     "prompt_embeds": (),
+    "spaces_between_special_tokens": (True, False),
 }
 """Field → the values (besides null) that ask for nothing. One that gets served moves to ``router.http.schema``."""
 _MAX_DIGITS = 10
@@ -72,6 +73,8 @@ def shared_fields(body: Body) -> dict[str, Any]:
         "min_tokens": body.integer("min_tokens") or 0,
         "stop": body.strings("stop"),
         "stop_token_ids": body.integers("stop_token_ids"),
+        "include_stop_str_in_output": body.flag("include_stop_str_in_output"),
+        "skip_special_tokens": body.flag("skip_special_tokens", default=True),
         "ignore_eos": body.flag("ignore_eos"),
         "min_p": body.number("min_p"),
         "presence_penalty": body.number("presence_penalty") or 0.0,

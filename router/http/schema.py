@@ -154,12 +154,14 @@ _GENERATION: dict[str, Json] = {
     "allowed_token_ids": field("array", "If any, no other token is drawn.", items=_TOKEN_ID),
     **_GRAMMARS,
     "stop": {
-        "description": "Strings that end the answer; they are not part of it.",
+        "description": "Strings that end the answer.",
         "anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}, {"type": "null"}],
     },
     "stop_token_ids": field(
         "array", "Token ids that end the answer.", maxItems=MAX_STOP_TOKEN_IDS, items=_TOKEN_ID
     ),
+    "include_stop_str_in_output": field("boolean", "Keep what stopped it in the text; false."),
+    "skip_special_tokens": field("boolean", "Special and end tokens have no text; true."),
     "ignore_eos": field("boolean", "Do not end at the model's own end tokens."),
     "stream": field("boolean", "Answer by server-sent events."),
     "stream_options": field(

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cli.ask import TIMING_NAMES, ask_grpc, ask_http, served_model
 from cli.demo import latency_table
+from cli.endpoint import Endpoint
 from contract.errors import KvbatonError, UnavailableError
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -68,10 +69,10 @@ async def grpc_address() -> AsyncIterator[str]:
 
 
 async def test_a_chat_over_http_comes_back_with_its_split(server: HttpServer) -> None:
-    url = f"http://{server.address}"
-    model = await served_model(url)
+    endpoint = Endpoint(f"http://{server.address}")
+    model = await served_model(endpoint)
     answer = await ask_http(
-        url, "chat/completions", {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        endpoint, "chat/completions", {"model": model, "messages": [{"role": "user", "content": "hello"}]}
     )
     assert (answer.text, answer.finish_reason) == ("HELLO", "stop")
     assert (answer.num_prompt_tokens, answer.num_completion_tokens) == (5, 2)
@@ -79,15 +80,15 @@ async def test_a_chat_over_http_comes_back_with_its_split(server: HttpServer) ->
 
 
 async def test_an_openai_error_is_told_with_its_message(server: HttpServer) -> None:
-    url = f"http://{server.address}"
+    endpoint = Endpoint(f"http://{server.address}")
     with pytest.raises(KvbatonError, match="answered 404: there is no such model"):
-        await ask_http(url, "chat/completions", {"model": "two"})
+        await ask_http(endpoint, "chat/completions", {"model": "two"})
 
 
 async def test_nobody_there_is_unavailable(server: HttpServer) -> None:
     await server.close()
     with pytest.raises(UnavailableError, match="does not answer as an OpenAI service"):
-        await served_model(f"http://{server.address}")
+        await served_model(Endpoint(f"http://{server.address}"))
 
 
 @pytest.mark.parametrize("reply", [[], None, {}, {"data": {}}, {"data": [1]}, {"error": "no"}, {"data": []}])
@@ -101,9 +102,9 @@ async def test_a_reply_of_another_shape_is_unavailable(reply: Any) -> None:
     server = await start_http(app, "127.0.0.1:0")
     try:
         with pytest.raises(UnavailableError, match=r"as an OpenAI service|serves no model yet"):
-            await served_model(f"http://{server.address}")
+            await served_model(Endpoint(f"http://{server.address}"))
         with pytest.raises(UnavailableError, match="as an OpenAI service"):
-            await ask_http(f"http://{server.address}", "completions", {})
+            await ask_http(Endpoint(f"http://{server.address}"), "completions", {})
     finally:
         await server.close()
 

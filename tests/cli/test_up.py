@@ -13,8 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+import trustme
 
 from cli.ask import Answer, ask_http
+from cli.endpoint import Endpoint
+from tests.certificates import write_certificate
 from tests.checkpoints import make_checkpoint
 from tests.worker.children import wait_gone
 
@@ -75,7 +78,7 @@ def read(ready_file: Path) -> dict[str, Any]:
 
 async def complete(ready: dict[str, Any]) -> Answer:
     body = {"model": "tiny", "prompt": "one two three", "max_tokens": 8, "temperature": 0}
-    return await ask_http(f"http://{ready['http']}", "completions", body)
+    return await ask_http(Endpoint(f"http://{ready['http']}"), "completions", body)
 
 
 def family(pid: int) -> list[int]:
@@ -134,6 +137,41 @@ async def test_run_answers_once(model: Path) -> None:
         output, _ = await command.process.communicate()
     assert command.process.returncode == 0, output.decode()
     assert output.strip()
+
+
+async def test_run_and_demo_show_a_key_to_the_service_that_they_start(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("in-file\n")
+    monkeypatch.setenv("KVBATON_API_KEYS_FILE", str(keys))
+    monkeypatch.setenv("KVBATON_API_KEY", "of-another-service")
+    async with kvbaton(
+        "run", "one two", "--model", str(model), "--max-tokens", "4", "--both", "1"
+    ) as command:
+        output, _ = await command.process.communicate()
+    assert command.process.returncode == 0, output.decode()
+    async with kvbaton("demo", *FREE_PORTS, "--model", str(model)) as command:
+        await command.wait_for("Latency in ms")
+        await command.wait_for("Authorization: Bearer KEY")
+        assert await command.end(signal.SIGINT) == 0
+    assert "in-file" not in "".join(command.lines)
+
+
+async def test_a_service_with_tls_says_so_and_run_trusts_its_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = write_certificate(trustme.CA(), tmp_path, "example.org")
+    monkeypatch.setenv("KVBATON_TLS_CERTIFICATE_FILE", str(certificate))
+    monkeypatch.setenv("KVBATON_TLS_KEY_FILE", str(key))
+    async with kvbaton("up", *FREE_PORTS, "--model", str(model), "--both", "1") as command:
+        assert "OpenAI API https://127.0.0.1:" in await command.wait_for("kvbaton is ready")
+        assert await command.end(signal.SIGTERM) == 0
+    async with kvbaton(
+        "run", "one two", "--model", str(model), "--max-tokens", "4", "--both", "1"
+    ) as command:
+        output, _ = await command.process.communicate()
+    assert command.process.returncode == 0, output.decode()
 
 
 async def test_chat_starts_its_own_service_by_a_file_and_leaves_nothing_behind(

@@ -64,6 +64,7 @@ async def test_a_day_of_a_service(service: Service) -> None:
     """HTTP and gRPC answer alike, the split sums up, leaving clients free everything, a dead worker is a pause."""
     await check_answers(service)
     await check_grammars(service)
+    await check_conversation(service)
     await check_examples(service)
     await check_leaving_clients(service)
     await check_worker_death(service)
@@ -117,6 +118,23 @@ async def check_grammars(service: Service) -> None:
     status, body = await service.post("/v1/chat/completions", {**chat, "guided_regex": "(a"})
     assert (status, body["error"]["param"]) == (400, "guided_regex")
     assert "unclosed group" in body["error"]["message"]
+
+
+async def check_conversation(service: Service) -> None:
+    """Ten turns: each finds all whole blocks of the turn before it cached, and computes the rest alone."""
+    messages: list[dict[str, str]] = []
+    cached, total = [], 0
+    for turn in range(10):
+        messages.append({"role": "user", "content": f"lamp: fox\ncomet: ginger {turn}\nWhat is lamp?"})
+        body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 24}
+        status, answer = await service.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        usage = answer["usage"]
+        cached.append((usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"])
+        assert cached[-1] >= total // 16 * 16 - 16, cached
+        total = usage["prompt_tokens"]
+        messages.append(answer["choices"][0]["message"])
+    assert cached[0] == 0 and sorted(set(cached)) == cached, cached
 
 
 async def check_examples(service: Service) -> None:

@@ -91,6 +91,16 @@ async def test_log_probabilities_are_by_token_id_the_answers_own_first(cluster: 
     assert answer.cumulative_logprob == -1.5
 
 
+async def test_what_ended_the_answer_is_kept_where_asked_for(cluster: Cluster) -> None:
+    params = [
+        SamplingParams(stop="b"),
+        SamplingParams(stop="b", include_stop_str_in_output=True),
+        SamplingParams(skip_special_tokens=False),
+    ]
+    answers = [(await ask(cluster, "ab", each))[0].outputs[0] for each in params]
+    assert [answer.text for answer in answers] == ["", "b", "b<|end|>"]
+
+
 async def test_every_shape_of_a_prompt_is_taken(cluster: Cluster) -> None:
     ids = byte_ids(b"xy")
     for prompt in ("xy", ids, tuple(ids), {"prompt": "xy"}, {"prompt_token_ids": ids, "cache_salt": "s"}):

@@ -68,15 +68,14 @@ def test_the_rest_is_installed_after_torch_under_the_same_constraints(programs: 
 
 def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
     assert any(
-        '-m "not slow and not explore and not gpu and not docker and not node and not sdk"' in line
+        '-m "not slow and not explore and not gpu and not docker and not sdk"' in line
         for line in planned(programs, "test")
     )
     assert any(
-        '-m "slow and not gpu and not docker and not node and not sdk"' in line
-        for line in planned(programs, "test-slow")
+        '-m "slow and not gpu and not docker and not sdk"' in line for line in planned(programs, "test-slow")
     )
     assert any("-m pytest -m gpu" in line for line in planned(programs, "gpu-check"))
-    for marker in ("docker", "node", "sdk"):
+    for marker in ("docker", "sdk"):
         lines = planned(programs, f"test-{marker}")
         assert any(line.endswith(f"-m pytest -m {marker} ") for line in lines)
 
@@ -92,9 +91,7 @@ def test_make_alone_lists_the_targets(programs: Path) -> None:
     )
     targets = [line.split()[0] for line in result.stdout.splitlines()]
     wanted = ["install", "demo", "test", "test-slow", "check", "protos", "settings-docs", "format"]
-    assert {*wanted, "mutants", "soak", "gpu-check", "test-docker", "test-node", "test-sdk", "clean"} <= set(
-        targets
-    )
+    assert {*wanted, "mutants", "soak", "gpu-check", "test-docker", "test-sdk", "clean"} <= set(targets)
 
 
 def test_check_compares_what_is_generated(programs: Path) -> None:

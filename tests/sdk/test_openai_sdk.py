@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel, Field
 
 from tests.service import Service
 
@@ -64,6 +66,23 @@ def test_the_sdks_own_reading_of_a_stream_gives_the_same(client: OpenAI) -> None
         events = {event.type for event in stream}
         assert stream.get_final_completion().choices[0].message.content == ANSWER
     assert {"chunk", "content.delta", "content.done"} <= events
+
+
+class Creature(BaseModel):
+    """What an answer shall be."""
+
+    kind: Literal["moose", "fox"]
+    name: str = Field(max_length=12)
+    age: int = Field(ge=1, le=30)
+
+
+def test_an_answer_is_parsed_into_a_model(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, seed=3, response_format=Creature)
+    parsed = answer.choices[0].message.parsed
+    assert parsed == Creature.model_validate_json(answer.choices[0].message.content or "")
+    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "seed": 3, "response_format": Creature}
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed
 
 
 def test_completions_take_texts_and_token_ids(client: OpenAI) -> None:

@@ -1,12 +1,12 @@
 """SDKs that stand on an ``openai`` package of their own version, each in an environment of its own: `make test-sdk`."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.settings import process_environment
+from tests.sdk.environments import environment_with
 from tests.service import Service
 
 pytestmark = [pytest.mark.sdk, pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -40,10 +40,7 @@ except litellm.BadRequestError as error:
 
 def run_with(package: str, program: str, url: str, folder: Path) -> list[str]:
     """The lines that a program prints where ``package`` is installed."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = str(folder / "bin" / "python")
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
-    subprocess.run(install, check=True, timeout=PATIENCE_SECONDS)
+    python = environment_with(package, folder)
     environment = {name: value for name, value in process_environment().items() if name != "PYTHONPATH"}
     result = subprocess.run(
         [python, "-c", program, f"{url}/v1"],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SettingError, UnauthenticatedError
-from serving.api_keys import ApiKeys
+from serving.api_keys import ApiKeys, first_key
 
 
 def lets_in(keys: ApiKeys, key: str) -> bool:
@@ -43,6 +43,17 @@ def test_every_key_of_setting_and_file_is_valid(tmp_path: Path) -> None:
         False
     ] * 6
     keys.check("bearer  first ")
+
+
+def test_the_first_key_is_one_that_is_let_in(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team A\nin-file # alice\nsecond\n")
+    assert first_key(None, None) is None
+    assert first_key(" , given, other", file) == "given"
+    assert first_key(None, file) == first_key("", file) == "in-file"
+    assert lets_in(ApiKeys(None, file), "in-file")
+    with pytest.raises(SettingError, match="api_keys_file"):
+        first_key(None, tmp_path / "none")
 
 
 def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-def run(chunks: list[str], stops: list[str]) -> tuple[str, str | None]:
-    matcher = StopStrings(stops)
+def run(chunks: list[str], stops: list[str], *, is_kept: bool = False) -> tuple[str, str | None]:
+    matcher = StopStrings(stops, is_kept=is_kept)
     out = "".join(matcher.push(chunk) for chunk in chunks)
     return out + matcher.flush(), matcher.matched
 
@@ -33,13 +33,16 @@ def run(chunks: list[str], stops: list[str]) -> tuple[str, str | None]:
 def test_the_cut_does_not_depend_on_the_pieces(text: str, stops: list[str], cuts: list[int]) -> None:
     marks = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     chunks = [text[start:end] for start, end in pairwise(marks)]
-    assert run(chunks, stops) == reference(text, stops)
+    expected, matched = reference(text, stops)
+    assert run(chunks, stops) == (expected, matched)
+    assert run(chunks, stops, is_kept=True) == (expected + (matched or ""), matched)
 
 
 @pytest.mark.parametrize("cut", range(len("one STOP two") + 1))
 def test_every_cut_of_one_text(cut: int) -> None:
     text = "one STOP two"
     assert run([text[:cut], text[cut:]], ["STOP"]) == ("one ", "STOP")
+    assert run([text[:cut], text[cut:]], ["STOP"], is_kept=True) == ("one STOP", "STOP")
 
 
 def test_only_what_could_still_become_a_stop_string_is_held_back() -> None:

@@ -1,0 +1,170 @@
+"""One request for each thing that can be asked for, drawn with a seed; asked whole or streamed, and made comparable."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+from tests.service import Service
+
+Json = dict[str, Any]
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+_DRAWN: Json = {"temperature": 1.4, "top_p": 0.95, "return_token_ids": True}
+_NO_END = {"1": -100}
+_TEXT: Json = {**_DRAWN, "prompt": "The old moose sat near", "logit_bias": _NO_END, "max_tokens": 200}
+_TALK: Json = {**_DRAWN, "messages": [{"role": "user", "content": "lamp: fox\ncomet: ginger"}]}
+_LONG = {"type": "string", "minLength": 120, "maxLength": 140, "pattern": "^[a-z ]*$"}
+_OBJECT: Json = {"type": "object", "properties": {"text": _LONG}, "required": ["text"]}
+_OBJECT["additionalProperties"] = False
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": _OBJECT}} for name in ("write", "erase")
+]
+
+CELLS: dict[str, tuple[str, Json]] = {
+    "n": (COMPLETION, {**_TEXT, "n": 3, "seed": 1}),
+    "best_of": (COMPLETION, {**_TEXT, "n": 2, "best_of": 4, "seed": 2}),
+    "json_schema": (
+        CHAT,
+        {
+            **_TALK,
+            "seed": 3,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": _OBJECT}},
+        },
+    ),
+    "regex": (
+        COMPLETION,
+        {**_TEXT, "seed": 4, "logit_bias": {}, "guided_regex": "([a-z]{2,9} ){30}[0-9]{4}"},
+    ),
+    "required": (CHAT, {**_TALK, "seed": 5, "tools": _TOOLS, "tool_choice": "required"}),
+    "named": (
+        CHAT,
+        {
+            **_TALK,
+            "seed": 6,
+            "tools": _TOOLS,
+            "tool_choice": {"type": "function", "function": {"name": "erase"}},
+        },
+    ),
+    "penalties": (
+        COMPLETION,
+        {
+            **_TEXT,
+            "seed": 7,
+            "presence_penalty": 0.7,
+            "frequency_penalty": 0.4,
+            "repetition_penalty": 1.2,
+        },
+    ),
+    "logprobs": (COMPLETION, {**_TEXT, "seed": 8, "logprobs": 3}),
+    "chat_logprobs": (
+        CHAT,
+        {**_TALK, "seed": 9, "logprobs": True, "top_logprobs": 2, "logit_bias": _NO_END, "max_tokens": 200},
+    ),
+    "stop": (COMPLETION, {**_TEXT, "seed": 10, "stop": ["qq", "e ", ".", "k\n"], "min_tokens": 150}),
+    "logit_bias": (COMPLETION, {**_TEXT, "seed": 11, "logit_bias": {**_NO_END, "264": 4.0, "69": -100}}),
+    "min_tokens": (COMPLETION, {**_TEXT, "seed": 12, "logit_bias": {}, "min_tokens": 160}),
+}
+STREAMED = {name: cell for name, cell in CELLS.items() if name != "best_of"}
+"""``best_of`` above ``n`` cannot stream."""
+
+
+async def ask_whole(service: Service) -> dict[str, Json]:
+    """Every cell at the same time, as whole responses without what differs from request to request."""
+    answers = await asyncio.gather(*(service.post(path, body) for path, body in CELLS.values()))
+    assert {status for status, _ in answers} == {200}, answers
+    return {name: comparable(answer) for name, (_, answer) in zip(CELLS, answers, strict=True)}
+
+
+async def ask_streamed(service: Service, on_event: Callable[[str], None] = lambda _: None) -> dict[str, Json]:
+    """Every cell that can stream at the same time, put together; ``on_event`` is told whose event came."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def ask(name: str, path: str, body: Json) -> Json:
+            asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+            events = []
+            async with session.post(f"http://{service.http}{path}", json=asked) as response:
+                assert response.status == 200, await response.text()
+                async for line in response.content:
+                    if line.strip():
+                        events.append(line.decode().removeprefix("data: ").strip())
+                        on_event(name)
+            assert events.pop() == "[DONE]", events
+            return joined([json.loads(event) for event in events])
+
+        answers = await asyncio.gather(*(ask(name, *cell) for name, cell in STREAMED.items()))
+    return dict(zip(STREAMED, answers, strict=True))
+
+
+def comparable(response: Json) -> Json:
+    """A response without id, time, names of calls and what was cached."""
+    usage = {name: count for name, count in response["usage"].items() if name.endswith("_tokens")}
+    choices = [dict(choice) for choice in response["choices"]]
+    for choice in choices:
+        if "message" in choice:
+            choice["message"] = {**choice["message"], "tool_calls": _calls(choice["message"])}
+    kept = {name: value for name, value in response.items() if name not in ("id", "created", "kvbaton")}
+    return {**kept, "choices": choices, "usage": usage}
+
+
+def _calls(message: Mapping[str, Any]) -> list[Json]:
+    return [call["function"] for call in message.get("tool_calls", [])]
+
+
+def joined(chunks: list[Json]) -> Json:
+    """What a client knows of a stream's choices, by the names of ``of_whole``."""
+    choices: dict[int, Json] = {}
+    for chunk in chunks:
+        for piece in chunk["choices"]:
+            empty: Json = {"text": "", "calls": [], "token_ids": [], "logprobs": {}, "end": None}
+            _add(choices.setdefault(piece["index"], empty), piece)
+    return {"choices": [choices[index] for index in sorted(choices)], "usage": _counts(chunks[-1])}
+
+
+def _add(choice: Json, piece: Json) -> None:
+    delta = piece.get("delta", {})
+    choice["text"] += piece.get("text", delta.get("content") or "")
+    for call in delta.get("tool_calls", []):
+        if "name" in call["function"]:
+            choice["calls"].append({"name": call["function"]["name"], "arguments": ""})
+        choice["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    choice["token_ids"] += piece.get("token_ids", [])
+    for name, entries in (piece["logprobs"] or {}).items():
+        if entries is not None:
+            choice["logprobs"].setdefault(name, []).extend(entries)
+    if piece["finish_reason"]:
+        choice["end"] = (piece["finish_reason"], piece["stop_reason"])
+
+
+def of_whole(response: Json) -> Json:
+    """The same of a whole response."""
+    choices = [
+        {
+            "text": choice["text"] if "text" in choice else choice["message"]["content"] or "",
+            "calls": choice["message"]["tool_calls"] if "message" in choice else [],
+            "token_ids": choice["token_ids"],
+            "logprobs": {name: e for name, e in (choice["logprobs"] or {}).items() if e is not None},
+            "end": (choice["finish_reason"], choice["stop_reason"]),
+        }
+        for choice in response["choices"]
+    ]
+    return {"choices": choices, "usage": _counts(response)}
+
+
+def _counts(response: Json) -> Json:
+    return {name: count for name, count in response["usage"].items() if name.endswith("_tokens")}
+
+
+def told(value: Any, fractions: list[float]) -> str:
+    """As JSON, every fraction (a log probability) moved to ``fractions``: its last bits depend on the batch."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, float):
+            fractions.append(value)
+            return "a fraction"
+        if isinstance(value, dict):
+            return {name: without(inner) for name, inner in value.items()}
+        return [without(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(without(value))

@@ -1,0 +1,89 @@
+"""Everything that can be asked for, over every way that the KV can take: the same answers, also when a worker dies."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cells import CELLS, STREAMED, ask_streamed, ask_whole, of_whole, told
+from tests.service import Service, counter, running_service
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+FORMS = {
+    "aggregated": ("--both", "1"),
+    "shm": ("--prefill", "1", "--decode", "1", "--transport", "shm"),
+    "tcp": ("--prefill", "1", "--decode", "2", "--transport", "tcp"),
+}
+EVENTS_BEFORE_DEATH = 20
+
+
+async def test_every_cell_is_the_same_in_every_form_and_after_a_death(tmp_path: Path) -> None:
+    """Whole responses byte by byte but for id, time and cached tokens (log probabilities to 1e-4), streams put together."""
+    whole: dict[str, dict[str, Any]] = {}
+    for form, arguments in FORMS.items():
+        folder = tmp_path / form
+        folder.mkdir()
+        async with running_service(folder, "--num-threads", "1", "--dtype", "float32", *arguments) as service:
+            whole[form] = await ask_whole(service)
+            check_same(whole[form], whole["aggregated"], form)
+            expected = {name: of_whole(whole[form][name]) for name in STREAMED}
+            check_same(await ask_streamed(service), expected, f"{form}, streamed")
+            if form == "tcp":
+                check_same(await ask_while_a_worker_dies(service), expected, "after a death")
+    check_that_the_cells_ask_for_something(whole["aggregated"])
+
+
+def check_same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    """Names the cell that differs."""
+    assert found.keys() == expected.keys()
+    for name in found:
+        fractions: tuple[list[float], list[float]] = ([], [])
+        assert told(found[name], fractions[0]) == told(expected[name], fractions[1]), f"{name}, {where}"
+        assert fractions[0] == pytest.approx(fractions[1], abs=1e-4), f"{name}, {where}"
+
+
+async def ask_while_a_worker_dies(service: Service) -> dict[str, Any]:
+    """All streams, in the middle of which the decode worker that has the most of them is killed."""
+    seen: dict[str, int] = dict.fromkeys(STREAMED, 0)
+    halfway = asyncio.Event()
+
+    def count(name: str) -> None:
+        seen[name] += 1
+        if min(seen.values()) >= EVENTS_BEFORE_DEATH:
+            halfway.set()
+
+    asking = asyncio.create_task(ask_streamed(service, count))
+    await halfway.wait()
+    workers = [process for process in service.processes if process["role"] == "decode"]
+    states = [await service.state_of(worker["admin"]) for worker in workers]
+    _, victim = max(
+        (len(state["requests"]), worker["pid"]) for state, worker in zip(states, workers, strict=True)
+    )
+    os.kill(victim, signal.SIGKILL)
+    answers = await asking
+    assert counter(await service.metrics("router"), "kvbaton_request_replays_total") > 0
+    return answers
+
+
+def check_that_the_cells_ask_for_something(answers: dict[str, Any]) -> None:
+    """Else all of them might be equal for want of what they are about."""
+    assert answers.keys() == CELLS.keys()
+    choices = {name: answer["choices"] for name, answer in answers.items()}
+    assert len({choice["text"] for choice in choices["n"]}) == 3
+    assert len({choice["text"] for choice in choices["best_of"]}) == 2
+    assert choices["stop"][0]["stop_reason"] in ("e ", ".", "k\n")
+    assert choices["regex"][0]["text"][-4:].isdigit()
+    assert "text" in choices["json_schema"][0]["message"]["content"]
+    called = {
+        name: {call["name"] for call in choices[name][0]["message"]["tool_calls"]}
+        for name in ("required", "named")
+    }
+    assert called["named"] == {"erase"}
+    assert called["required"] and called["required"] <= {"write", "erase"}
+    assert choices["logprobs"][0]["logprobs"]["tokens"]
+    assert 69 not in choices["logit_bias"][0]["token_ids"]
+    assert len(choices["min_tokens"][0]["token_ids"]) >= 160
