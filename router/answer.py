@@ -44,15 +44,18 @@ class Usage:
 class Delta:
     """What one arrival adds to a choice; ``text`` may be empty while a character or a stop string is unfinished.
 
-    reasoning, calls: what is no text for the reader; in chats only. The last one carries ``finish_reason``, ``usage``
-    and ``timings``. stop_reason: the stop string or stop token id.
+    reasoning, calls: what is no text for the reader; in chats only. pieces: all of it in its order. num_reasoning_tokens:
+    so many of the tokens end with the reasoning's last one. The last one carries ``finish_reason``, ``usage`` and
+    ``timings``. stop_reason: the stop string or stop token id.
     """
 
     index: int = 0
     text: str = ""
     reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
@@ -61,6 +64,7 @@ class Delta:
     def add(self, pieces: Iterable[Piece]) -> None:
         """What has been read of the answer's text."""
         for piece in pieces:
+            append(self.pieces, piece)
             match piece:
                 case Content():
                     self.text += piece.text
@@ -101,7 +105,9 @@ class Answer:
             delta.tokens.append(token)
             was_reasoning = self._parser.is_reasoning
             delta.add(self._parser.push(self._text_of(token)))
-            self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
+            if was_reasoning or self._parser.is_reasoning:
+                self.num_reasoning_tokens += 1
+                delta.num_reasoning_tokens = len(delta.tokens)
             if self._stops.matched is not None:
                 return self._end(delta, FinishReason.STOP, self._stops.matched)
         if arrival.finish_reason is None:
