@@ -74,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logits a token is determined (law 6); the router draws one where the client gave none. max_tokens: at most this
     many new tokens. min_tokens: no stop id may be drawn before. stop_token_ids: end the answer and are not shown as
     text. ignore_eos: the model's own end tokens do not end the answer. logprobs: None, or how many alternatives.
+    prompt_logprobs: the same for the prompt's tokens from the second on.
     min_p: tokens less probable than this share of the best one are not drawn. logit_bias: (token id, what is added to its
     logit). allowed_token_ids: if any, no other token is drawn. presence_penalty, frequency_penalty: taken from the logits of
     the answer's tokens, once or as often as they stand there. repetition_penalty: divides (or multiplies, below 0) the
@@ -89,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -118,6 +120,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequestError(f"top_p is {self.top_p}; it must lie in (0, 1]", param="top_p")
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -331,6 +335,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     timings: RequestTimings | None = None
     error_kind: str | None = None
     error_message: str | None = None

@@ -65,6 +65,10 @@ class InputBatch:
             raise InternalError(f"request {req_id!r} is scheduled but the runner was never told of it")
         return state.row
 
+    def known_tokens(self, req_id: str) -> NDArray[np.int32]:
+        """Prompt and answer so far: a view of the table."""
+        return self.token_table[self.row_of(req_id), : self.requests[req_id].num_tokens]
+
     def append_token(self, req_id: str, token_id: int) -> None:
         """Write a sampled token behind the request's known tokens; one that the model has no position for is dropped."""
         row, state = self.row_of(req_id), self.requests[req_id]
@@ -89,7 +93,7 @@ class InputBatch:
         num_prompt, num_known = state.num_prompt_tokens, state.num_tokens
         counted: tuple[NDArray[np.int32], ...] = ()
         if state.sampling.counts_tokens:
-            known = self.token_table[self.row_of(req_id), :num_known]
+            known = self.known_tokens(req_id)
             counted = known[:num_prompt], known[num_prompt:]
         return SamplingRow(state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, *counted)
 

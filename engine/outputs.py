@@ -107,7 +107,8 @@ class OtherChoices:
 class ModelRunnerOutput:
     """What one forward pass gave (B8). A request whose prompt is not finished has an empty list of sampled ids.
 
-    other_choices: by request, where its prompt is finished and it asks for several answers.
+    other_choices: by request, where its prompt is finished and it asks for several answers. prompt_logprobs_dict: by
+    request, a row for each token of the prompt that follows one which was computed.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -116,7 +117,7 @@ class ModelRunnerOutput:
     spec_token_ids: list[list[int]] | None = None
     logprobs: LogprobsLists | None = None
     other_choices: dict[str, OtherChoices] = field(default_factory=dict)
-    prompt_logprobs_dict: dict[str, Any] = field(default_factory=dict)
+    prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)
     pooler_output: list[Any] = field(default_factory=list)
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None

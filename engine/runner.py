@@ -5,6 +5,7 @@ half of the connector. Rank 0 of several draws the tokens and tells the others, 
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from engine.attention.backend import create_backend
 from engine.batch import InputBatch
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.drawn import spread
-from engine.inputs import PreparedInputs, prepare_inputs
+from engine.inputs import IntVector, PreparedInputs, prepare_inputs
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
@@ -26,6 +27,7 @@ from engine.models.info import ModelInfo
 from engine.models.loading import LoadedModel, load
 from engine.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.profiling import profile_inputs
+from engine.prompt_logprobs import PromptLogprobs
 from engine.ranks.group import RankGroup, SingleRank, rank_device
 from engine.ranks.opening import open_half
 from engine.sampling import Samples, sample
@@ -97,9 +99,10 @@ class ModelRunner:
         )
         inputs = profile_inputs(lengths)
         with torch.inference_mode():
-            logits = self._forward(inputs, list(range(len(lengths))), has_cache=False)
+            hidden = self._forward(inputs, has_cache=False)
+            logits = self._logits(hidden, inputs.query_start_loc[1:] - 1)
             self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
-        del logits
+        del hidden, logits
         return available_kv_bytes(self._probe.read(), settings)
 
     def initialize_from_config(self, config: KVCacheConfig) -> KVLayout:
@@ -177,14 +180,22 @@ class ModelRunner:
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
         drawing = [index for index, state in enumerate(states) if inputs.seq_lens[index] >= state.num_tokens]
         watch = self._layer_watch(scheduled)
-        logits = self._forward(inputs, drawing, has_cache=True, watch=watch)
+        hidden = self._forward(inputs, has_cache=True, watch=watch)
+        logits = self._logits(hidden, inputs.query_start_loc[1:][drawing] - 1)
         if watch is not None:
             watch.computed()
+        prompt_logprobs = PromptLogprobs(
+            batch,
+            partial(self._logits, hidden),
+            self.model_info.vocab_size,
+            is_teller=self._group.rank == 0,
+        ).of_step(inputs, states)
         drawers = [states[index].req_id for index in drawing]
         rows = [batch.sampling_rows(req_id, scheduled.bitmask_of(req_id)) for req_id in drawers]
         samples = self._draw(_repeated(logits, list(map(len, rows))), list(chain.from_iterable(rows)))
         owners = [index for index, own in zip(drawing, rows, strict=True) for _ in own]
         output = spread(inputs.req_ids, owners, samples)
+        output.prompt_logprobs_dict = prompt_logprobs
         for req_id, sampled in zip(inputs.req_ids, output.sampled_token_ids, strict=True):
             if sampled:
                 batch.append_token(req_id, sampled[0])
@@ -200,17 +211,19 @@ class ModelRunner:
             return None
         return self._connector.watch_layers(scheduled.kv_connector_metadata)
 
-    def _forward(
-        self, inputs: PreparedInputs, rows: list[int], *, has_cache: bool, watch: LayerWatch | None = None
-    ) -> Tensor:
-        """Logits ``[len(rows), vocab_size]`` of the last token of these requests (whole on rank 0 alone)."""
+    def _forward(self, inputs: PreparedInputs, *, has_cache: bool, watch: LayerWatch | None = None) -> Tensor:
+        """The final hidden states ``[num_tokens, hidden_size]``."""
         model = _ready(self._loaded, "load_model").model
         step = self._backend.plan(inputs, self._settings.block_size, self.device)
         input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
         positions = torch.from_numpy(inputs.positions).to(self.device)
-        states = model(input_ids, positions, step, self.memory.layers if has_cache else None, watch)
-        last_tokens = torch.from_numpy(inputs.query_start_loc[1:][rows] - 1).to(self.device)
-        return model.logits(states[last_tokens])
+        states: Tensor = model(input_ids, positions, step, self.memory.layers if has_cache else None, watch)
+        return states
+
+    def _logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
+        """``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 alone)."""
+        model = _ready(self._loaded, "load_model").model
+        return model.logits(hidden[torch.from_numpy(rows).to(self.device)])
 
 
 def _undrawn(num_rows: int) -> Samples:

@@ -126,6 +126,17 @@ def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
             weights[i].index_fill_(0, order[is_dropped], 0)
 
 
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_alternatives: int) -> LogprobsLists:
+    """Those of one given token a row of ``logits [num_rows, vocab_size]``, and of the k best."""
+    lists = LogprobsLists([], [], [])
+    for row, token_id in zip(logits.to(torch.float32), token_ids, strict=True):
+        ids, values, rank = _row_logprobs(row, token_id, num_alternatives)
+        lists.logprob_token_ids.append(ids)
+        lists.logprobs.append(values)
+        lists.sampled_token_ranks.append(rank)
+    return lists
+
+
 def _logprobs(raw: Tensor, rows: Sequence[SamplingRow], token_ids: list[int | None]) -> LogprobsLists | None:
     """Log-softmax of the raw logits in float32: the sampled token first, then the k best."""
     if all(row.sampling.logprobs is None for row in rows):

@@ -321,6 +321,7 @@ class Scheduler:
             request.milestones.prefilled = self._clock()
         request.num_computed_tokens += num_tokens
         self.batcher.index_computed(request)
+        request.take_prompt_logprobs(output.prompt_logprobs_dict.get(request.key))
         if not sampled:
             return
         alternatives = request.asked.sampling.logprobs

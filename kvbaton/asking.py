@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from contract.errors import InvalidRequestError, KvbatonError
-from kvbaton.outputs import RequestOutput, completions
+from kvbaton.outputs import RequestOutput, completions, prompt_logprobs
 from kvbaton.prompts import named
 from router.pipeline import Pipeline
 from router.request import GenerationRequest
@@ -89,5 +89,6 @@ async def _ask(pipeline: Pipeline, tokenizer: Tokenizer, question: Question) -> 
         prompt_token_ids=list(question.prompt_token_ids),
         outputs=completions(deltas, tokenizer),
         metrics=max(timings, key=lambda one: one.end_to_end),
+        prompt_logprobs=prompt_logprobs(deltas, tokenizer),
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
     )

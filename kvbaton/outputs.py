@@ -41,7 +41,8 @@ class RequestOutput:
     """The answers to one prompt.
 
     prompt: its text, None where it was given as token ids. num_cached_tokens: prompt tokens whose KV was there already.
-    metrics: where the time went, in seconds; of several answers that of the one that took longest.
+    metrics: where the time went, in seconds; of several answers that of the one that took longest. prompt_logprobs: None for
+    the first token, then the candidates by token id, the prompt's own first; None unless asked for.
     """
 
     request_id: str
@@ -51,13 +52,21 @@ class RequestOutput:
     metrics: Timings
     num_cached_tokens: int
     finished: bool = True
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def completions(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[CompletionOutput]:
     """The answers that these deltas are, by their index."""
     indexes = sorted({delta.index for delta in deltas})
     return [_completion([d for d in deltas if d.index == index], tokenizer) for index in indexes]
+
+
+def prompt_logprobs(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
+    """Those of the prompt that these deltas go on with; None where nobody asked."""
+    prompt = next((delta.prompt for delta in deltas if delta.prompt), None)
+    if prompt is None or not prompt.logprobs:
+        return None
+    return [None, *(_candidates(token, tokenizer) for token in prompt.tokens[1:])]
 
 
 def _completion(deltas: Sequence[Delta], tokenizer: Tokenizer) -> CompletionOutput:

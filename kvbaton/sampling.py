@@ -15,10 +15,10 @@ from text.chat import Chat
 class SamplingParams:
     """How the answer to one prompt is drawn. None: the model's own generation default, as over HTTP.
 
-    n: answers to each prompt. max_tokens: at most this many new tokens; None is all that fits the
-    model. seed: equal seeds give equal answers; drawn where it is None. logprobs: how many alternatives are given for each
-    token, 0..20; 0 gives those of the answer's tokens alone. top_k: 0 or -1 keeps the whole vocabulary. structured_outputs:
-    one of json (a schema), json_object, regex, choice (a list) and grammar, that the answer matches.
+    n: answers to each prompt. max_tokens: at most this many new tokens; None is all that fits the model. seed: equal seeds
+    give equal answers; drawn where it is None. logprobs: how many alternatives are given for each token, 0..20; 0 gives
+    those of the answer's tokens alone. prompt_logprobs: the same of the prompt. top_k: 0 or -1 keeps the whole vocabulary.
+    structured_outputs: one of json (a schema), json_object, regex, choice (a list) and grammar, that the answer matches.
     """
 
     n: int = 1

@@ -7,7 +7,7 @@ are started, watched and started again as those of ``kvbaton up`` are, and die w
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ T = TypeVar("T")
 _LOOPBACK = "127.0.0.1:0"
 _TIMEOUT_SECONDS = 30 * 24 * 3600.0
 _MAX_QUEUE = 2**31
+_GLANCE_SECONDS = 0.5
 
 
 class OfflineService:
@@ -76,6 +77,8 @@ class OfflineService:
                 raise UnavailableError("this LLM is closed")
             answer = asyncio.run_coroutine_threadsafe(work(), self._loop)
         try:
+            while not answer.done():  # by glances: a Ctrl-C that another thread has taken is seen at the next one
+                wait([answer], timeout=_GLANCE_SECONDS)
             return answer.result()
         except CancelledError:
             raise UnavailableError("this LLM was closed before the answers were there") from None

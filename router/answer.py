@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from contract.requests import FinishReason
+from contract.requests import FinishReason, TokenLogprobs
 from router.attempt import Arrival
 from router.delivery import Token
 from router.request import PreparedRequest
@@ -40,13 +40,29 @@ class Usage:
         )
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What the answer goes on with. logprobs: of its tokens from the second on, where they were asked for."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+    @property
+    def tokens(self) -> list[Token]:
+        """As those of an answer; nothing is known of how likely the first one was."""
+        logprobs: list[TokenLogprobs | None] = [None] * len(self.token_ids)
+        if self.logprobs:
+            logprobs[1:] = self.logprobs
+        return [Token(index, *both) for index, both in enumerate(zip(self.token_ids, logprobs, strict=True))]
+
+
 @dataclass(kw_only=True)
 class Delta:
     """What one arrival adds to a choice; ``text`` may be empty while a character or a stop string is unfinished.
 
     reasoning, calls: what is no text for the reader; in chats only. pieces: all of it in its order. num_reasoning_tokens:
-    so many of the tokens end with the reasoning's last one. The last one carries ``finish_reason``, ``usage`` and
-    ``timings``. stop_reason: the stop string or stop token id.
+    so many of the tokens end with the reasoning's last one. prompt: with the first one. The last one carries
+    ``finish_reason``, ``usage`` and ``timings``. stop_reason: the stop string or stop token id.
     """
 
     index: int = 0
@@ -56,6 +72,7 @@ class Delta:
     pieces: list[Piece] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     num_reasoning_tokens: int = 0
+    prompt: "Prompt | None" = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None

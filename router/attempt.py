@@ -41,11 +41,12 @@ class Arrival:
 
 @dataclass
 class LegReport:
-    """What the workers said about themselves: seconds, and prompt tokens that nobody computed."""
+    """What the workers said: seconds, prompt tokens that nobody computed, the prompt's log probabilities."""
 
     prefill_seconds: float = 0.0
     transfer: TransferReport = field(default_factory=TransferReport)
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Leg:
@@ -89,6 +90,7 @@ class Attempt:
     ) -> None:
         self._request = request
         self._prompt = [*request.prompt_token_ids, *delivered]
+        self._has_delivered = bool(delivered)
         self._key = (request.request_id, number, request.choice)
         self._tasks = tasks
         self._inbox: Inbox[Leg] = Inbox(max_unread_bytes)
@@ -201,6 +203,8 @@ class Attempt:
         """Of a replay only what lies in the wait that is being measured: for token 0, or for token 1."""
         if entry.first_index == 0 and entry.HasField("num_cached_tokens"):
             self._report.num_cached_tokens = entry.num_cached_tokens
+        if entry.prompt_logprobs:
+            self._report.prompt_logprobs = [_logprobs_of(one) for one in entry.prompt_logprobs]
         if entry.HasField("timings"):
             if entry.first_index == 0:
                 self._report.prefill_seconds = entry.timings.prefill_seconds
@@ -249,6 +253,7 @@ class Attempt:
                 stop_token_ids=sampling.stop_token_ids,
                 ignore_eos=sampling.ignore_eos,
                 logprobs=sampling.logprobs,
+                prompt_logprobs=None if self._has_delivered else sampling.prompt_logprobs,
                 min_p=sampling.min_p,
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
@@ -295,11 +300,12 @@ def _transfer_report_of(timings: pb.LegTimings) -> TransferReport:
     )
 
 
+def _logprobs_of(p: pb.PositionLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(p.token_id, p.logprob, p.rank, tuple(p.top_token_ids), tuple(p.top_logprobs))
+
+
 def _tokens_of(entry: pb.TokenEntry) -> list[Token]:
-    logprobs = [
-        TokenLogprobs(p.token_id, p.logprob, p.rank, tuple(p.top_token_ids), tuple(p.top_logprobs))
-        for p in entry.logprobs
-    ]
+    logprobs = [_logprobs_of(one) for one in entry.logprobs]
     return [
         Token(entry.first_index + i, token_id, logprobs[i] if i < len(logprobs) else None)
         for i, token_id in enumerate(entry.token_ids)

@@ -187,6 +187,7 @@ def _asked(request: pb.GenerateRequest, request_id: str, time_remaining: float |
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=given("logprobs"),
+        prompt_logprobs=given("prompt_logprobs"),
         num_choices=given("best_of") or _num_chosen(request),
         rates_tokens=_is_best_of(request),
         min_p=_decimal(given("min_p")),
@@ -250,6 +251,9 @@ def _response(name: str, delta: Delta) -> pb.GenerateResponse:
         token_ids=[token.token_id for token in delta.tokens],
         text=delta.text,
         logprobs=[_logprob(token) for token in delta.tokens if token.logprobs],
+        prompt_logprobs=[
+            _logprob(token) for token in (delta.prompt.tokens if delta.prompt else ()) if token.logprobs
+        ],
         finish_reason=_FINISH[delta.finish_reason] if delta.finish_reason else pb.FINISH_REASON_UNSPECIFIED,
         stop_reason="" if delta.stop_reason is None else str(delta.stop_reason),
     )

@@ -39,4 +39,7 @@ class Inbox(Generic[Source]):
 
 
 def _size(event: Event) -> int:
-    return event.ByteSize() if isinstance(event, pb.TokenEntry) else 0
+    """A prompt's log probabilities come once, and do not count."""
+    if not isinstance(event, pb.TokenEntry) or event.prompt_logprobs:
+        return 0
+    return event.ByteSize()

@@ -4,7 +4,8 @@
 2. **Tokenize.** Chat template and tokenizer make token ids; defaults are filled in, the seed is drawn, ranges and the
    model's length are checked. From here on nothing but the answer is text.
 3. **Bind.** The request waits in the router's line until a prefill and a decode worker (or one that is both) have room.
-4. **Send.** ``Prefill`` and ``Decode`` go out at the same time; the workers meet without the router.
+4. **Send.** ``Prefill`` and ``Decode`` go out at the same time; the workers meet without the router. Several answers to one
+   prompt are sent as one; from token 0 on each is carried by itself.
 5. **Stream.** The first token comes from the prefill worker at once, all others from the decode worker, each exactly
    once and in order. Every arrival becomes a delta: detokenized, end tokens hidden, cut at a stop string, and in chats
    told apart into content, reasoning and tool calls.
@@ -21,7 +22,7 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from itertools import chain
 
-from router.answer import Answer, Delta, Usage
+from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
 from router.limits import check_limits
 from router.model_source import ModelSource
@@ -76,18 +77,14 @@ class Pipeline:
         request, record = relay.request, relay.record
         answer = Answer(request, card)
         while not answer.is_finished:
+            is_first = answer.num_tokens == 0
             delta = answer.push(await relay.next())
+            if is_first:
+                delta.prompt = Prompt(request.prompt_token_ids, relay.report.prompt_logprobs)
             record.arrived(delta)
             if delta.finish_reason:
                 relay.close()
-                is_first = request.choice == 0
-                usage = Usage(
-                    num_prompt_tokens=len(request.prompt_token_ids) if is_first else 0,
-                    num_completion_tokens=answer.num_tokens,
-                    num_cached_tokens=relay.report.num_cached_tokens if is_first else 0,
-                    num_reasoning_tokens=answer.num_reasoning_tokens,
-                )
-                record.finish(delta, delta.finish_reason, usage, relay.report)
+                record.finish(delta, delta.finish_reason, _usage(relay, answer), relay.report)
             yield delta
 
     async def _prepare(self, asked: GenerationRequest, card: ModelCard) -> PreparedRequest:
@@ -103,3 +100,14 @@ class Pipeline:
         return prepare(
             asked, prompt_ids, card, self._registry.max_model_len(card.max_model_len), self._timeout_seconds
         )
+
+
+def _usage(relay: Relay, answer: Answer) -> Usage:
+    """What the answer took; the prompt, which several answers share, is told with the first of them."""
+    pays_prompt = relay.request.choice == 0
+    return Usage(
+        num_prompt_tokens=len(relay.request.prompt_token_ids) if pays_prompt else 0,
+        num_completion_tokens=answer.num_tokens,
+        num_cached_tokens=relay.report.num_cached_tokens if pays_prompt else 0,
+        num_reasoning_tokens=answer.num_reasoning_tokens,
+    )

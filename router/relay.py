@@ -69,10 +69,10 @@ class Relays:
 
 
 class Relay:
-    """Owns a request's attempts, one at a time, and the tokens that were delivered."""
+    """Owns one answer's attempts, one at a time, and the tokens that were delivered."""
 
     def __init__(self, parts: Relays, request: PreparedRequest, record: Record) -> None:
-        self._parts, self._request, self._record = parts, request, record
+        self._parts, self.request, self.record = parts, request, record
         self._delivered: list[int] = []
         self._attempt: Attempt | None = None
         self._num_attempts = 0
@@ -83,8 +83,6 @@ class Relay:
         self._failure: KvbatonError | None = None
         self._followers: list[Relay] = []
         self._begun: asyncio.Event | None = None
-        self.request = request
-        self.record = record
         self.report = LegReport()
 
     def lead(self, followers: "list[Relay]") -> None:
@@ -102,7 +100,7 @@ class Relay:
     async def next(self) -> Arrival:
         """The next tokens, from whichever attempt. Raises the error that no further attempt can mend."""
         try:
-            async with asyncio.timeout(max(0.0, self._request.deadline - time.monotonic())):
+            async with asyncio.timeout(max(0.0, self.request.deadline - time.monotonic())):
                 arrival = await self._next()
         except TimeoutError:
             raise DeadlineError(
@@ -124,12 +122,12 @@ class Relay:
 
     async def _bind(self) -> Attempt:
         if self._begun and not self._begun.is_set():
-            self._record.queued()
+            self.record.queued()
             await self._begun.wait()
-            self._record.bound()
+            self.record.bound()
             if self._attempt:
                 return self._attempt
-        request = self._request
+        request = self.request
         wish = Wish(
             num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
             num_answer_tokens=request.num_answer_tokens * (1 + len(self._followers)),
@@ -138,14 +136,14 @@ class Relay:
             is_replay=self._num_attempts > 0,
             is_local=self._num_transfer_failures >= _MAX_TRANSFER_FAILURES,
         )
-        self._record.queued()
+        self.record.queued()
         try:
             attempt = await self._parts.line.bind(wish, request.priority, request.arrival, self._begin)
         except UnavailableError as error:
             if self._failure is None:
                 raise
             raise type(self._failure)(f"{self._failure.message}; then {error.message}") from error
-        self._record.bound()
+        self.record.bound()
         return attempt
 
     def _begin(self, placement: Placement) -> Attempt:
@@ -163,9 +161,9 @@ class Relay:
         get = self._parts.registry.get
         number, self._num_attempts = self._num_attempts, self._num_attempts + 1
         if placement.prefill is None and get(placement.decode).role is Role.DECODE:
-            self._record.recomputed_locally(placement.decode)
+            self.record.recomputed_locally(placement.decode)
         return Attempt(
-            self._request,
+            self.request,
             self._delivered,
             number,
             get(placement.prefill) if placement.prefill else None,
@@ -186,7 +184,7 @@ class Relay:
         self._failure = error
         self._suspects |= attempt.suspects
         self._prefer = attempt.prefill_worker
-        self._record.replayed(error, len(self._delivered))
+        self.record.replayed(error, len(self._delivered))
 
     def _is_known_death(self, attempt: Attempt) -> bool:
         """One death costs one attempt: a peer may tell of it before its stream does, and a replay be bound there again.

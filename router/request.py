@@ -44,6 +44,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     min_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -151,6 +152,7 @@ def prepare(
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
         logprobs=0 if asked.rates_tokens and asked.logprobs is None else asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
         min_p=card.min_p if asked.min_p is None else asked.min_p,
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,

@@ -30,7 +30,7 @@ class Script:
     stall_at: wait for ever before the token of this index. fail_at: end with ``error`` there. die_at: close the
     worker's stream there, without a word. gap_at: leave this token out. refuse: do not accept the leg at all.
     is_mute: play it, and never answer the call that brought it. token_delay_seconds: before each token.
-    tokens_per_step: how many go out in one message.
+    tokens_per_step: how many go out in one message. prompt_logprobs: of the prompt's tokens from the second on.
     """
 
     tokens: Sequence[int] = ()
@@ -47,6 +47,7 @@ class Script:
     tokens_per_step: int = 1
     timings: pb.LegTimings | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[float] = ()
     logprobs: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -259,6 +260,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             finish_reason=reason.value if is_last else "",
             stop_reason=script.stop_reason if is_last and not was_cut else None,
             num_cached_tokens=script.num_cached_tokens if is_first else None,
+            prompt_logprobs=_prompt_logprobs(task, script) if index == 0 else [],
             timings=script.timings if is_first else None,
         )
 
@@ -297,6 +299,13 @@ def kv_layout(block_size: int = 16, dtype: str = "float32") -> pb.KvLayout:
 def _is_watched(script: Script, index: int, size: int) -> bool:
     marks = (script.stall_at, script.fail_at, script.die_at, script.gap_at)
     return any(mark is not None and index <= mark < index + size for mark in marks)
+
+
+def _prompt_logprobs(task: pb.Task, script: Script) -> list[pb.PositionLogprobs]:
+    if not task.sampling.HasField("prompt_logprobs"):
+        return []
+    told = zip(task.prompt_token_ids[1:], script.prompt_logprobs, strict=True)
+    return [pb.PositionLogprobs(token_id=token, logprob=value, rank=1) for token, value in told]
 
 
 def _logprobs(token: int, script: Script) -> pb.PositionLogprobs:

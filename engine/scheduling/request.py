@@ -14,8 +14,10 @@ from contract.requests import (
 )
 from engine.connector import Received
 from engine.grammar.matcher import GrammarMatcher
+from engine.outputs import LogprobsLists
 from engine.scheduling.block_pool import blocks_needed
 from engine.scheduling.ending import Ending, RequestStatus
+from engine.scheduling.token_logprobs import logprobs_in_rows
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Request:
     num_emitted_tokens: int = 0
     num_cached_tokens: int = 0
     is_known_to_runner: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     is_fork: bool = False
     dismissed: set[int] = field(default_factory=set)
     structured_output_request: GrammarMatcher | None = None
@@ -192,8 +195,22 @@ class Request:
         """Its KV is not what this engine would compute: find and keep its blocks under hashes of their own (law 7)."""
         self._hash_under(self.asked.hash_root(fingerprint))
 
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Its client asked for the log probabilities of the prompt, and not all are known: no token may be skipped."""
+        is_asked = self.asked.sampling.prompt_logprobs is not None and not self.is_receiving
+        return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def take_prompt_logprobs(self, lists: LogprobsLists | None) -> None:
+        """What a step has given of them, in order."""
+        num_alternatives = self.asked.sampling.prompt_logprobs
+        if lists is not None and num_alternatives is not None and self.lacks_prompt_logprobs:
+            self.prompt_logprobs += logprobs_in_rows(lists, num_alternatives)
+
     def reusable_hashes(self) -> list[BlockHash]:
         """Hashes of blocks that may come from the cache while the newest token is still computed here (for its logits)."""
+        if self.lacks_prompt_logprobs:
+            return []
         return self.block_hashes[: (self.num_tokens - 1) // self.block_size]
 
     def find_computed(self, num_blocks: int, *, is_first: bool) -> None:
@@ -215,6 +232,8 @@ class Request:
         self.status = RequestStatus.PREEMPTED
         self.num_computed_tokens = 0
         self.num_indexed_blocks = 0
+        if self.lacks_prompt_logprobs:
+            self.prompt_logprobs = []
         if self.hash_root != self.computed_root:
             self._hash_under(self.computed_root)
 
@@ -235,6 +254,7 @@ class Request:
         if is_first:
             output.num_cached_tokens = self.num_cached_tokens
             output.timings = self.milestones.split()
+            output.prompt_logprobs = self.prompt_logprobs or None
         if ending is not None:
             self.status = ending.status
             output.is_leg_finished = True

@@ -29,13 +29,20 @@ def logprobs_in_row(
         return None
     if lists is None:
         raise ValueError(f"{num_alternatives} log probabilities were asked for, the runner gave none")
+    return [_entry(lists, row, num_alternatives)]
+
+
+def logprobs_in_rows(lists: LogprobsLists, num_alternatives: int) -> list[TokenLogprobs]:
+    """All rows."""
+    return [_entry(lists, row, num_alternatives) for row in range(len(lists.logprobs))]
+
+
+def _entry(lists: LogprobsLists, row: int, num_alternatives: int) -> TokenLogprobs:
     ids, values = lists.logprob_token_ids[row], lists.logprobs[row]
-    return [
-        TokenLogprobs(
-            token_id=ids[0],
-            logprob=values[0],
-            rank=lists.sampled_token_ranks[row],
-            top_token_ids=tuple(ids[1 : 1 + num_alternatives]),
-            top_logprobs=tuple(values[1 : 1 + num_alternatives]),
-        )
-    ]
+    return TokenLogprobs(
+        token_id=ids[0],
+        logprob=values[0],
+        rank=lists.sampled_token_ranks[row],
+        top_token_ids=tuple(ids[1 : 1 + num_alternatives]),
+        top_logprobs=tuple(values[1 : 1 + num_alternatives]),
+    )

@@ -19,6 +19,7 @@ from router.http.access import authorization_of
 from router.http.body import Body, Json, read_body
 from router.http.boundary import REQUEST_ID, STREAM, name_of, request_id_header
 from router.http.chat_fields import CHAT_FIELDS, chat_of, forced_calls
+from router.http.echo import echo_of, without_answer
 from router.http.fields import choice_counts, refuse_unserved, shared_fields
 from router.http.grammars import naming_grammar_field
 from router.http.openapi import document
@@ -118,19 +119,21 @@ class Endpoints:
         one = GenerationRequest(
             request_id=request[REQUEST_ID],
             prompt=first,
-            max_tokens=body.integer("max_tokens"),
+            max_tokens=1 if without_answer(body) else body.integer("max_tokens"),
             default_max_tokens=COMPLETION_MAX_TOKENS,
             logprobs=body.integer_within("logprobs", 0, MAX_LEGACY_LOGPROBS),
             arrival=arrival,
             **shared_fields(body),
         )
+        if body.flag("echo") and one.prompt_logprobs is None:
+            one = replace(one, prompt_logprobs=one.logprobs)
         asked = [one]
         for number, prompt in enumerate(others, 1):
             asked.append(replace(one, request_id=f"{one.request_id}-{number}", prompt=prompt))
         options = self._options(asked, body)
-        return await self._answer(
-            request, asked, options, CompletionShape(options, self._models.card().tokenizer)
-        )
+        echo = echo_of(body, asked, options.num_chosen)
+        shape = CompletionShape(options, self._models.card().tokenizer, echo)
+        return await self._answer(request, asked, options, shape)
 
     async def list_models(self, _: web.Request) -> web.Response:
         """GET /v1/models; empty while the model is not known yet."""
@@ -195,6 +198,7 @@ class Endpoints:
             return_token_ids=body.flag("return_token_ids"),
             timings=body.flag("timings"),
             num_chosen=choice_counts(body)[0],
+            prompt_logprobs=body.get("prompt_logprobs") is not None,
         )
 
     async def _answer(

@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS
+from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from router.http.body import Body
 from router.http.grammars import grammar_fields
 from router.http.strictness import check_ignored
@@ -17,9 +17,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
-    "echo": (False,),
     "suffix": ("",),
-    "prompt_logprobs": (),
     "audio": (),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
@@ -71,6 +69,7 @@ def shared_fields(body: Body) -> dict[str, Any]:
     return {
         "num_choices": num_choices,
         "rates_tokens": num_choices > num_chosen,
+        "prompt_logprobs": _prompt_logprobs(body),
         **sampling_fields(body),
         **grammar_fields(body),
     }
@@ -97,6 +96,14 @@ def sampling_fields(body: Body) -> dict[str, Any]:
         "priority": body.integer("priority") or 0,
         "cache_salt": body.string("cache_salt") or "",
     }
+
+
+def _prompt_logprobs(body: Body) -> int | None:
+    """How many alternatives the client sees of each token of the prompt."""
+    wanted = body.integer_within("prompt_logprobs", 0, MAX_LOGPROBS)
+    if wanted is not None and body.flag("stream"):
+        raise InvalidRequestError("prompt_logprobs come with whole answers only", param="prompt_logprobs")
+    return wanted
 
 
 def choice_counts(body: Body) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import codecs
 from typing import Any, Protocol
 
+from router.answer import Prompt
 from router.delivery import Token
 from text.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ class LegacyLogprobs:
             best = {self._written(token_id): logprob for token_id, logprob in top}
             if found:
                 best.setdefault(written, found.logprob)
-            out["top_logprobs"].append(best)
+            out["top_logprobs"].append(best if found else None)
             self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token.token_id)))
         return out
 
@@ -72,6 +73,21 @@ class LegacyLogprobs:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def prompt_logprobs(prompt: Prompt, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """vLLM's: null for the first token, then by token id the prompt's own token and the best ones."""
+    listed: list[dict[str, Any] | None] = [None]
+    for found in prompt.logprobs:
+        ranked = [(found.token_id, found.logprob, found.rank)]
+        best = zip(found.top_token_ids, found.top_logprobs, strict=True)
+        ranked += [(one, value, rank) for rank, (one, value) in enumerate(best, 1) if one != found.token_id]
+        entries = {}
+        for one, value, rank in ranked:
+            written = tokenizer.token_bytes(one).decode("utf-8", "replace")
+            entries[str(one)] = {"logprob": value, "rank": rank, "decoded_token": written}
+        listed.append(entries)
+    return listed
 
 
 def merged(entries: list[dict[str, Any]]) -> dict[str, Any]:

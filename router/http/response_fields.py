@@ -36,6 +36,8 @@ RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (),
     "response_format": (),
     "logprobs": (False,),
+    "prompt_logprobs": (),
+    "echo": (False,),
     "n": (1,),
     "best_of": (1,),
     "return_token_ids": (False,),

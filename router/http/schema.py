@@ -162,6 +162,9 @@ _GENERATION: dict[str, Json] = {
     "best_of": field(
         "integer", "Of so many answers the n likeliest, where not streamed; n.", **_numbers(1, MAX_CHOICES)
     ),
+    "prompt_logprobs": field(
+        "integer", "Alternatives of each token of the prompt; not streamed.", **_numbers(0, MAX_LOGPROBS)
+    ),
     "return_token_ids": field("boolean", "Add the token ids to each choice."),
     "timings": field("boolean", "Add the latency split, in seconds."),
     "priority": field("integer", "Higher runs earlier; 0.", **_numbers(-_INT31 - 1, _INT31)),
@@ -248,7 +251,9 @@ COMPLETION = _object(
             ],
         },
         "logprobs": field("integer", "How many alternatives.", **_numbers(0, MAX_LEGACY_LOGPROBS)),
+        "echo": field("boolean", "Show the prompt before the answer; max_tokens may be 0 then."),
         **_GENERATION,
+        "max_tokens": field("integer", "At most this many new tokens; 0 with echo.", **_numbers(0, _INT31)),
     },
 )
 _FORMAT = field(

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from contract.requests import FinishReason
 from router.answer import Delta, Usage
-from router.http.logprobs import ChatLogprobs, LegacyLogprobs, LogprobsShape, merged
+from router.http.echo import Echo
+from router.http.logprobs import ChatLogprobs, LegacyLogprobs, LogprobsShape, merged, prompt_logprobs
 from router.http.message import message_deltas, whole_message
 from text.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class AnswerOptions:
     logprobs: bool = False
     return_token_ids: bool = False
     timings: bool = False
+    prompt_logprobs: bool = False
 
 
 def usage_object(usage: Usage) -> Json:
@@ -122,22 +124,30 @@ class CompletionShape(_OpenAIShape):
 
     _KIND = "text_completion"
 
-    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, echo: Echo | None = None) -> None:
         super().__init__(options, lambda: LegacyLogprobs(tokenizer))
+        self._tokenizer = tokenizer
+        self._echo = echo
 
     def chunks(self, delta: Delta) -> list[Json]:
         """One chunk for text or the end."""
+        delta = self._shown(delta)
         if not delta.finish_reason:
             return [self._piece([delta])] if delta.text or self._has_detail(delta) else []
         return self._finished(self._KIND, [self._piece([delta])], delta)
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response object."""
-        return self._whole(self._KIND, deltas, self._whole_choice)
+        return self._whole(self._KIND, [self._shown(delta) for delta in deltas], self._whole_choice)
+
+    def _shown(self, delta: Delta) -> Delta:
+        return self._echo.shown(delta, self._tokenizer) if self._echo else delta
 
     def _whole_choice(self, deltas: list[Delta]) -> Json:
         choice = self._choice(deltas, {"text": "".join(delta.text for delta in deltas)})
-        return {**choice, "prompt_logprobs": None}
+        is_asked = self._options.prompt_logprobs
+        found = prompt_logprobs(deltas[0].prompt, self._tokenizer) if is_asked and deltas[0].prompt else None
+        return {**choice, "prompt_logprobs": found}
 
     def _piece(self, deltas: list[Delta]) -> Json:
         return self._chunk(self._KIND, self._choice(deltas, {"text": deltas[0].text}))
@@ -154,6 +164,7 @@ class ChatShape(_OpenAIShape):
 
     def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, *, names_call: bool = False) -> None:
         super().__init__(options, lambda: ChatLogprobs(tokenizer))
+        self._tokenizer = tokenizer
         self._names_call = names_call
         self._begun: set[int] = set()
         self._called: set[int] = set()
@@ -180,7 +191,10 @@ class ChatShape(_OpenAIShape):
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response object."""
-        return self._whole("chat.completion", deltas, self._whole_choice)
+        whole = self._whole("chat.completion", deltas, self._whole_choice)
+        if self._options.prompt_logprobs and deltas[0].prompt:
+            whole["prompt_logprobs"] = prompt_logprobs(deltas[0].prompt, self._tokenizer)
+        return whole
 
     def _whole_choice(self, deltas: list[Delta]) -> Json:
         has_calls = any(delta.calls for delta in deltas)

@@ -46,7 +46,7 @@ async def answer_of(client: EngineClient, request: EngineRequest) -> tuple[list[
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_concurrent_requests_have_streams_of_their_own(kind: Any) -> None:
-    """A5, A7: both clients answer with the same tokens, each request through its own queue."""
+    """A5, A7, A24: both clients answer with the same tokens, each request through its own queue."""
     prompts = [[n] * n for n in range(1, 9)]
     async with started(kind, max_num_seqs=3) as client:
         assert client.info.num_blocks == 64 and client.info.control_address == "127.0.0.1:9"

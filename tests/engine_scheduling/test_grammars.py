@@ -130,7 +130,7 @@ def test_it_waits_without_blocks_then_matches(engine: Engine) -> None:
 
 
 def test_masks_come_with_the_steps_that_draw(engine: Engine) -> None:
-    """A chunk that is not the prompt's last draws nothing; the fake runner asserts the rest."""
+    """B17: at each request's row; a chunk that is not the prompt's last draws nothing; the fake runner asserts the rest."""
     engine.gate.set()
     plain = fake_request("plain", [7] * 3, 8)
     engine.add(plain)

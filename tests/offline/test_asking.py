@@ -145,7 +145,7 @@ async def test_a_form_goes_to_the_workers_and_a_bad_one_is_named(cluster: Cluste
         ({"stop": [1]}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"bad_words": ["no"]}, "bad_words"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
     ],
 )

@@ -41,7 +41,7 @@ sys.stdout.write(json.dumps(sorted(forbidden)) + "\\n")
 
 
 async def test_a_router_that_serves_has_not_imported_torch() -> None:
-    """A5, DESIGN §1: text in, text out, in a process of its own; SIGTERM ends it and nothing is left running."""
+    """A2, A5, DESIGN §1: text in, text out, in a process of its own; SIGTERM ends it and nothing is left running."""
     ports: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
