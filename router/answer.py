@@ -60,7 +60,8 @@ class Prompt:
 class Delta:
     """What one arrival adds to a choice; ``text`` may be empty while a character or a stop string is unfinished.
 
-    reasoning, calls: what is no text for the reader; in chats only. prompt: with the first one. embedding: all that there is
+    reasoning, calls: what is no text for the reader; in chats only. pieces: all of it in its order. num_reasoning_tokens:
+    so many of the tokens end with the reasoning's last one. prompt: with the first one. embedding: all that there is
     where that was asked for. The last one carries ``finish_reason``, ``usage`` and ``timings``. stop_reason: the stop string
     or stop token id.
     """
@@ -69,7 +70,9 @@ class Delta:
     text: str = ""
     reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
     prompt: "Prompt | None" = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -80,6 +83,7 @@ class Delta:
     def add(self, pieces: Iterable[Piece]) -> None:
         """What has been read of the answer's text."""
         for piece in pieces:
+            append(self.pieces, piece)
             match piece:
                 case Content():
                     self.text += piece.text
@@ -125,7 +129,9 @@ class Answer:
             delta.tokens.append(token)
             was_reasoning = self._parser.is_reasoning
             delta.add(self._parser.push(self._text_of(token)))
-            self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
+            if was_reasoning or self._parser.is_reasoning:
+                self.num_reasoning_tokens += 1
+                delta.num_reasoning_tokens = len(delta.tokens)
             if self._stops.matched is not None:
                 return self._end(delta, FinishReason.STOP, self._stops.matched)
         if arrival.finish_reason is None:

@@ -125,8 +125,8 @@ class PreparedRequest:
 
 
 def new_request_id(prefix: str) -> str:
-    """A fresh id, the same in every process that meets the request."""
-    return f"{prefix}-{secrets.token_hex(16)}"
+    """A fresh id, the same in every process that meets the request. A dash joins the prefix, unless it ends with "_"."""
+    return f"{prefix}{'' if prefix.endswith('_') else '-'}{secrets.token_hex(16)}"
 
 
 def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:

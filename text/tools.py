@@ -32,16 +32,18 @@ class ToolChoice:
 AUTO = ToolChoice("auto")
 
 
-def parse_tools(raw: Any) -> tuple[Tool, ...]:
+def parse_tools(raw: Any, *, is_flat: bool = False) -> tuple[Tool, ...]:
     """A request's ``tools``, as a chat template gets them; functions without parameters take none.
 
-    ``strict`` is not told to the model. Raises InvalidRequestError with the index of the tool at fault.
+    ``strict`` is not told to the model. is_flat: name, description and parameters stand beside the type, as in OpenAI's
+    Responses. Raises InvalidRequestError with the index of the tool at fault.
     """
     if raw is None:
         return ()
     if not isinstance(raw, list):
         raise InvalidRequestError("tools must be a list of functions", param="tools")
-    return tuple(_parse_tool(tool, f"tools[{index}]") for index, tool in enumerate(raw))
+    parse = _parse_flat_tool if is_flat else _parse_tool
+    return tuple(parse(tool, f"tools[{index}]") for index, tool in enumerate(raw))
 
 
 def _parse_tool(raw: Any, where: str) -> Tool:
@@ -54,23 +56,45 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     function = raw.get("function")
     if not isinstance(function, dict):
         raise InvalidRequestError(f"{where}.function is no object with a name", param=f"{where}.function")
-    _check_name(function.get("name"), f"{where}.function.name")
-    for name, kind, wanted in (("description", str, "a string"), ("parameters", dict, "a JSON schema")):
-        if function.get(name) is not None and not isinstance(function[name], kind):
-            raise InvalidRequestError(
-                f"{where}.function.{name} is {_shown(function[name])}; it must be {wanted}",
-                param=f"{where}.function.{name}",
-            )
-    told = {name: value for name, value in function.items() if name != "strict" and value is not None}
+    _check_function(function, f"{where}.function")
+    return _tool({name: value for name, value in function.items() if name != "strict"})
+
+
+def _parse_flat_tool(raw: Any, where: str) -> Tool:
+    if not isinstance(raw, dict):
+        raise InvalidRequestError(f"{where} is no object with type and name", param=where)
+    if raw.get("type") != "function":
+        raise UnsupportedFieldError(
+            f"{where}.type is {_shown(raw.get('type'))}; this version takes 'function'", param=f"{where}.type"
+        )
+    _check_function(raw, where)
+    return _tool({name: raw.get(name) for name in ("name", "description", "parameters")})
+
+
+def _tool(function: dict[str, Any]) -> Tool:
+    told = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": {"parameters": _NO_PARAMETERS, **told}}
 
 
-def parse_tool_choice(raw: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """A request's ``tool_choice``; by default auto. Raises InvalidRequestError, UnsupportedFieldError."""
+def _check_function(function: dict[str, Any], where: str) -> None:
+    check_function_name(function.get("name"), f"{where}.name")
+    for name, kind, wanted in (("description", str, "a string"), ("parameters", dict, "a JSON schema")):
+        if function.get(name) is not None and not isinstance(function[name], kind):
+            raise InvalidRequestError(
+                f"{where}.{name} is {_shown(function[name])}; it must be {wanted}", param=f"{where}.{name}"
+            )
+
+
+def parse_tool_choice(raw: Any, tools: Sequence[Tool], *, is_flat: bool = False) -> ToolChoice:
+    """A request's ``tool_choice``; by default auto. is_flat: as for tools.
+
+    Raises InvalidRequestError, UnsupportedFieldError.
+    """
+    where = "tool_choice" if is_flat else "tool_choice.function"
     if raw is None:
         return ToolChoice("auto" if tools else "none")
     if isinstance(raw, dict):
-        choice = ToolChoice("function", _chosen_name(raw))
+        choice = ToolChoice("function", _chosen_name(raw, where))
     elif raw in _MODES:
         choice = ToolChoice(raw)
     else:
@@ -82,8 +106,7 @@ def parse_tool_choice(raw: Any, tools: Sequence[Tool]) -> ToolChoice:
         raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
     if choice.name is not None and choice.name not in [tool["function"]["name"] for tool in tools]:
         raise InvalidRequestError(
-            f"tool_choice.function.name is {choice.name!r}, which is none of the tools",
-            param="tool_choice.function.name",
+            f"{where}.name is {choice.name!r}, which is none of the tools", param=f"{where}.name"
         )
     return choice
 
@@ -104,12 +127,13 @@ def _parse_tool_call(raw: Any, where: str) -> dict[str, Any]:
         raise InvalidRequestError(
             f"{where} is no call of type function, with name and arguments", param=where
         )
-    _check_name(function.get("name"), f"{where}.function.name")
-    arguments = _parse_arguments(function.get("arguments"), f"{where}.function.arguments")
+    check_function_name(function.get("name"), f"{where}.function.name")
+    arguments = parse_arguments(function.get("arguments"), f"{where}.function.arguments")
     return {**raw, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _parse_arguments(raw: Any, where: str) -> dict[str, Any]:
+def parse_arguments(raw: Any, where: str) -> dict[str, Any]:
+    """A call's arguments, from their JSON text; no text is none. Raises InvalidRequestError with the field."""
     if raw is None or raw == "":
         return {}
     try:
@@ -123,21 +147,20 @@ def _parse_arguments(raw: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _chosen_name(raw: dict[str, Any]) -> str:
+def _chosen_name(raw: dict[str, Any], where: str) -> str:
     if raw.get("type") != "function":
         raise UnsupportedFieldError(
             f"tool_choice.type is {_shown(raw.get('type'))}; this version takes 'function'",
             param="tool_choice.type",
         )
-    function = raw.get("function")
+    function = raw if where == "tool_choice" else raw.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequestError(
-            "tool_choice.function is no object with a name", param="tool_choice.function"
-        )
-    return _check_name(function.get("name"), "tool_choice.function.name")
+        raise InvalidRequestError(f"{where} is no object with a name", param=where)
+    return check_function_name(function.get("name"), f"{where}.name")
 
 
-def _check_name(raw: Any, where: str) -> str:
+def check_function_name(raw: Any, where: str) -> str:
+    """The name of a function, where it can be one. Raises InvalidRequestError with the field."""
     if not isinstance(raw, str) or not _NAME.fullmatch(raw):
         raise InvalidRequestError(
             f"{where} is {_shown(raw)}; it must be 1..128 letters, digits, dots, dashes and underscores",

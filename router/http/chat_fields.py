@@ -41,7 +41,7 @@ def chat_of(body: Body) -> Chat:
         tool_choice=choice,
         parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
         documents=_documents(body.get("documents")),
-        template_kwargs=_template_kwargs(body),
+        template_kwargs=template_kwargs(body),
         add_generation_prompt=has_header,
         continue_final_message=continues,
     )
@@ -73,7 +73,8 @@ def _documents(raw: Any) -> tuple[dict[str, Any], ...]:
     return tuple(raw)
 
 
-def _template_kwargs(body: Body) -> dict[str, Any]:
+def template_kwargs(body: Body) -> dict[str, Any]:
+    """``chat_template_kwargs``. Raises InvalidRequestError for a variable that a field of its own sets."""
     found = body.object("chat_template_kwargs").fields
     if taken := next((name for name in found if name in RESERVED), None):
         raise InvalidRequestError(

@@ -25,6 +25,7 @@ from router.http.fields import choice_counts, refuse_unserved, shared_fields
 from router.http.grammars import naming_grammar_field
 from router.http.openapi import document
 from router.http.prompts import prompts_of
+from router.http.responses import OpenStream, ResponseEndpoints
 from router.http.schema import CHAT, COMPLETION, MAX_LEGACY_LOGPROBS
 from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from router.http.streaming import EventStream
@@ -81,6 +82,7 @@ class Endpoints:
         return [
             *tokenizing.routes(),
             web.post("/v1/embeddings", embedding.embeddings),
+            *ResponseEndpoints(self._body, self._answer, self._models).routes(),
             web.post("/v1/chat/completions", self.chat),
             web.post("/v1/completions", self.completions),
             web.get("/v1/models", self.list_models),
@@ -207,7 +209,12 @@ class Endpoints:
         )
 
     async def _answer(
-        self, request: web.Request, asked: list[GenerationRequest], options: AnswerOptions, shape: Shape
+        self,
+        request: web.Request,
+        asked: list[GenerationRequest],
+        options: AnswerOptions,
+        shape: Shape,
+        open_stream: OpenStream = EventStream,
     ) -> web.StreamResponse:
         async with (
             self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)),
@@ -223,7 +230,7 @@ class Endpoints:
                     text=msgspec.json.encode(shape.whole(found)).decode(),  # -inf is null, as in streams
                     headers=headers,
                 )
-            stream = EventStream(request, request_id_header(request), self._stall_seconds)
+            stream = open_stream(request, request_id_header(request), self._stall_seconds)
             request[STREAM] = stream
             async for delta in deltas:
                 if chunks := shape.chunks(delta):

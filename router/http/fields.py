@@ -1,6 +1,6 @@
 """The fields that chat and text completions share, and those that this version refuses by name."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
@@ -37,21 +37,27 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _MAX_DIGITS = 10
 
 
-def refuse_unserved(body: Body, served: Container[str] = ()) -> None:
+def refuse_unserved(
+    body: Body, served: Container[str] = (), known: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> None:
     """Raise UnsupportedFieldError that names the first field which asks for something that is not served yet.
 
-    served: fields that this endpoint serves, and others do not. Raises InvalidRequestError for a field that is ignored, and
-    of a wrong type.
+    served: fields that this endpoint serves, and others do not. known: the values that ask for nothing.
+    Raises InvalidRequestError for a field that is ignored, and of a wrong type.
     """
     check_ignored(body)
     for name, value in body.fields.items():
-        neutral = None if name in served else NEUTRAL.get(name)
-        if neutral is None or value is None:
-            continue
-        if not any(type(value) is type(idle) and value == idle for idle in neutral):
-            raise UnsupportedFieldError(
-                f"{name} is not served by this version; leave it out or send {_spelled(neutral)}", param=name
-            )
+        neutral = None if name in served else known.get(name)
+        if neutral is not None:
+            refuse_unless_idle(name, value, neutral)
+
+
+def refuse_unless_idle(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raise UnsupportedFieldError that names the field, unless the value is null or one of ``neutral``."""
+    if value is not None and not any(type(value) is type(idle) and value == idle for idle in neutral):
+        raise UnsupportedFieldError(
+            f"{name} is not served by this version; leave it out or send {_spelled(neutral)}", param=name
+        )
 
 
 def _spelled(neutral: tuple[Any, ...]) -> str:
@@ -59,13 +65,21 @@ def _spelled(neutral: tuple[Any, ...]) -> str:
 
 
 def shared_fields(body: Body) -> dict[str, Any]:
-    """Keyword arguments of ``GenerationRequest`` that both endpoints read alike."""
+    """Keyword arguments of ``GenerationRequest`` that chats and text completions read alike."""
     num_chosen, num_choices = choice_counts(body)
     return {
-        "model": body.string("model"),
         "num_choices": num_choices,
         "rates_tokens": num_choices > num_chosen,
         "prompt_logprobs": _prompt_logprobs(body),
+        **sampling_fields(body),
+        **grammar_fields(body),
+    }
+
+
+def sampling_fields(body: Body) -> dict[str, Any]:
+    """Those of them that every endpoint has by the same names."""
+    return {
+        "model": body.string("model"),
         "temperature": body.number("temperature"),
         "top_k": _top_k(body),
         "top_p": body.number("top_p"),
@@ -82,7 +96,6 @@ def shared_fields(body: Body) -> dict[str, Any]:
         "repetition_penalty": body.number("repetition_penalty"),
         "logit_bias": _logit_bias(body),
         "allowed_token_ids": body.integers("allowed_token_ids"),
-        **grammar_fields(body),
         "priority": body.integer("priority") or 0,
         "cache_salt": body.string("cache_salt") or "",
     }

@@ -1,4 +1,4 @@
-"""What an answer must match: OpenAI's ``response_format``, and vLLM's ``structured_outputs`` and ``guided_*``."""
+"""What an answer must match: OpenAI's ``response_format``, ``text.format``, vLLM's ``structured_outputs``, ``guided_*``."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,12 +12,15 @@ from router.http.body import Body
 from router.request import GenerationRequest
 
 
-def grammar_fields(body: Body) -> dict[str, Any]:
+def grammar_fields(body: Body, openai_field: str = "response_format") -> dict[str, Any]:
     """``grammar`` of ``GenerationRequest``, and the field that it came in. Raises InvalidRequestError that names this.
 
-    The schema is always kept to, whether it is ``strict`` or not.
+    The schema is always kept to, whether it is ``strict`` or not. openai_field: the one that this endpoint has.
     """
-    found = [(name, grammar) for name in _READERS if (grammar := _read(body, name))]
+    outer, _, inner = openai_field.partition(".")
+    given = {openai_field: body.object(outer).get(inner) if inner else body.get(outer)}
+    given |= {name: body.get(name) for name in _EXTENSIONS}
+    found = [(name, grammar) for name, value in given.items() if (grammar := _read(name, value))]
     if not found:
         return {}
     if len(found) > 1:
@@ -38,8 +41,7 @@ async def naming_grammar_field(asked: GenerationRequest) -> AsyncIterator[None]:
         raise
 
 
-def _read(body: Body, name: str) -> Grammar | None:
-    value = body.get(name)
+def _read(name: str, value: Any) -> Grammar | None:
     if value is None:
         return None
     try:
@@ -52,14 +54,22 @@ def _read(body: Body, name: str) -> Grammar | None:
 
 
 def _response_format(value: Any) -> Grammar | None:
-    body = _object(value)
+    return _format(_object(value), is_flat=False)
+
+
+def _text_format(value: Any) -> Grammar | None:
+    return _format(_object(value), is_flat=True)
+
+
+def _format(body: Body, *, is_flat: bool) -> Grammar | None:
+    """is_flat: name and schema stand beside the type."""
     match body.string("type"):
         case "text":
             return None
         case "json_object":
             return Grammar("json_object")
         case "json_schema":
-            wrapper = body.object("json_schema")
+            wrapper = body if is_flat else body.object("json_schema")
             wrapper.string("name")
             wrapper.flag("strict")
             if wrapper.get("schema") is None:
@@ -126,11 +136,11 @@ _KINDS: dict[str, _Reader] = {
     "grammar": _ebnf,
     "json_object": _json_object,
 }
-_READERS: dict[str, _Reader] = {
-    "response_format": _response_format,
+_EXTENSIONS: dict[str, _Reader] = {
     "structured_outputs": _structured_outputs,
     "guided_json": _schema,
     "guided_regex": _regex,
     "guided_choice": _choice,
     "guided_grammar": _ebnf,
 }
+_READERS = {"response_format": _response_format, "text.format": _text_format, **_EXTENSIONS}

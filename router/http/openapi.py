@@ -3,7 +3,7 @@
 from http import HTTPStatus
 
 from router.http.body import Json
-from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, TOKENIZE
+from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, RESPONSE, TOKENIZE
 from router.timings import Timings
 
 _JSON = "application/json"
@@ -41,6 +41,7 @@ def _paths(needs_key: bool, metrics_need_key: bool) -> Json:
         "/v1/chat/completions": {"post": closed(_generation("Continue a chat", CHAT, "ChatCompletion"))},
         "/v1/completions": {"post": closed(_generation("Continue prompts", COMPLETION, "Completion"))},
         "/v1/embeddings": {"post": closed(_post("Embed prompts", EMBEDDING, _json("Embeddings"), 429, 499))},
+        "/v1/responses": {"post": closed(_generation("Answer an input", RESPONSE, "Response"))},
         "/v1/models": {"get": closed(_get("The served models", _json("ModelList")))},
         "/v1/models/{model}": {"get": closed(one_model)},
         "/tokenize": {"post": closed(_post("Token ids of a prompt", TOKENIZE, _json("Tokens")))},
@@ -152,6 +153,23 @@ _SCHEMAS: Json = {
         completion_tokens=_COUNT,
         total_tokens=_COUNT,
         prompt_tokens_details={"anyOf": [_object(cached_tokens=_COUNT), {"type": "null"}]},
+    ),
+    "Response": _object(
+        ("kvbaton",),
+        id=_STRING,
+        object={"const": "response"},
+        created_at=_COUNT,
+        status={"enum": ["completed", "incomplete"]},
+        model=_STRING,
+        output={"type": "array", "minItems": 1, "items": {"type": "object"}},
+        usage=_object(
+            input_tokens=_COUNT,
+            input_tokens_details=_object(cached_tokens=_COUNT),
+            output_tokens=_COUNT,
+            output_tokens_details=_object(reasoning_tokens=_COUNT),
+            total_tokens=_COUNT,
+        ),
+        kvbaton=_ANSWER["kvbaton"],
     ),
     "Model": _object(
         id=_STRING, object={"const": "model"}, created=_COUNT, owned_by=_STRING, max_model_len=_COUNT

@@ -9,6 +9,8 @@ from typing import Any
 from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
 from router.http.body import UNSERVED, Json
 from router.http.fields import NEUTRAL
+from router.http.response_fields import INCLUDABLE, RESPONSE_NEUTRAL
+from router.http.response_input import ITEM_TYPES
 from router.limits import (
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
@@ -85,10 +87,15 @@ _IGNORED: dict[str, Json] = {
     "service_tier": field("string", "Ignored: there is one."),
     "store": field("boolean", "Ignored: nothing is stored."),
 }
-_UNSERVED: dict[str, Json] = {
-    name: {"anyOf": [{"type": "null"}, *({"const": idle} for idle in neutral)], UNSERVED: True}
-    for name, neutral in NEUTRAL.items()
-}
+
+
+def _refused(neutral: dict[str, tuple[Any, ...]]) -> dict[str, Json]:
+    return {
+        name: {"anyOf": [{"type": "null"}, *({"const": idle} for idle in values)], UNSERVED: True}
+        for name, values in neutral.items()
+    }
+
+
 _SCHEMA: Json = {"type": ["object", "boolean"], "description": "A JSON schema.", "additionalProperties": True}
 _SCHEMA_OR_TEXT: Json = {"type": ["object", "boolean", "string", "null"], "description": "A JSON schema."}
 _REGEX = field("string", "A regular expression for the whole answer.", minLength=1)
@@ -184,7 +191,7 @@ _GENERATION: dict[str, Json] = {
     "priority": field("integer", "Higher runs earlier; 0.", **_numbers(-_INT31 - 1, _INT31)),
     "cache_salt": field("string", "Prompts with different salts never share cached KV."),
     **_IGNORED,
-    **_UNSERVED,
+    **_refused(NEUTRAL),
 }
 
 
@@ -267,8 +274,77 @@ EMBEDDING = _object(
         "dimensions": field("integer", "The model's own number of them, no other.", **_numbers(1, _INT31)),
         "priority": _GENERATION["priority"],
         "cache_salt": _GENERATION["cache_salt"],
-        "truncate_prompt_tokens": _UNSERVED["truncate_prompt_tokens"],
+        "truncate_prompt_tokens": _GENERATION["truncate_prompt_tokens"],
         **_IGNORED,
+    },
+)
+_FORMAT = field(
+    "object",
+    "What the answer must match. The schema is kept to, strict or not.",
+    required=["type"],
+    properties={
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "name": field("string", "Ignored."),
+        "description": field("string", "Ignored."),
+        "schema": {**_SCHEMA_OR_TEXT, "description": "A JSON schema, with type json_schema."},
+        "strict": field("boolean", "Ignored."),
+    },
+)
+_ITEM: Json = {
+    "type": "object",
+    "description": "A message, a call, what a call returned, or what the model thought.",
+    "properties": {"type": {"enum": [*ITEM_TYPES, None]}},
+}
+_FUNCTION: Json = {"type": {"const": "function"}}
+RESPONSE = _object(
+    ["input"],
+    {
+        **_GENERATION,
+        "input": {
+            "description": "A text, or the conversation.",
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _ITEM},
+            ],
+        },
+        "instructions": field("string", "A system message before the input."),
+        "max_output_tokens": field(
+            "integer", "At most this many new tokens, reasoning included.", **_numbers(1, _INT31)
+        ),
+        "text": field(
+            "object",
+            "The form of the answer.",
+            properties={"format": _FORMAT, "verbosity": {"enum": ["medium", None]}},
+        ),
+        "tools": field(
+            "array",
+            "Functions that the model may call.",
+            items=_object(["type", "name"], {**_FUNCTION, **_TOOL["properties"]["function"]["properties"]}),
+        ),
+        "tool_choice": {
+            "description": "Whether it calls them; auto where there are tools.",
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                _object(["type", "name"], {**_FUNCTION, "name": {"type": "string"}}),
+            ],
+        },
+        "parallel_tool_calls": _CHAT_ONLY["parallel_tool_calls"],
+        "chat_template_kwargs": _CHAT_ONLY["chat_template_kwargs"],
+        "include": field("array", "Adds log probabilities.", items={"enum": list(INCLUDABLE)}),
+        "top_logprobs": field("integer", "Alternatives of each token.", **_numbers(0, MAX_LOGPROBS)),
+        "reasoning": field(
+            "object",
+            "Reasoning comes as the model writes it.",
+            properties={
+                "effort": {"enum": ["none", None]},
+                "summary": {"enum": ["auto", None]},
+                "generate_summary": {"enum": ["auto", None]},
+            },
+        ),
+        "stream_options": field(
+            "object", "Only with stream.", properties={"include_obfuscation": field("boolean", "Ignored.")}
+        ),
+        **_refused(RESPONSE_NEUTRAL),
     },
 )
 TOKENIZE = _object(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from aiohttp import web
 from contract.errors import CancelledError
 
 
-def _event(payload: bytes) -> bytes:
+def _data(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
@@ -31,16 +32,19 @@ class EventStream:
 
     async def send(self, *chunks: dict[str, Any]) -> None:
         """Write chunks. Raises CancelledError when the client has read nothing for too long."""
-        await self._write(b"".join(_event(msgspec.json.encode(chunk)) for chunk in chunks))
+        await self._write(b"".join(self._event(chunk) for chunk in chunks))
 
     async def done(self) -> None:
         """Write ``[DONE]`` and end the response. Raises CancelledError as ``send`` does."""
-        await self._write(_event(b"[DONE]"), is_last=True)
+        await self._write(_data(b"[DONE]"), is_last=True)
 
     async def fail(self, error: dict[str, Any]) -> None:
         """Write an error object as the last event and end the response; a client that has gone misses it."""
         with contextlib.suppress(CancelledError, ConnectionResetError):
-            await self._write(_event(msgspec.json.encode(error)), is_last=True)
+            await self._write(self._event(error), is_last=True)
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        return _data(msgspec.json.encode(chunk))
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         """Write, and end the response behind the last payload. A client that stalls loses its connection."""
@@ -48,7 +52,8 @@ class EventStream:
             async with asyncio.timeout(self._stall_seconds):
                 if not self.response.prepared:
                     await self.response.prepare(self._request)
-                await self.response.write(payload)
+                if payload:
+                    await self.response.write(payload)
                 if is_last:
                     await self.response.write_eof()
         except TimeoutError:
@@ -57,3 +62,29 @@ class EventStream:
             raise CancelledError(
                 f"the client has read nothing for {self._stall_seconds} s; the request is cancelled"
             ) from None
+
+
+class NamedEventStream(EventStream):
+    """Events with their ``type`` as an ``event:`` line, and no [DONE]; an error is told by ``failed``'s events."""
+
+    def __init__(
+        self,
+        failed: Callable[[dict[str, Any]], list[dict[str, Any]]],
+        request: web.Request,
+        headers: dict[str, str],
+        stall_seconds: float,
+    ) -> None:
+        super().__init__(request, headers, stall_seconds)
+        self._failed = failed
+
+    async def done(self) -> None:
+        """End the response. Raises CancelledError as ``send`` does."""
+        await self._write(b"", is_last=True)
+
+    async def fail(self, error: dict[str, Any]) -> None:
+        """Write what ``failed`` makes of an error object and end the response; a client that has gone misses it."""
+        with contextlib.suppress(CancelledError, ConnectionResetError):
+            await self._write(b"".join(map(self._event, self._failed(error))), is_last=True)
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        return f"event: {chunk['type']}\n".encode() + super()._event(chunk)

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from router.http.schema import CHAT, COMPLETION
+from router.http.response_input import ITEM_TYPES
+from router.http.schema import CHAT, COMPLETION, RESPONSE
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_bad_input import SAY
@@ -20,6 +21,7 @@ _SECONDS = 20
 _BODIES: dict[str, tuple[Any, Any]] = {
     "/v1/chat/completions": (CHAT, SAY),
     "/v1/completions": (COMPLETION, {"prompt": "hello"}),
+    "/v1/responses": (RESPONSE, {"input": "hello"}),
 }
 _NUMBERS = st.integers() | st.integers(-3, 300) | st.floats(allow_nan=False, allow_infinity=False)
 _ATOMS = st.none() | st.booleans() | _NUMBERS | st.text(max_size=8)
@@ -31,9 +33,14 @@ _JSON = st.recursive(
 _MESSAGE = st.fixed_dictionaries(
     {},
     optional={
+        "type": st.sampled_from(ITEM_TYPES) | _JSON,
         "role": st.sampled_from(["user", "assistant", "tool"]) | _JSON,
         "content": _JSON,
         "name": _JSON,
+        "output": _JSON,
+        "arguments": _JSON,
+        "call_id": _JSON,
+        "summary": _JSON,
     },
 )
 
@@ -43,7 +50,8 @@ def _bodies(schema: dict[str, Any], base: dict[str, Any]) -> st.SearchStrategy[b
     known: st.SearchStrategy[str] = st.sampled_from(sorted(schema["properties"]))
     fields = st.dictionaries(known, _JSON, max_size=4)
     several = st.builds(lambda more: {**base, **more}, fields)
-    chats = st.builds(lambda messages: {**base, "messages": messages}, st.lists(_MESSAGE, max_size=3))
+    name = "input" if "input" in base else "messages"
+    chats = st.builds(lambda messages: {**base, name: messages}, st.lists(_MESSAGE, max_size=3))
     written = st.one_of(several, several, fields, chats, _JSON).map(lambda body: json.dumps(body).encode())
     cut = st.builds(lambda raw, at: raw[: at % (len(raw) + 1)], written, st.integers(0, 10**6))
     return st.one_of(written, written, written, cut, st.binary(max_size=40))
@@ -62,9 +70,11 @@ async def _ask(cluster: Cluster, path: str, body: bytes) -> None:
         assert set(error) == {"message", "type", "param", "code"}
         assert error["type"] == "invalid_request_error", body
     elif response.content_type == "text/event-stream":
-        assert text.endswith("data: [DONE]\n\n"), (body, text)
+        last = text.removesuffix("\n\n").rpartition("\n\n")[2]
+        assert last == "data: [DONE]" or last.startswith("event: response."), (body, text)
     else:
-        assert json.loads(text)["choices"], body
+        answer = json.loads(text)
+        assert answer.get("choices") or answer["output"], body
 
 
 @pytest.mark.parametrize("path", sorted(_BODIES))

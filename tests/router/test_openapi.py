@@ -13,6 +13,7 @@ from router.http import schema
 from router.http.body import UNSERVED, Body
 from router.http.chat_fields import CHAT_FIELDS
 from router.http.fields import NEUTRAL
+from router.http.response_fields import RESPONSE_NEUTRAL
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
@@ -55,7 +56,7 @@ async def test_keys_are_described_where_they_are_needed() -> None:
     assert set(paths) - closed == {"/health", "/ready", "/version", "/metrics"}
 
 
-@pytest.mark.parametrize("name", ["CHAT", "COMPLETION", "TOKENIZE", "DETOKENIZE"])
+@pytest.mark.parametrize("name", ["CHAT", "COMPLETION", "RESPONSE", "TOKENIZE", "DETOKENIZE"])
 def test_every_described_field_is_read(name: str) -> None:
     """By its name in the code beside the description; what is read and not described, ``Body`` refuses."""
     sources = [path.read_text() for path in HTTP.glob("*.py") if path.name not in ("schema.py", "openapi.py")]
@@ -67,6 +68,8 @@ def test_a_field_is_served_or_refused() -> None:
     for described_, served in ((schema.CHAT, CHAT_FIELDS), (schema.COMPLETION, ())):
         unserved = {name for name, field in described_["properties"].items() if UNSERVED in field}
         assert unserved == NEUTRAL.keys() - set(served)
+    refused = {name for name, field in schema.RESPONSE["properties"].items() if UNSERVED in field}
+    assert refused == RESPONSE_NEUTRAL.keys()
 
 
 @pytest.mark.parametrize("name", ["nothing", "tools"])

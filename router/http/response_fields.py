@@ -1,0 +1,104 @@
+"""The fields that /v1/responses has and chats have not: what is refused, and what a response repeats of its request."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from contract.errors import InvalidRequestError
+from contract.requests import MAX_LOGPROBS
+from router.http.body import Body, Json
+from router.http.fields import NEUTRAL, refuse_unless_idle, refuse_unserved
+from text.model_card import ModelCard
+
+INCLUDABLE = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+"""The first adds log probabilities; the others are about things that no response here contains."""
+_SERVED = ("tools", "tool_choice", "parallel_tool_calls")
+RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{name: idle for name, idle in NEUTRAL.items() if name not in _SERVED},
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "max_tool_calls": (),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    "moderation": (),
+    "messages": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "response_format": (),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "return_token_ids": (False,),
+}
+"""As ``NEUTRAL``, with the chat fields that have other names here."""
+_NESTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "text": {"verbosity": ("medium",)},
+    "reasoning": {"effort": ("none",), "summary": ("auto",), "generate_summary": ("auto",)},
+}
+_ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
+
+
+def refuse_unserved_response(body: Body) -> None:
+    """As ``refuse_unserved``, for the fields of a response. Raises UnsupportedFieldError, InvalidRequestError."""
+    refuse_unserved(body, known=RESPONSE_NEUTRAL)
+    for outer, fields in _NESTED.items():
+        nested = body.object(outer)
+        for name, neutral in fields.items():
+            refuse_unless_idle(f"{outer}.{name}", nested.get(name), neutral)
+
+
+def response_logprobs(body: Body) -> int | None:
+    """How many alternatives of each token are shown; None: no log probabilities. Raises InvalidRequestError."""
+    include = body.get("include")
+    if include is not None and not isinstance(include, list):
+        raise InvalidRequestError("include must be a list of strings", param="include")
+    for index, name in enumerate(include or ()):
+        if name not in INCLUDABLE:
+            raise InvalidRequestError(
+                f"include[{index}] is {str(name)[:60]!r}; choose of {', '.join(INCLUDABLE)}",
+                param=f"include[{index}]",
+            )
+    top = body.integer_within("top_logprobs", 0, MAX_LOGPROBS)
+    return top or 0 if top or INCLUDABLE[0] in (include or ()) else None
+
+
+def echo_of(body: Body, card: ModelCard) -> Json:
+    """What a response repeats of its request, with the defaults filled in."""
+    fields = body.fields
+    text: Mapping[str, Any] = fields.get("text") or {}
+    temperature, top_p = body.number("temperature"), body.number("top_p")
+    return {
+        **{name: body.get(name) for name in _ECHOED},
+        "metadata": body.get("metadata") or {},
+        "temperature": card.temperature if temperature is None else temperature,
+        "top_p": card.top_p if top_p is None else top_p,
+        "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": body.flag("parallel_tool_calls", default=True),
+        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": "medium"},
+        "reasoning": {"effort": body.object("reasoning").get("effort"), "summary": None},
+        "top_logprobs": body.get("top_logprobs") or 0,
+        "truncation": "disabled",
+        "service_tier": "default",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "max_tool_calls": None,
+    }
+
+
+def _echoed_tool(tool: Json) -> Json:
+    told = {"description": None, "strict": False} | {k: v for k, v in tool.items() if v is not None}
+    return {"parameters": {"type": "object", "properties": {}}, **told}

@@ -1,0 +1,152 @@
+"""The ``input`` of /v1/responses: items → the messages that a chat template knows."""
+
+from typing import Any
+
+from contract.errors import InvalidRequestError, UnsupportedFieldError
+from router.http.body import Body
+from router.http.chat_fields import template_kwargs
+from router.limits import MAX_MESSAGES
+from text.chat import Chat, Message
+from text.tools import check_function_name, parse_arguments, parse_tool_choice, parse_tools
+
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a message's part → where its text is."""
+
+
+def response_chat(body: Body) -> Chat:
+    """The conversation that is to be answered: ``instructions`` as a system message, then ``input``.
+
+    Raises InvalidRequestError with the index of the item at fault, UnsupportedFieldError.
+    """
+    tools = parse_tools(body.get("tools"), is_flat=True)
+    choice = parse_tool_choice(body.get("tool_choice"), tools, is_flat=True)
+    instructions = body.string("instructions")
+    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
+    return Chat(
+        messages=messages + _messages(body.get("input")),
+        tools=() if choice.mode == "none" else tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
+        template_kwargs=template_kwargs(body),
+    )
+
+
+def _messages(raw: Any) -> list[Message]:
+    if isinstance(raw, str):
+        return [{"role": "user", "content": raw}]
+    if not isinstance(raw, list) or not raw:
+        raise InvalidRequestError("input must be a string, or a list with at least one item", param="input")
+    if len(raw) > MAX_MESSAGES:
+        raise InvalidRequestError(f"input has {len(raw)} items; the limit is {MAX_MESSAGES}", param="input")
+    conversation = _Conversation()
+    for index, item in enumerate(raw):
+        conversation.add(item, f"input[{index}]")
+    return conversation.messages()
+
+
+class _Conversation:
+    """Owns the messages so far. Reasoning, text and calls of the model that follow each other are one message."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+
+    def messages(self) -> list[Message]:
+        """All of them; reasoning that nothing followed is left out. Raises InvalidRequestError where nothing remains."""
+        found = [message for message in self._messages if "content" in message]
+        if not found:
+            raise InvalidRequestError("input has nothing but reasoning", param="input")
+        return found
+
+    def add(self, item: Any, where: str) -> None:
+        """One item of the input. Raises InvalidRequestError, UnsupportedFieldError."""
+        if not isinstance(item, dict):
+            raise InvalidRequestError(f"{where} is no object with a type", param=where)
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
+        match kind:
+            case "message":
+                self._add_message(item, where)
+            case "function_call":
+                self._add_call(item, where)
+            case "function_call_output":
+                call_id = _string(item.get("call_id"), f"{where}.call_id")
+                content = _text(item.get("output"), f"{where}.output")
+                self._messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+            case "reasoning":
+                if text := _reasoning(item, where):
+                    self._messages.append({"role": "assistant", "reasoning_content": text})
+            case _:
+                raise UnsupportedFieldError(
+                    f"{where}.type is {str(kind)[:40]!r}; this version takes {', '.join(ITEM_TYPES)}",
+                    param=f"{where}.type",
+                )
+
+    def _add_message(self, item: dict[str, Any], where: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise InvalidRequestError(
+                f"{where}.role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}", param=f"{where}.role"
+            )
+        content = _text(item.get("content"), f"{where}.content")
+        if role == "assistant" and self._is_open and "content" not in self._messages[-1]:
+            self._messages[-1]["content"] = content
+        else:
+            self._messages.append({"role": role, "content": content})
+
+    def _add_call(self, item: dict[str, Any], where: str) -> None:
+        function = {
+            "name": check_function_name(item.get("name"), f"{where}.name"),
+            "arguments": parse_arguments(item.get("arguments"), f"{where}.arguments"),
+        }
+        call_id = _string(item.get("call_id"), f"{where}.call_id")
+        if not self._is_open:
+            self._messages.append({"role": "assistant"})
+        message = self._messages[-1]
+        message.setdefault("content", "")
+        message.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._messages) and self._messages[-1]["role"] == "assistant"
+
+
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    """What was thought, or else its summary; what is encrypted cannot be read."""
+    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        parts = item.get(name)
+        if parts is not None and not isinstance(parts, list):
+            raise InvalidRequestError(f"{where}.{name} must be a list of parts", param=f"{where}.{name}")
+        if parts:
+            return _joined(parts, f"{where}.{name}", {kind: "text"})
+    return ""
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be a string or a list of parts", param=where)
+    return _joined(content, where, _TEXTS)
+
+
+def _joined(parts: list[Any], where: str, texts: dict[str, str]) -> str:
+    """Their texts, joined by newlines as those of a chat's parts are."""
+    found = []
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in texts:
+            raise UnsupportedFieldError(
+                f"{where}[{index}] is of type {str(kind)[:40]!r}; this version takes {', '.join(texts)}",
+                param=f"{where}[{index}]",
+            )
+        found.append(_string(part.get(texts[kind]), f"{where}[{index}].{texts[kind]}"))
+    return "\n".join(found)
+
+
+def _string(raw: Any, where: str) -> str:
+    if not isinstance(raw, str):
+        raise InvalidRequestError(f"{where} must be a string", param=where)
+    return raw

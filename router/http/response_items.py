@@ -1,0 +1,149 @@
+"""The items of a response's output while they are written: the events of each, and what each is as a whole."""
+
+from typing import Any, Literal
+
+Json = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class MessageItem:
+    """Text for the reader, as the one part of a message."""
+
+    def __init__(self, place: Json, logprobs: list[Json] | None = None) -> None:
+        """place: ``item_id`` and ``output_index``, which every event has. logprobs: None where none are shown."""
+        self._place = place
+        self._text = ""
+        self._logprobs = logprobs or []
+
+    def begin(self) -> list[Json]:
+        """The events of an item that is still empty."""
+        return _begin_with_part(self._place, self.whole("in_progress"), self._part())
+
+    def push(self, text: str, logprobs: list[Json]) -> Json:
+        """The event of more text. logprobs: of its tokens."""
+        self._text += text
+        self._logprobs += logprobs
+        return self._event("output_text.delta", delta=text, logprobs=logprobs)
+
+    def end(self, status: Status) -> list[Json]:
+        """The events that say it all again."""
+        return [
+            self._event("output_text.done", text=self._text, logprobs=self._logprobs),
+            self._event("content_part.done", part=self._part()),
+            _event("output_item.done", output_index=self._place["output_index"], item=self.whole(status)),
+        ]
+
+    def whole(self, status: Status) -> Json:
+        """The item; without its part before it has begun."""
+        content = [self._part()] if status != "in_progress" else []
+        return {
+            "id": self._place["item_id"],
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
+
+    def _part(self) -> Json:
+        return {
+            "type": "output_text",
+            "text": self._text,
+            "annotations": [],
+            "logprobs": list(self._logprobs),
+        }
+
+    def _event(self, kind: str, **more: Any) -> Json:
+        return _event(kind, **self._place, content_index=0, **more)
+
+
+class ReasoningItem:
+    """What the model thought, in full; there is no summary."""
+
+    def __init__(self, place: Json) -> None:
+        self._place = place
+        self._text = ""
+
+    def begin(self) -> list[Json]:
+        """The events of an item that is still empty."""
+        return _begin_with_part(self._place, self.whole("in_progress"), self._part())
+
+    def push(self, text: str) -> Json:
+        """The event of more text."""
+        self._text += text
+        return self._event("reasoning_text.delta", delta=text)
+
+    def end(self, status: Status) -> list[Json]:
+        """The events that say it all again."""
+        return [
+            self._event("reasoning_text.done", text=self._text),
+            self._event("content_part.done", part=self._part()),
+            _event("output_item.done", output_index=self._place["output_index"], item=self.whole(status)),
+        ]
+
+    def whole(self, status: Status) -> Json:
+        """The item; without its part before it has begun."""
+        content = [self._part()] if status != "in_progress" else []
+        return {
+            "id": self._place["item_id"],
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "status": status,
+        }
+
+    def _part(self) -> Json:
+        return {"type": "reasoning_text", "text": self._text}
+
+    def _event(self, kind: str, **more: Any) -> Json:
+        return _event(kind, **self._place, content_index=0, **more)
+
+
+class CallItem:
+    """A function to be called."""
+
+    def __init__(self, place: Json, call_id: str, name: str) -> None:
+        self._place, self._call_id, self._name = place, call_id, name
+        self._arguments = ""
+
+    def begin(self) -> list[Json]:
+        """The event of a call without arguments."""
+        item = self.whole("in_progress")
+        return [_event("output_item.added", output_index=self._place["output_index"], item=item)]
+
+    def push(self, text: str) -> Json:
+        """The event of more text of the arguments."""
+        self._arguments += text
+        return _event("function_call_arguments.delta", **self._place, delta=text)
+
+    def end(self, status: Status) -> list[Json]:
+        """The events that say it all again."""
+        done = {"name": self._name, "arguments": self._arguments}
+        return [
+            _event("function_call_arguments.done", **self._place, **done),
+            _event("output_item.done", output_index=self._place["output_index"], item=self.whole(status)),
+        ]
+
+    def whole(self, status: Status) -> Json:
+        """The item."""
+        return {
+            "id": self._place["item_id"],
+            "type": "function_call",
+            "status": status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": self._arguments,
+        }
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
+def _begin_with_part(place: Json, item: Json, part: Json) -> list[Json]:
+    return [
+        _event("output_item.added", output_index=place["output_index"], item=item),
+        _event("content_part.added", **place, content_index=0, part=part),
+    ]
+
+
+def _event(kind: str, **fields: Any) -> Json:
+    return {"type": f"response.{kind}", **fields}

@@ -1,0 +1,109 @@
+"""POST /v1/responses: OpenAI's Responses API over the pipeline of chats; nothing is stored between two requests."""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+from aiohttp import web
+
+from contract.errors import InvalidRequestError, KvbatonError
+from router.http.body import Body
+from router.http.boundary import REQUEST_ID
+from router.http.chat_fields import forced_calls
+from router.http.fields import sampling_fields
+from router.http.grammars import grammar_fields
+from router.http.logprobs import ChatLogprobs
+from router.http.response_fields import echo_of, refuse_unserved_response, response_logprobs
+from router.http.response_input import response_chat
+from router.http.response_shape import ResponseShape
+from router.http.schema import RESPONSE
+from router.http.shapes import AnswerOptions, Shape
+from router.http.streaming import EventStream, NamedEventStream
+from router.http.tokenizing import ReadBody
+from router.model_source import ModelSource
+from router.request import GenerationRequest
+
+OpenStream = Callable[[web.Request, dict[str, str], float], EventStream]
+_INT31 = 2**31 - 1
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+"""Field of a chat → the same field here."""
+
+
+class WriteAnswer(Protocol):
+    """Sends requests through the pipeline and writes what comes back, whole or as a stream."""
+
+    def __call__(
+        self,
+        request: web.Request,
+        asked: list[GenerationRequest],
+        options: AnswerOptions,
+        shape: Shape,
+        open_stream: OpenStream,
+        /,
+    ) -> Awaitable[web.StreamResponse]:
+        """Raises KvbatonError."""
+
+
+class ResponseEndpoints:
+    """Owns nothing."""
+
+    def __init__(self, read_body: ReadBody, write_answer: WriteAnswer, models: ModelSource) -> None:
+        self._read_body, self._write_answer, self._models = read_body, write_answer, models
+
+    def routes(self) -> list[web.RouteDef]:
+        """The one path."""
+        return [web.post("/v1/responses", self.create)]
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """Answer ``input``."""
+        arrival = time.monotonic()
+        body = await self._read_body(request, "resp_", RESPONSE)
+        refuse_unserved_response(body)
+        chat = response_chat(body)
+        fields = {**sampling_fields(body), **grammar_fields(body, "text.format")}
+        asked = GenerationRequest(
+            request_id=request[REQUEST_ID],
+            prompt=chat,
+            max_tokens=body.integer_within("max_output_tokens", 1, _INT31),
+            logprobs=response_logprobs(body),
+            arrival=arrival,
+            **forced_calls(chat, fields),
+        )
+        options = self._options(asked, body)
+        card = self._models.card()
+        entry = ChatLogprobs(card.tokenizer).entry
+        shape = ResponseShape(
+            options,
+            echo_of(body, card),
+            (lambda tokens: entry(tokens)["content"]) if options.logprobs else None,
+        )
+        async with _naming_fields():
+            return await self._write_answer(
+                request, [asked], options, shape, partial(NamedEventStream, shape.failed)
+            )
+
+    def _options(self, asked: GenerationRequest, body: Body) -> AnswerOptions:
+        stream = body.flag("stream")
+        if body.get("stream_options") is not None and not stream:
+            raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
+        body.object("stream_options").flag("include_obfuscation")
+        return AnswerOptions(
+            request_id=asked.request_id,
+            model=asked.model or self._models.card().name,
+            created=int(time.time()),
+            stream=stream,
+            logprobs=asked.logprobs is not None,
+            timings=body.flag("timings"),
+        )
+
+
+@asynccontextmanager
+async def _naming_fields() -> AsyncIterator[None]:
+    """Within, an error names the field of the request, where a chat calls it otherwise."""
+    try:
+        yield
+    except KvbatonError as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise

@@ -1,0 +1,113 @@
+"""What /v1/responses refuses, by name, and what it takes though it changes nothing."""
+
+from typing import Any
+
+from contract.identity import Role
+from tests.router.cluster import running_cluster
+from tests.router.test_bad_input import check_all
+from tests.router.test_responses import ASK, BYTES, NOW, PATH, events_of
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": 7}, "input"),
+    ({"input": [7]}, "input[0]"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+    ({"input": [{"role": "user", "content": "a"}] * 4097}, "input"),
+    ({"input": [{"role": "elf", "content": "a"}]}, "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+        "input[0].arguments",
+    ),
+    ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+    ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content"),
+    ({"input": "x" * 500}, "input"),
+    ({"instructions": 7}, "instructions"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": "7"}, "max_output_tokens"),
+    ({"temperature": 3}, "temperature"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"include": "message.output_text.logprobs"}, "include"),
+    ({"include": ["x"]}, "include[0]"),
+    ({"include": [{}]}, "include[0]"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"tools": {}}, "tools"),
+    ({"tools": [7]}, "tools[0]"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+    ({"tools": [{**NOW, "parameters": 7}]}, "tools[0].parameters"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [NOW], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+    ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+    ({"tools": [NOW], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ({"tools": [NOW], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "tool_choice"),
+    ({"text": 7}, "text"),
+    ({"text": {"format": 7}}, "text.format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+]
+REFUSED: dict[str, Any] = {
+    "previous_response_id": "resp_1",
+    "conversation": "conv_1",
+    "background": True,
+    "prompt": {"id": "p"},
+    "max_tool_calls": 1,
+    "truncation": "auto",
+    "max_tokens": 7,
+    "messages": [],
+    "response_format": {"type": "json_object"},
+    "n": 2,
+}
+
+
+async def test_bad_input_is_named_and_no_worker_hears_of_it() -> None:
+    async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
+        await check_all(cluster, PATH, ASK, BAD)
+        assert cluster.workers["both-0"].decodes == []
+
+
+async def test_what_is_not_served_is_refused_by_name() -> None:
+    refused = [({name: value}, name) for name, value in REFUSED.items()]
+    refused += [
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ]
+    async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
+        await check_all(cluster, PATH, ASK, refused)
+        _, answer = await cluster.post(PATH, {**ASK, "previous_response_id": "resp_1"})
+        assert answer["error"]["code"] == "unsupported_parameter"
+
+
+async def test_what_asks_for_nothing_is_taken_under_strict_api_too() -> None:
+    body = {
+        **ASK,
+        **dict.fromkeys(REFUSED),
+        "background": False,
+        "truncation": "disabled",
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": None, "summary": "auto"},
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "stream_options": {"include_obfuscation": False},
+        "stream": True,
+        "seed": 7,
+        "top_k": 5,
+        "stop": ["zz"],
+        "timings": True,
+    }
+    async with running_cluster(BYTES, (Role.BOTH,), strict_api=True) as cluster:
+        events = await events_of(cluster, body)
+        status, answer = await cluster.post(PATH, {**ASK, "text": {"formt": {}}})
+        sampling = cluster.workers["both-0"].decodes[0].task.sampling
+    assert events[-1]["response"]["kvbaton"]["timings"]["end_to_end"] > 0
+    assert (sampling.seed, sampling.top_k) == (7, 5)
+    assert (status, answer["error"]["param"]) == (400, "text.formt")
