@@ -58,6 +58,7 @@ CELLS: dict[str, tuple[str, Json]] = {
         },
     ),
     "logprobs": (COMPLETION, {**_TEXT, "seed": 8, "logprobs": 3}),
+    "echo": (COMPLETION, {**_TEXT, "seed": 13, "echo": True, "logprobs": 2, "n": 2}),
     "chat_logprobs": (
         CHAT,
         {**_TALK, "seed": 9, "logprobs": True, "top_logprobs": 2, "logit_bias": _NO_END, "max_tokens": 200},

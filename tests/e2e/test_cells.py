@@ -85,5 +85,7 @@ def check_that_the_cells_ask_for_something(answers: dict[str, Any]) -> None:
     assert called["named"] == {"erase"}
     assert called["required"] and called["required"] <= {"write", "erase"}
     assert choices["logprobs"][0]["logprobs"]["tokens"]
+    assert choices["echo"][1]["text"].startswith("The old moose sat near")
+    assert choices["echo"][1]["logprobs"]["token_logprobs"][1] < 0
     assert 69 not in choices["logit_bias"][0]["token_ids"]
     assert len(choices["min_tokens"][0]["token_ids"]) >= 160

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError, WorkerLostError
-from kv_transfer.framing import read_frame, write_frame
+from kv_transfer.framing import write_frame
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import (
     LeaseName,
@@ -26,7 +26,7 @@ from kv_transfer.transports.nixl_library import load
 from kv_transfer.transports.nixl_memory import ID_TYPE, HostMemory, Region
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.nixl_receiver import agent_name
-from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, NixlWelcome
 from kv_transfer.transports.tcp_wire import DataStatus
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
@@ -372,27 +372,3 @@ def test_a_welcome_that_is_not_true_is_refused(
     finally:
         liar.close()
     reader.fetch(port.source, range(1), port.grants[NAME])
-
-
-def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> None:
-    """The port welcomes, and says when it rests; behind that nobody speaks with the reader, who has nothing to say."""
-    heard = list[bytes]()
-
-    def talk(visit: Visit) -> None:
-        write_frame(visit.sock, port.sender.welcome, MAX_NIXL_FRAME_BYTES)
-        port.owner.begin_serving()
-        assert read_frame(visit.sock, NixlAsk, MAX_NIXL_FRAME_BYTES) == NixlAsk(Help.PAUSE)
-        port.owner.end_serving()
-        write_frame(visit.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
-        heard.append(visit.sock.recv(4096))
-
-    silent = DataPort(context_for("silent", port.sessions, []), "kv-silent", talk)
-    source = msgspec.structs.replace(port.source, address=silent.address)
-    try:
-        for _ in range(3):
-            reader.fetch(source, range(4, NUM_BLOCKS), port.grants[NAME])
-        assert reader.holds(0, 5)
-        reader.receiver.forget(source)
-    finally:
-        silent.close()
-    assert heard == [b""]
