@@ -316,6 +316,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_token_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
 
+    def candidates(self) -> list[tuple[int, float, int]]:
+        """(token id, log probability, rank): its own first, then the best ones that are not it."""
+        best = enumerate(zip(self.top_token_ids, self.top_logprobs, strict=True), 1)
+        others = [(one, logprob, rank) for rank, (one, logprob) in best if one != self.token_id]
+        return [(self.token_id, self.logprob, self.rank), *others]
+
 
 class TransferReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What it took to get a prompt's KV from another worker.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from contract.errors import InternalError
 from contract.requests import PoolingParams, SamplingParams, choice_seed
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.scores import SamplingRow
+from engine.scores import NO_TOKENS, SamplingRow
 
 
 @dataclass
@@ -84,21 +84,26 @@ class InputBatch:
 
         bitmask: what its grammar allows.
         """
-        state, row = self.requests[req_id], replace(self.sampling_row(req_id), bitmask=bitmask)
+        state, row = self.requests[req_id], self.sampling_row(req_id, bitmask)
         if row.num_generated:
             return [row]
         seeds = [choice_seed(state.sampling.seed, choice) for choice in range(1, state.num_choices)]
         return [row, *(replace(row, sampling=structs.replace(row.sampling, seed=seed)) for seed in seeds)]
 
-    def sampling_row(self, req_id: str) -> SamplingRow:
+    def sampling_row(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> SamplingRow:
         """How the request draws the token that follows its known ones."""
         state = self.requests[req_id]
         num_prompt, num_known = state.num_prompt_tokens, state.num_tokens
-        counted: tuple[NDArray[np.int32], ...] = ()
-        if state.sampling.counts_tokens:
-            known = self.known_tokens(req_id)
-            counted = known[:num_prompt], known[num_prompt:]
-        return SamplingRow(state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, *counted)
+        known = self.known_tokens(req_id) if state.sampling.counts_tokens else NO_TOKENS
+        return SamplingRow(
+            state.sampling,
+            state.eos_token_ids,
+            num_known,
+            num_known - num_prompt,
+            known[:num_prompt],
+            known[num_prompt:],
+            bitmask,
+        )
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
         self._remove(new.req_id)

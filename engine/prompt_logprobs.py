@@ -29,9 +29,12 @@ class PromptLogprobs:
         """By request, a row for each token of its prompt that follows one of this step."""
         found = {}
         for index, state in enumerate(states):
-            num_alternatives, start = state.sampling.prompt_logprobs, int(inputs.num_computed_tokens[index])
+            num_alternatives = state.sampling.prompt_logprobs
+            if num_alternatives is None:
+                continue
+            start = int(inputs.num_computed_tokens[index])
             num_rows = min(int(inputs.seq_lens[index]), state.num_prompt_tokens - 1) - start
-            if num_alternatives is not None and num_rows > 0:
+            if num_rows > 0:
                 rows = np.arange(num_rows, dtype=np.int32) + inputs.query_start_loc[index]
                 targets = self._batch.known_tokens(state.req_id)[start + 1 : start + 1 + num_rows]
                 found[state.req_id] = self._lists(rows, targets.tolist(), num_alternatives)
@@ -43,7 +46,7 @@ class PromptLogprobs:
             part = slice(start, start + self._rows_at_once)
             logits = self._logits(rows[part])
             if self._is_teller:
-                piece = token_logprobs(logits, targets[part], num_alternatives)
+                piece = token_logprobs(logits, targets[part], [num_alternatives] * len(logits))
                 lists.logprob_token_ids.extend(piece.logprob_token_ids)
                 lists.logprobs.extend(piece.logprobs)
                 lists.sampled_token_ranks.extend(piece.sampled_token_ranks)

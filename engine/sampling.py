@@ -53,7 +53,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     for i, count in enumerate(num_nans):
         if count:
             token_ids[i] = None
-    return Samples(token_ids, num_nans, _logprobs(raw, rows, token_ids))
+    wanted = [row.sampling.logprobs for row in rows]
+    is_wanted = any(k is not None for k in wanted)
+    return Samples(token_ids, num_nans, token_logprobs(raw, token_ids, wanted) if is_wanted else None)
 
 
 def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
@@ -126,24 +128,16 @@ def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
             weights[i].index_fill_(0, order[is_dropped], 0)
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_alternatives: int) -> LogprobsLists:
-    """Those of one given token a row of ``logits [num_rows, vocab_size]``, and of the k best."""
-    lists = LogprobsLists([], [], [])
-    for row, token_id in zip(logits.to(torch.float32), token_ids, strict=True):
-        ids, values, rank = _row_logprobs(row, token_id, num_alternatives)
-        lists.logprob_token_ids.append(ids)
-        lists.logprobs.append(values)
-        lists.sampled_token_ranks.append(rank)
-    return lists
+def token_logprobs(
+    logits: Tensor, token_ids: Sequence[int | None], num_alternatives: Sequence[int | None]
+) -> LogprobsLists:
+    """Log-softmax in float32 of a given token a row of ``logits [num_rows, vocab_size]``, and of its k best.
 
-
-def _logprobs(raw: Tensor, rows: Sequence[SamplingRow], token_ids: list[int | None]) -> LogprobsLists | None:
-    """Log-softmax of the raw logits in float32: the sampled token first, then the k best."""
-    if all(row.sampling.logprobs is None for row in rows):
-        return None
+    Nothing for a row without a token, or without a k.
+    """
     lists = LogprobsLists([], [], [])
-    for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
-        ids, values, rank = _row_logprobs(raw[i], token_id, row.sampling.logprobs)
+    for row, token_id, k in zip(logits.to(torch.float32), token_ids, num_alternatives, strict=True):
+        ids, values, rank = _row_logprobs(row, token_id, k)
         lists.logprob_token_ids.append(ids)
         lists.logprobs.append(values)
         lists.sampled_token_ranks.append(rank)

@@ -108,12 +108,7 @@ def _completion(deltas: Sequence[Delta], tokenizer: Tokenizer) -> CompletionOutp
 
 
 def _candidates(token: Token, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    found = token.logprobs
-    if found is None:
-        return {}
-    best = zip(found.top_token_ids, found.top_logprobs, strict=True)
-    ranked = [(token.token_id, found.logprob, found.rank)]
-    ranked += [(one, logprob, rank) for rank, (one, logprob) in enumerate(best, 1) if one != token.token_id]
+    ranked = token.logprobs.candidates() if token.logprobs else ()
     return {one: Logprob(logprob, rank, _written(one, tokenizer)) for one, logprob, rank in ranked}
 
 

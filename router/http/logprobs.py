@@ -79,11 +79,8 @@ def prompt_logprobs(prompt: Prompt, tokenizer: Tokenizer) -> list[dict[str, Any]
     """vLLM's: null for the first token, then by token id the prompt's own token and the best ones."""
     listed: list[dict[str, Any] | None] = [None]
     for found in prompt.logprobs:
-        ranked = [(found.token_id, found.logprob, found.rank)]
-        best = zip(found.top_token_ids, found.top_logprobs, strict=True)
-        ranked += [(one, value, rank) for rank, (one, value) in enumerate(best, 1) if one != found.token_id]
         entries = {}
-        for one, value, rank in ranked:
+        for one, value, rank in found.candidates():
             written = tokenizer.token_bytes(one).decode("utf-8", "replace")
             entries[str(one)] = {"logprob": value, "rank": rank, "decoded_token": written}
         listed.append(entries)

@@ -74,7 +74,7 @@ def response_logprobs(body: Body) -> int | None:
     return top or 0 if top or INCLUDABLE[0] in (include or ()) else None
 
 
-def echo_of(body: Body, card: ModelCard) -> Json:
+def echoed_fields(body: Body, card: ModelCard) -> Json:
     """What a response repeats of its request, with the defaults filled in."""
     fields = body.fields
     text: Mapping[str, Any] = fields.get("text") or {}

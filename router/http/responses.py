@@ -15,7 +15,7 @@ from router.http.chat_fields import forced_calls
 from router.http.fields import sampling_fields
 from router.http.grammars import grammar_fields
 from router.http.logprobs import ChatLogprobs
-from router.http.response_fields import echo_of, refuse_unserved_response, response_logprobs
+from router.http.response_fields import echoed_fields, refuse_unserved_response, response_logprobs
 from router.http.response_input import response_chat
 from router.http.response_shape import ResponseShape
 from router.http.schema import RESPONSE
@@ -76,7 +76,7 @@ class ResponseEndpoints:
         entry = ChatLogprobs(card.tokenizer).entry
         shape = ResponseShape(
             options,
-            echo_of(body, card),
+            echoed_fields(body, card),
             (lambda tokens: entry(tokens)["content"]) if options.logprobs else None,
         )
         async with _naming_fields():
