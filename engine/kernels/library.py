@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from native.compiling import CLibrary, NotCompiledError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 PANEL = 32
@@ -111,8 +112,8 @@ class Kernels:
     def pack(
         self,
         pool: int,
-        weight: Tensor,
-        packed: Tensor,
+        weight: "Tensor",
+        packed: "Tensor",
         first: int = 0,
         panel_outputs: int = PANEL,
         panel_offset: int = 0,
@@ -123,7 +124,7 @@ class Kernels:
             pool, weight.data_ptr(), packed.data_ptr(), first, *weight.shape, panel_outputs, panel_offset
         )
 
-    def linear(self, pool: int, layer: CLinear, states: Tensor, output: Tensor) -> None:
+    def linear(self, pool: int, layer: CLinear, states: "Tensor", output: "Tensor") -> None:
         """``[num_rows, inputs]`` to ``[num_rows, outputs]``."""
         self._library.kvbaton_linear(pool, layer, states.data_ptr(), len(states), output.data_ptr())
 
