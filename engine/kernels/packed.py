@@ -30,17 +30,13 @@ class PackedWeights:
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
         self._free = _pages(_packed_bytes(model, head))
         self._kept: list[Tensor] = []
-        layers = (CLayer * config.num_layers)(
-            *(
-                self._layer(layer, window)
-                for layer, window in zip(model.model.layers, config.sliding_windows, strict=True)
-            )
-        )
+        layers = (CLayer * config.num_layers)()
+        for index, layer in enumerate(model.model.layers):
+            assert isinstance(layer, DecoderLayer)
+            layers[index] = self._layer(layer, config.sliding_windows[index])
         self.head = self._packed([head.weight])
         angles = rotation(model.model.frequencies, torch.arange(max_length), torch.bfloat16)
-        cosines, sines = (
-            self._address(table[:, 0, : config.head_dim // 2].contiguous()) for table in angles
-        )
+        cosines, sines = (self._address(table[:, 0, : config.head_dim // 2].contiguous()) for table in angles)
         self.model = CModel(
             config.hidden_size,
             config.intermediate_size,
@@ -74,7 +70,7 @@ class PackedWeights:
     def _linear(self, linears: Sequence[nn.Linear]) -> CLinear:
         """One layer that computes what several do, one behind the other."""
         packed = self._packed([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears if linear.bias is not None]
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         packed.bias = self._bias(torch.cat(biases), packed.outputs) if biases else None
         _forget(linears)
         return packed

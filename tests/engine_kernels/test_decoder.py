@@ -1,6 +1,7 @@
 """A forward pass of the kernels equals the plain decoder's, for every family and every kind of batch."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
 from engine.batch import InputBatch
 from engine.inputs import PreparedInputs, prepare_inputs
@@ -16,7 +18,6 @@ from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.library import Kernels
 from engine.models.loading import LoadedModel, load
 from engine.outputs import NewRequestData, SchedulerOutput
-from contract.requests import SamplingParams
 from tests.engine_kernels.conftest import MakeCheckpoint
 
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def test_how_a_prompt_is_cut_and_who_is_beside_it_changes_no_bit(pair: Pair) -> 
     whole = pair.decoder.forward(sequences.inputs({"c": (0, 230)}), pair.pool).clone()
     kept = [layer[sequences.blocks["c"]].clone() for layer in pair.pool]
     pool, found, cuts = empty_pool(pair.exact), [], (0, 1, 14, 77, 78, 79, 160, 229, 230)
-    for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, (start, end) in enumerate(pairwise(cuts)):
         others = {"a": (0, number + 1)} if number % 2 else {}
         inputs = sequences.inputs({**others, "c": (start, end - start)})
         found.append(pair.decoder.forward(inputs, pool)[-(end - start) :].clone())
