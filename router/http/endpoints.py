@@ -244,6 +244,7 @@ class Endpoints:
             "created": self._models.known_since,
             "owned_by": "kvbaton",
             "max_model_len": self._registry.max_model_len(card.max_model_len),
+            "embeds_only": self._registry.embeds_only,
         }
 
 
