@@ -13,7 +13,7 @@ import msgspec
 
 from contract.errors import SettingError
 
-PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _refusal(asked: _Line) -> str | None:
     if asked.method != "POST":
         return f"method is {asked.method!r}; it must be 'POST'"
     if asked.url not in PATHS:
-        return f"url is {asked.url!r}; it must be {' or '.join(PATHS)}"
+        return f"url is {asked.url!r}; it must be one of {', '.join(PATHS)}"
     if bytes(asked.body.get("stream", b"")) == b"true":
         return "body.stream is true; a batch has whole answers"
     return None

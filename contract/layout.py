@@ -98,6 +98,8 @@ def _why_not_split(ours: int, theirs: int) -> str | None:
 def model_fingerprint(folder: Path, dtype: str) -> str:
     """Identify a checkpoint by its configuration and its weights (headers, sizes and samples), computed in ``dtype``.
 
+    What sentence-transformers has written of pooling belongs to the configuration.
+
     "<weights>@<dtype>". Workers with equal fingerprints produce interchangeable KV; where only the dtypes differ, a
     worker can go on with the other's KV after rounding, but would have computed another. Raises FileNotFoundError
     without weights.
@@ -122,6 +124,8 @@ def received_fingerprint(ours: str, theirs: str) -> str:
 def _weights_fingerprint(folder: Path) -> str:
     state = hashlib.blake2b(digest_size=16)
     state.update((folder / "config.json").read_bytes())
+    for file in sorted([*folder.glob("modules.json"), *folder.glob("[0-9]_*/config.json")]):
+        state.update(f"{file.relative_to(folder)}:{file.stat().st_size}:".encode() + file.read_bytes())
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no *.safetensors file")

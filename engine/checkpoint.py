@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from contract.errors import SettingError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEAD_NAME = "lm_head.weight"
+_DECODER = "model."
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _NAMES_SHOWN = 5
 
@@ -69,10 +71,16 @@ def _whole(name: str) -> TensorPart | None:
 
 
 class Checkpoint:
-    """The weights of one folder, by name; a tensor is read from its memory map when it is asked for."""
+    """The weights of one folder, by name; a tensor is read from its memory map when it is asked for.
+
+    is_bare: the decoder was saved without the model around it (transformers' ``AutoModel``), as embedding models are: its
+    tensors are stored as "norm.weight", and known here as "model.norm.weight".
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._file_of = _files_by_name(folder)
+        stored = _files_by_name(folder)
+        self.is_bare = not any(name.startswith(_DECODER) for name in stored)
+        self._file_of = {f"{_DECODER}{name}": stored[name] for name in stored} if self.is_bare else stored
         self._open: dict[Path, Any] = {}
 
     def names(self) -> set[str]:
@@ -81,16 +89,16 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor on the host, backed by the file's memory map. Raises KeyError for an unknown name."""
-        tensor: Tensor = self._file(name).get_tensor(name)
+        tensor: Tensor = self._file(name).get_tensor(self._stored(name))
         return tensor
 
     def shape(self, name: str) -> list[int]:
         """The tensor's shape, without reading it. Raises KeyError for an unknown name."""
-        return list(self._file(name).get_slice(name).get_shape())
+        return list(self._file(name).get_slice(self._stored(name)).get_shape())
 
     def part(self, name: str, part: TensorPart) -> Tensor:
         """A part of the tensor on the host; only its own bytes are read."""
-        stored = self._file(name).get_slice(name)
+        stored = self._file(name).get_slice(self._stored(name))
         own = part.of(stored.get_shape()[part.dim])
         tensor: Tensor = stored[(slice(None),) * part.dim + (own,)]
         return tensor
@@ -98,6 +106,9 @@ class Checkpoint:
     def first_dtype(self) -> torch.dtype:
         """The dtype of the tensor whose name sorts first."""
         return self.tensor(min(self._file_of)).dtype
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(_DECODER) if self.is_bare else name
 
     def _file(self, name: str) -> Any:
         file = self._file_of[name]

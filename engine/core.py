@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from contract.errors import KvbatonError, NotFoundError, SettingError
+from contract.errors import KvbatonError, NotFoundError, SettingError, UnsupportedFieldError
 from contract.layout import KVLayout, Side
 from contract.requests import EngineOutput, EngineRequest
 from engine.connector import (
@@ -43,7 +43,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: tokens that prompt and answer may have together, here. eos_token_ids: the model's own end tokens.
     layout: of one of ``num_ranks`` ranks. control_address: "host:port" of the connector's control link; empty without a
-    connector.
+    connector. has_head: without it there are embeddings only.
     """
 
     vocab_size: int
@@ -55,6 +55,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     control_address: str
     num_ranks: int = 1
+    has_head: bool = True
 
     @property
     def side(self) -> Side:
@@ -126,6 +127,10 @@ class EngineCore:
         """Enqueue tokenized input (A18). A bad one is answered with an error output, so that nobody waits (A9)."""
         try:
             request.check(self.info.vocab_size)
+            if request.pooling_params is None and not self.info.has_head:
+                raise UnsupportedFieldError(
+                    "the model has no output head: it gives embeddings only", param="model"
+                )
             self.scheduler.add_request(request)
         except KvbatonError as error:
             self.scheduler.reject(request, error)
@@ -200,6 +205,7 @@ class EngineCore:
             num_ranks=settings.tensor_parallel_size,
             num_blocks=num_blocks,
             dtype=model.dtype,
+            has_head=model.has_head,
             control_address=connector.address if connector is not None else "",
         )
         scheduler = Scheduler(

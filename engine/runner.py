@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
-from contract.requests import SamplingParams
+from contract.requests import PoolingParams, SamplingParams
 from engine.attention.backend import create_backend
 from engine.batch import InputBatch
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
@@ -101,9 +101,11 @@ class ModelRunner:
         inputs = profile_inputs(lengths)
         with torch.inference_mode():
             hidden = self._forward(inputs, has_cache=False)
-            logits = self._logits(hidden, inputs.query_start_loc[1:] - 1)
-            self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
-        del hidden, logits
+            if self.model_info.has_head:
+                logits = self._logits(hidden, inputs.query_start_loc[1:] - 1)
+                self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
+                del logits
+        del hidden
         return available_kv_bytes(self._probe.read(), settings)
 
     def initialize_from_config(self, config: KVCacheConfig) -> KVLayout:
@@ -115,12 +117,13 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """One step of a dummy request in the null block, which is zeroed again: the first real step meets no surprise."""
-        memory = self.memory
+        memory, has_head = self.memory, self.model_info.has_head
         num_tokens = min(2, self.model_info.max_model_len, self._settings.max_num_batched_tokens)
         dummy = NewRequestData(
             req_id=_WARM_UP_ID,
             prompt_token_ids=[0] * num_tokens,
-            sampling_params=SamplingParams(),
+            sampling_params=SamplingParams() if has_head else None,
+            pooling_params=None if has_head else PoolingParams(),
             block_ids=([0],),
             num_computed_tokens=0,
             num_prompt_tokens=num_tokens,

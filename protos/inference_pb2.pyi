@@ -246,19 +246,23 @@ class Model(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    EMBEDS_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, for ``model`` in requests."""
     max_model_len: _builtins.int
     """Tokens that prompt and answer may have together."""
+    embeds_only: _builtins.bool
+    """It has no output head: Embed is served, Generate is refused."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        embeds_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeds_only", b"embeds_only", "max_model_len", b"max_model_len", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

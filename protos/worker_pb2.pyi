@@ -455,6 +455,7 @@ class Registration(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     ADMIN_ADDRESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    EMBEDS_ONLY_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     """Lowest and highest protocol version that the worker speaks."""
     protocol_max: _builtins.int
@@ -482,6 +483,8 @@ class Registration(_message.Message):
     """host:port of its admin HTTP server."""
     pid: _builtins.int
     """Its process id, for people."""
+    embeds_only: _builtins.bool
+    """The model has no output head: Embed is all that is served."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout:
         """The shape of its KV blocks."""
@@ -504,10 +507,11 @@ class Registration(_message.Message):
         vocab_size: _builtins.int = ...,
         admin_address: _builtins.str = ...,
         pid: _builtins.int = ...,
+        embeds_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "boot_id", b"boot_id", "control_address", b"control_address", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "boot_id", b"boot_id", "control_address", b"control_address", "embeds_only", b"embeds_only", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

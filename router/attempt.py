@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Self
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError, error_from_kind
-from contract.requests import FinishReason, Grammar, TokenLogprobs, TransferReport
+from contract.requests import FinishReason, Grammar, SamplingParams, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token
 from router.inbox import Event, Inbox
@@ -243,7 +243,7 @@ class Attempt:
             logger.warning("%s; the request's own deadline ends it there", error.message)
 
     def _task(self, leg: Leg, num_choices: int) -> pb.Task:
-        request, sampling = self._request, self._request.sampling
+        request = self._request
         return pb.Task(
             request_id=request.request_id,
             attempt=self._key[1],
@@ -251,31 +251,34 @@ class Attempt:
             num_choices=num_choices,
             first_index=leg.first_index,
             prompt_token_ids=self._prompt,
-            sampling=pb.EngineSampling(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                seed=sampling.seed,
-                max_tokens=sampling.max_tokens,
-                min_tokens=sampling.min_tokens,
-                stop_token_ids=sampling.stop_token_ids,
-                ignore_eos=sampling.ignore_eos,
-                logprobs=sampling.logprobs,
-                prompt_logprobs=None if self._has_delivered else sampling.prompt_logprobs,
-                min_p=sampling.min_p,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                repetition_penalty=sampling.repetition_penalty,
-                biased_token_ids=[token for token, _ in sampling.logit_bias],
-                biases=[bias for _, bias in sampling.logit_bias],
-                allowed_token_ids=sampling.allowed_token_ids,
-                grammar=_grammar_to(sampling.grammar),
-            ),
+            sampling=None if request.is_embedding else self._sampling(request.sampling),
             eos_token_ids=request.eos_token_ids,
             priority=request.priority,
             cache_salt=request.cache_salt,
             deadline_seconds=max(0.001, request.deadline - time.monotonic()),
             session=leg.worker.session,
+        )
+
+    def _sampling(self, sampling: SamplingParams) -> pb.EngineSampling:
+        return pb.EngineSampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=None if self._has_delivered else sampling.prompt_logprobs,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            biased_token_ids=[token for token, _ in sampling.logit_bias],
+            biases=[bias for _, bias in sampling.logit_bias],
+            allowed_token_ids=sampling.allowed_token_ids,
+            grammar=_grammar_to(sampling.grammar),
         )
 
 

@@ -125,7 +125,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return pb.ListModelsResponse()
         card = self._models.card()
         length = self._registry.max_model_len(card.max_model_len)
-        return pb.ListModelsResponse(models=[pb.Model(name=card.name, max_model_len=length)])
+        model = pb.Model(name=card.name, max_model_len=length, embeds_only=self._registry.embeds_only)
+        return pb.ListModelsResponse(models=[model])
 
     @asynccontextmanager
     async def _deltas(

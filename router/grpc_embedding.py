@@ -4,7 +4,7 @@ from contract.errors import InvalidRequestError
 from protos import inference_pb2 as pb
 from router.answer import Delta
 from router.limits import MAX_PROMPTS
-from router.request import EmbeddingRequest
+from router.request import EmbeddingRequest, for_prompts
 
 
 def embeddings_asked(
@@ -15,18 +15,17 @@ def embeddings_asked(
         raise InvalidRequestError(
             f"inputs has {len(request.inputs)} entries; a request takes 1 to {MAX_PROMPTS}", param="inputs"
         )
-    return [
-        EmbeddingRequest(
-            request_id=f"{request_id}-{number}" if number else request_id,
-            prompt=_prompt(each, number),
-            model=request.model or None,
-            dimensions=request.dimensions or None,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            timeout_seconds=time_remaining,
-        )
-        for number, each in enumerate(request.inputs)
-    ]
+    first, *others = (_prompt(each, number) for number, each in enumerate(request.inputs))
+    one = EmbeddingRequest(
+        request_id=request_id,
+        prompt=first,
+        model=request.model or None,
+        dimensions=request.dimensions or None,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout_seconds=time_remaining,
+    )
+    return for_prompts(one, others)
 
 
 def embed_response(name: str, found: list[Delta]) -> pb.EmbedResponse:

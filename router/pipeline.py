@@ -23,6 +23,7 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from itertools import chain
 
+from contract.errors import UnsupportedFieldError
 from contract.requests import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
@@ -66,7 +67,7 @@ class Pipeline:
         """
         with ExitStack() as held:
             records = [[held.enter_context(self._ledger.open(one)) for _ in one.choices] for one in asked]
-            card = self._models.card_named(asked[0].model)
+            card = self._answering_card(asked[0].model)
             requests = [await self._prepare(one, card) for one in asked]
             relays = [
                 held.enter_context(self._relays.open(*each)) for each in zip(requests, records, strict=True)
@@ -96,13 +97,22 @@ class Pipeline:
     def check(self, asked: GenerationRequest) -> PreparedRequest:
         """What ``generate`` would send, after all its checks; from any thread. Raises KvbatonError."""
         check_limits(asked)
-        card = self._models.card_named(asked.model)
+        card = self._answering_card(asked.model)
         return self._prepared(asked, tokenize(asked, card), card)
 
     def check_embedding(self, asked: EmbeddingRequest) -> PreparedRequest:
         """What ``embed`` would send, after all its checks; from any thread. Raises KvbatonError."""
         card = self._models.card_named(asked.model)
         return self._prepared_embedding(asked, tokenize(asked, card), card)
+
+    def _answering_card(self, name: str | None) -> ModelCard:
+        card = self._models.card_named(name)
+        if self._registry.embeds_only:
+            raise UnsupportedFieldError(
+                f"the model {card.name} has no output head: it gives embeddings only (/v1/embeddings, Embed)",
+                param="model",
+            )
+        return card
 
     async def _answer(self, relay: Relay, card: ModelCard) -> AsyncGenerator[Delta, None]:
         request, record = relay.request, relay.record

@@ -13,7 +13,7 @@ from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
 from router.inbox import Event
-from router.policy import WorkerView, is_full, missing_role
+from router.policy import Need, WorkerView, is_full, missing_role
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
@@ -137,6 +137,7 @@ class Registry:
     def __init__(self, changes: ChangeSignal) -> None:
         self._workers: dict[str, AttachedWorker] = {}
         self._model_fingerprint: str | None = None
+        self._embeds_only = False
         self._changes = changes
 
     @property
@@ -154,7 +155,12 @@ class Registry:
 
     def missing(self) -> str | None:
         """None when a request can be placed sooner or later, else what is missing."""
-        return missing_role(self.snapshot())
+        return missing_role(self.snapshot(), Need.EMBEDDING if self._embeds_only else Need.ANSWER)
+
+    @property
+    def embeds_only(self) -> bool:
+        """The model has no output head: it gives embeddings and no answers."""
+        return self._embeds_only
 
     def max_model_len(self, otherwise: int) -> int:
         """Tokens that a request may have on every attached worker."""
@@ -173,7 +179,7 @@ class Registry:
         self._check(new)
         if old := self._workers.pop(new.worker_id, None):
             old.lose(f"it registered again with boot id {new.boot_id}")
-        self._model_fingerprint = new.model_fingerprint
+        self._model_fingerprint, self._embeds_only = new.model_fingerprint, new.embeds_only
         self._workers[new.worker_id] = worker
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
         self._changes.tell()

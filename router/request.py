@@ -2,7 +2,9 @@
 
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -89,24 +91,27 @@ class EmbeddingRequest:
     arrival: float = field(default_factory=time.monotonic)
 
 
+_Asked = TypeVar("_Asked", GenerationRequest, EmbeddingRequest)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
     """A request with its prompt as token ids and every default filled in; it fits the model.
 
     chat: what the prompt was made of; None for a text. choice: which answer to the prompt it asks for; ``sampling`` has
-    that one's seed. is_embedding: nothing is drawn. deadline: when it ends with an error at the latest, on the router's
-    monotonic clock.
+    that one's seed. is_embedding: nothing is drawn, so ``sampling``, ``stop`` and ``eos_token_ids`` are not read. deadline:
+    when it ends with an error at the latest, on the router's monotonic clock.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling: SamplingParams
-    stop: tuple[str, ...]
-    eos_token_ids: tuple[int, ...]
     priority: int
     cache_salt: str
     arrival: float
     deadline: float
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
     chat: Chat | None = None
     choice: int = 0
     is_embedding: bool = False
@@ -122,6 +127,14 @@ class PreparedRequest:
     def num_answer_tokens(self) -> int:
         """Tokens that a decode worker shall have room for beside the prompt when the request is bound to it."""
         return 0 if self.is_embedding else min(self.sampling.max_tokens, _ANSWER_ROOM)
+
+
+def for_prompts(first: _Asked, prompts: Iterable[str | tuple[int, ...]]) -> list[_Asked]:
+    """The request, and the same for each of ``prompts`` under an id of its own."""
+    asked = [first]
+    for number, prompt in enumerate(prompts, 1):
+        asked.append(replace(first, request_id=f"{first.request_id}-{number}", prompt=prompt))
+    return asked
 
 
 def new_request_id(prefix: str) -> str:
@@ -236,9 +249,6 @@ def prepare_embedding(
     return PreparedRequest(
         request_id=asked.request_id,
         prompt_token_ids=prompt_ids,
-        sampling=SamplingParams(temperature=0.0, max_tokens=1),
-        stop=(),
-        eos_token_ids=card.eos_token_ids,
         priority=asked.priority,
         cache_salt=asked.cache_salt,
         arrival=asked.arrival,

@@ -45,12 +45,14 @@ def make_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str | None = None,
+    is_bare: bool = False,
     **overrides: Any,
 ) -> Path:
     """Write a random checkpoint of ``family`` that transformers and the engine can both read; returns ``folder``.
 
     family: one of FAMILIES. Equal seeds give equal bytes. overrides: fields of the transformers configuration.
-    max_shard_size: as in ``save_pretrained``; "40KB" gives several shards with an index. The weights are larger than
+    max_shard_size: as in ``save_pretrained``; "40KB" gives several shards with an index. is_bare: save the decoder alone, as
+    embedding models are published (names without "model.", no head, architecture "...Model"). The weights are larger than
     a fresh model's, so that the best two logits lie well apart and greedy answers vary.
     """
     config_class, model_class = _CLASSES[family]
@@ -66,9 +68,27 @@ def make_checkpoint(
         pad_token_id=PAD_ID,
     )
     sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    model.save_pretrained(folder, **sharding)
+    (model.model if is_bare else model).save_pretrained(folder, **sharding)
     make_tokenizer(folder)
     return folder
+
+
+def write_modules(folder: Path, mode: str = "lasttoken", *further: str) -> None:
+    """What sentence-transformers writes beside a model: its modules, and how it pools; ``further`` follow behind."""
+    names = ["Transformer", "Pooling", *further]
+    modules = [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": f"{i}_{name}" if i else "",
+            "type": f"sentence_transformers.models.{name}",
+        }
+        for i, name in enumerate(names)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    modes = {f"pooling_mode_{each}": each == mode for each in ("cls_token", "mean_tokens", "lasttoken")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **modes}))
 
 
 def load_reference(folder: Path) -> Any:

@@ -1,27 +1,31 @@
 """How a model's prompts are pooled into embeddings: what its sentence-transformers configuration says."""
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from contract.errors import SettingError, UnsupportedFieldError
 from contract.requests import PoolingParams
 from text.tokenizer import read_json
 
+_MODULES = "modules.json"
+_SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
 _FILE = Path("1_Pooling") / "config.json"
-_MODE = "pooling_mode_"
-_SERVED: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean_tokens": "mean"}
+_MODE = "pooling_mode"
+_SERVED: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 
 
 def pooling_of(folder: Path) -> PoolingParams:
     """The last token's state, unless the folder's ``1_Pooling/config.json`` asks for the mean.
 
-    Raises UnsupportedFieldError where it asks for another kind, or for several at once.
+    The vector has length 1, with ``2_Normalize`` and without. Raises UnsupportedFieldError where another kind is asked for,
+    several at once, or a further module behind them.
     """
+    _check_modules(folder)
     try:
-        config = read_json(folder / _FILE)
+        modes = _modes(read_json(folder / _FILE))
     except (SettingError, ValueError) as error:
         raise UnsupportedFieldError(f"the model's {_FILE} cannot be read: {error}", param="model") from error
-    modes = [name.removeprefix(_MODE) for name, value in config.items() if name.startswith(_MODE) and value]
     if not modes:
         return PoolingParams()
     if len(modes) > 1 or modes[0] not in _SERVED:
@@ -31,3 +35,29 @@ def pooling_of(folder: Path) -> PoolingParams:
             param="model",
         )
     return PoolingParams(kind=_SERVED[modes[0]])
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    """One flag for each mode, or (newer) the names under one field."""
+    if named := config.get(_MODE):
+        return [str(name) for name in (named if isinstance(named, list) else [named])]
+    flags = f"{_MODE}_"
+    return [name.removeprefix(flags) for name, value in config.items() if name.startswith(flags) and value]
+
+
+def _check_modules(folder: Path) -> None:
+    """Raises UnsupportedFieldError for a module that would change the vector, as ``2_Dense`` does."""
+    try:
+        modules = json.loads((folder / _MODULES).read_bytes())
+        names = [str(module["type"]).rpartition(".")[2] for module in modules]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise UnsupportedFieldError(
+            f"the model's {_MODULES} cannot be read: {error!r}", param="model"
+        ) from error
+    if unknown := [name for name in names if name not in _SERVED_MODULES]:
+        raise UnsupportedFieldError(
+            f"the model's {_MODULES} asks for {unknown[0]}; this version has {', '.join(_SERVED_MODULES)}",
+            param="model",
+        )

@@ -236,6 +236,7 @@ class Worker:
             vocab_size=info.vocab_size,
             admin_address=admin_address,
             pid=os.getpid(),
+            embeds_only=not info.has_head,
         )
 
 

@@ -6,11 +6,13 @@ built for one rank: the config has its share of heads, MLP width and vocabulary 
 """
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from contract.errors import InternalError
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
 from engine.models.config import DecoderConfig
@@ -111,14 +113,25 @@ def _nobody() -> None:
     """Nobody wants to hear."""
 
 
-class CausalLM(nn.Module):
-    """A decoder with its output head. The head is the embedding where the checkpoint ties them."""
+class Head(Enum):
+    """What makes logits of hidden states. OWN: a layer of its own. TIED: the embedding. NONE: nothing does."""
 
-    def __init__(self, config: DecoderConfig, is_tied: bool, group: RankGroup) -> None:
+    OWN = auto()
+    TIED = auto()
+    NONE = auto()
+
+
+class CausalLM(nn.Module):
+    """A decoder with its output head, if it has one."""
+
+    def __init__(self, config: DecoderConfig, head: Head, group: RankGroup) -> None:
         super().__init__()
         self.model = Decoder(config, group)
         self._group = group
-        self.lm_head = None if is_tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._head = head
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if head is Head.OWN else None
+        )
 
     def forward(
         self,
@@ -135,7 +148,10 @@ class CausalLM(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype.
 
-        Only rank 0 gets the whole vocabulary; another rank gets the part that it computes.
+        Only rank 0 gets the whole vocabulary; another rank gets the part that it computes. Raises InternalError where there
+        is no head; for no rows ``[0, vocab_size]`` then.
         """
+        if self._head is Head.NONE and len(states):
+            raise InternalError("the model has no output head: nothing can be drawn from it")
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return self._group.gather_columns(F.linear(states, head.weight))

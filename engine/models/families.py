@@ -55,6 +55,8 @@ def _shape(raw: RawConfig) -> dict[str, Any]:
     """The fields that all families share."""
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise bad_config(f"hidden_act is {activation!r}; only 'silu' is served")
+    if raw.get("is_causal") is False:
+        raise bad_config("is_causal is false; attention to later tokens is not served by this version")
     if raw.get("quantization_config"):
         raise bad_config("quantised weights (quantization_config) are not served by this version")
     hidden_size, num_heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")

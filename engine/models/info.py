@@ -8,7 +8,8 @@ class ModelInfo:
     """The model as it was really loaded.
 
     max_model_len: tokens that prompt and answer may have together. eos_token_ids: the model's own end tokens.
-    fingerprint: ``contract.layout.model_fingerprint`` with the dtype that is computed in. dtype: never "auto".
+    fingerprint: ``contract.layout.model_fingerprint`` with the dtype that is computed in. dtype: never "auto". has_head:
+    tokens can be drawn; without it there are embeddings only.
     """
 
     vocab_size: int
@@ -16,3 +17,4 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     dtype: str
+    has_head: bool = True

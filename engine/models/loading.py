@@ -7,15 +7,21 @@ import torch
 
 from contract.errors import SettingError
 from contract.layout import model_fingerprint
-from engine.checkpoint import DTYPES, Checkpoint, load_weights, read_config, read_eos_token_ids, resolve_dtype
-from engine.models.config import DecoderConfig
-from engine.models.decoder import CausalLM
+from engine.checkpoint import (
+    DTYPES,
+    HEAD_NAME,
+    Checkpoint,
+    load_weights,
+    read_config,
+    read_eos_token_ids,
+    resolve_dtype,
+)
+from engine.models.config import DecoderConfig, RawConfig, bad_config
+from engine.models.decoder import CausalLM, Head
 from engine.models.info import ModelInfo
 from engine.models.registry import decoder_config
 from engine.models.sharding import config_of_rank, part_of
 from engine.ranks.group import RankGroup, SingleRank
-
-HEAD_NAME = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ def load(
 ) -> LoadedModel:
     """Read the folder and put the model on ``device``, or what a rank of ``group`` has of it.
 
-    The output head is the embedding where the configuration ties them and the checkpoint has no head of its own.
+    The output head is the embedding where the configuration ties them and the checkpoint has no head of its own. A decoder
+    that was saved alone, or by sentence-transformers, needs none: it gives embeddings only.
     Raises SettingError for a folder that cannot be served, for a ``max_model_len`` beyond the model's positions, and
     for a model that does not divide by the number of ranks.
     """
@@ -48,8 +55,10 @@ def load(
     checkpoint = Checkpoint(folder)
     name = resolve_dtype(dtype, raw, checkpoint)
     with torch.device("meta"):
-        is_tied = config.tie_word_embeddings and HEAD_NAME not in checkpoint.names()
-        model = CausalLM(of_rank, is_tied, group)
+        head = _head(folder, config, checkpoint)
+        if head is Head.NONE:
+            _refuse_own_code(raw)
+        model = CausalLM(of_rank, head, group)
     load_weights(model, checkpoint, DTYPES[name], device, lambda tensor: part_of(tensor, group))
     model.model.frequencies = model.model.frequencies.to(device)
     info = ModelInfo(
@@ -58,8 +67,28 @@ def load(
         eos_token_ids=read_eos_token_ids(folder, raw),
         fingerprint=model_fingerprint(folder, name),
         dtype=name,
+        has_head=head is not Head.NONE,
     )
     return LoadedModel(model.eval(), of_rank, info)
+
+
+def _head(folder: Path, config: DecoderConfig, checkpoint: Checkpoint) -> Head:
+    if HEAD_NAME in checkpoint.names():
+        return Head.OWN
+    if checkpoint.is_bare:
+        return Head.NONE
+    if config.tie_word_embeddings:
+        return Head.TIED
+    return Head.NONE if (folder / "modules.json").is_file() else Head.OWN
+
+
+def _refuse_own_code(raw: RawConfig) -> None:
+    """Embedding models bring code for attention in both directions, and config.json does not always say so."""
+    if "AutoModel" in (raw.get("auto_map") or {}) and raw.get("is_causal") is not True:
+        raise bad_config(
+            "auto_map names code of the model's own, which is not run; where its attention is causal, set is_causal to "
+            "true there"
+        )
 
 
 def _model_length(setting: int | None, config: DecoderConfig) -> int:

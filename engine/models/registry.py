@@ -8,10 +8,9 @@ from contract.errors import SettingError
 from engine.models.config import DecoderConfig, RawConfig
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": ("engine.models.families", "llama"),
-    "MistralForCausalLM": ("engine.models.families", "mistral"),
-    "Qwen2ForCausalLM": ("engine.models.families", "qwen2"),
-    "Qwen3ForCausalLM": ("engine.models.families", "qwen3"),
+    f"{family}{kind}": ("engine.models.families", family.lower())
+    for kind in ("ForCausalLM", "Model")
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
 }
 
 

@@ -20,7 +20,7 @@ from router.http.timing_header import server_timing
 from router.http.tokenizing import ReadBody
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
-from router.request import EmbeddingRequest
+from router.request import EmbeddingRequest, for_prompts
 from router.running import RunningRequests
 
 _FORMATS = ("float", "base64")
@@ -46,22 +46,21 @@ class EmbeddingEndpoint:
         body = await self._read_body(request, "embd", EMBEDDING)
         refuse_unserved(body)
         is_base64 = _encoding_format(body) == "base64"
-        asked = [
-            EmbeddingRequest(
-                request_id=f"{request[REQUEST_ID]}-{number}" if number else request[REQUEST_ID],
-                prompt=prompt,
-                model=body.string("model"),
-                dimensions=body.integer("dimensions"),
-                priority=body.integer("priority") or 0,
-                cache_salt=body.string("cache_salt") or "",
-                arrival=arrival,
-            )
-            for number, prompt in enumerate(prompts_of(body.get("input"), self._max_inputs, param="input"))
-        ]
+        first, *others = prompts_of(body.get("input"), self._max_inputs, param="input")
+        one = EmbeddingRequest(
+            request_id=request[REQUEST_ID],
+            prompt=first,
+            model=body.string("model"),
+            dimensions=body.integer("dimensions"),
+            priority=body.integer("priority") or 0,
+            cache_salt=body.string("cache_salt") or "",
+            arrival=arrival,
+        )
+        asked = for_prompts(one, others)
         async with self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)):
             found = await self._pipeline.embed(*asked)
         return web.json_response(
-            _response(found, asked[0].model or self._models.card().name, is_base64=is_base64),
+            _response(found, one.model or self._models.card().name, is_base64=is_base64),
             headers=server_timing(request, found),
         )
 

@@ -36,7 +36,7 @@ from router.limits import MAX_PROMPTS
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
-from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, new_request_id
+from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, for_prompts, new_request_id
 from router.running import RunningRequests
 from router.settings import RouterSettings
 from serving.metrics import CONTENT_TYPE, render
@@ -134,9 +134,7 @@ class Endpoints:
         )
         if body.flag("echo") and one.prompt_logprobs is None:
             one = replace(one, prompt_logprobs=one.logprobs)
-        asked = [one]
-        for number, prompt in enumerate(others, 1):
-            asked.append(replace(one, request_id=f"{one.request_id}-{number}", prompt=prompt))
+        asked = for_prompts(one, others)
         options = self._options(asked, body)
         echo = echo_of(body, asked, options.num_chosen)
         shape = CompletionShape(options, self._models.card().tokenizer, echo)
@@ -246,6 +244,7 @@ class Endpoints:
             "created": self._models.known_since,
             "owned_by": "kvbaton",
             "max_model_len": self._registry.max_model_len(card.max_model_len),
+            "embeds_only": self._registry.embeds_only,
         }
 
 

@@ -172,7 +172,12 @@ _SCHEMAS: Json = {
         kvbaton=_ANSWER["kvbaton"],
     ),
     "Model": _object(
-        id=_STRING, object={"const": "model"}, created=_COUNT, owned_by=_STRING, max_model_len=_COUNT
+        id=_STRING,
+        object={"const": "model"},
+        created=_COUNT,
+        owned_by=_STRING,
+        max_model_len=_COUNT,
+        embeds_only={"type": "boolean"},
     ),
     "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
     "Tokens": _object(

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from cli.batch_files import PATHS
 from serving.http_server import start_http
 
 
@@ -33,7 +34,7 @@ class BatchService:
     max_at_once: int = 0
 
     async def answer(self, request: web.Request) -> web.Response:
-        """POST of either path."""
+        """POST of any path."""
         self.num_at_once += 1
         self.max_at_once = max(self.max_at_once, self.num_at_once)
         self.raw.append(await request.read())
@@ -57,8 +58,8 @@ async def running_batch_service() -> AsyncIterator[BatchService]:
     """The service on a port of its own."""
     service = BatchService()
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", service.answer)
-    app.router.add_post("/v1/completions", service.answer)
+    for path in PATHS:
+        app.router.add_post(path, service.answer)
     server = await start_http(app, "127.0.0.1:0", shutdown_timeout_seconds=0.1)
     service.url = f"http://{server.address}"
     try:

@@ -111,6 +111,52 @@ async def test_a_line_is_answered_as_http_answers_its_body(files: Files) -> None
     assert found["bad"]["response"]["body"]["error"]["param"] == "n"
 
 
+async def test_embeddings_and_responses_are_lines_too(files: Files) -> None:
+    """Answered as HTTP answers them, refused as HTTP refuses them, and not asked again once they are answered."""
+    embedding, response = {"input": ["ab", "c"]}, {"input": "hi", "max_output_tokens": 9}
+    async with running_cluster(Script(tokens=[*byte_ids(b"yes"), END])) as cluster:
+        files.ask(
+            line("embedding", url="/v1/embeddings", body=embedding),
+            line("bad embedding", url="/v1/embeddings", body={"input": []}),
+            line("response", url="/v1/responses", body=response),
+            line("streamed", url="/v1/responses", body={**response, "stream": True}),
+        )
+        code, errors = await run(files, cluster.url(""))
+        _, direct = await cluster.post("/v1/embeddings", embedding)
+        assert (code, errors.splitlines()[0]) == (
+            1,
+            "kvbaton: 4 lines: 2 answered now, 0 earlier, 2 failed",
+        )
+        found = files.by_id()
+        assert found["embedding"]["response"]["body"] == direct
+        answer = found["response"]["response"]
+        assert answer["body"]["output"][0]["content"][0]["text"] == "yes"
+        assert answer["request_id"] == answer["body"]["id"]
+        assert found["bad embedding"]["response"]["status_code"] == 400
+        assert found["bad embedding"]["response"]["body"]["error"]["param"] == "input"
+        assert found["streamed"]["error"]["message"] == (
+            "line 4: body.stream is true; a batch has whole answers"
+        )
+        num_embeds = len(cluster.workers["prefill-0"].embeds)
+        code, errors = await run(files, cluster.url(""))
+        assert (code, errors.splitlines()[0]) == (
+            1,
+            "kvbaton: 4 lines: 0 answered now, 2 earlier, 2 failed",
+        )
+        assert len(cluster.workers["prefill-0"].embeds) == num_embeds
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+async def test_every_kind_of_line_is_asked_again_while_the_service_is_busy(
+    files: Files, service: BatchService, path: str
+) -> None:
+    at_once = {"Retry-After": "0"}
+    service.replies = [Reply(0), Reply(429, "{}", at_once), Reply(503, "{}", at_once)]
+    files.ask(line("a", url=path, body={"input": "hi"}))
+    assert (await run(files, service.url))[0] == 0
+    assert service.asked == [{"input": "hi"}] * 4
+
+
 async def test_bad_lines_are_reported_with_their_number_and_the_others_answered(
     files: Files, service: BatchService
 ) -> None:
@@ -120,7 +166,7 @@ async def test_bad_lines_are_reported_with_their_number_and_the_others_answered(
         "",
         '{"custom_id": "half"',
         line("get", method="GET"),
-        line("where", url="/v1/embeddings"),
+        line("where", url="/v1/models"),
         line("streamed", body={"prompt": "x", "stream": True}),
         line("list", body=[]),
         '{"method": "POST", "url": "/v1/completions", "body": {}}',
@@ -144,6 +190,10 @@ async def test_bad_lines_are_reported_with_their_number_and_the_others_answered(
     }
     assert all(error["code"] == "invalid_line" for _, error in problems.values())
     assert problems[5][1]["message"] == "line 5: method is 'GET'; it must be 'POST'"
+    assert problems[6][1]["message"] == (
+        "line 6: url is '/v1/models'; it must be one of "
+        "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/responses"
+    )
     assert problems[10][1]["message"] == "line 10: custom_id is that of line 1 too"
 
 

@@ -17,11 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import transformers
 
 from cli.model import find_model
 from contract.errors import InvalidRequestError, SettingError, UnavailableError
 from kvbaton import LLM, RequestOutput, SamplingParams
-from tests.checkpoints import load_reference, make_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint, write_modules
 from tests.offline import programs
 from tests.service import running_service
 
@@ -113,14 +114,16 @@ def test_embeddings_are_those_of_transformers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_embeddings_are_means_where_the_model_says_so(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", "qwen3", seed=3)
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+def test_an_embedding_model_gives_means_where_it_says_so_and_no_answers(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3", seed=3, is_bare=True)
+    write_modules(folder, "mean_tokens", "Normalize")
     prompt = [(37 * i + 11) % 256 for i in range(70)]
     with LLM(folder, num_threads=1, max_num_batched_tokens=32, prefill=1, decode=1) as llm:
         first, again = llm.embed(prompt), llm.embed(prompt)
-    states = load_reference(folder).model(torch.tensor([prompt])).last_hidden_state[0].detach()
+        with pytest.raises(InvalidRequestError, match="embeddings only"):
+            llm.generate(prompt)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    states = model(torch.tensor([prompt])).last_hidden_state[0].detach()
     wanted = torch.nn.functional.normalize(states.mean(dim=0), dim=0)
     for (output,) in (first, again):
         assert output.num_cached_tokens == 0

@@ -209,6 +209,54 @@ async def test_beside_generations() -> None:
         assert all(status == 200 for status, _ in await asyncio.gather(*told))
 
 
+ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/completions", {"prompt": "a", "stream": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+    ("/v1/responses", {"input": "a"}),
+]
+
+
+async def test_a_model_without_a_head_embeds_and_answers_nothing() -> None:
+    """Its pool needs no decode worker; requests for answers are refused before anything is sent."""
+    async with running_cluster(by_length, ()) as cluster, cluster.channel() as channel:
+        await cluster.add(Role.PREFILL, embeds_only=True)
+        async with asyncio.timeout(20):
+            await cluster.service.wait_ready()
+        (model,) = (await cluster.get("/v1/models"))[1]["data"]
+        assert (model["embeds_only"], (await cluster.get(f"/v1/models/{MODEL}"))[1]) == (True, model)
+        for path, body in ANSWERS:
+            status, answer = await cluster.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, "model"), (path, answer)
+            assert answer["error"]["code"] == "unsupported_parameter"
+            assert f"the model {MODEL} has no output head: it gives embeddings only" in str(answer)
+        stub = cluster.inference(channel)
+        asked = inference.GenerateRequest(text="a")
+        for call in (stub.GenerateOnce(asked, timeout=20), stub.Generate(asked, timeout=20).read()):
+            with pytest.raises(grpc.aio.AioRpcError, match="embeddings only") as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        (listed,) = (await stub.ListModels(inference.ListModelsRequest(), timeout=20)).models
+        assert listed.embeds_only
+        assert await embeddings(cluster, "ab") == [[*TABLE, 2.0]]
+        worker = cluster.workers["prefill-0"]
+        assert (worker.prefills, worker.decodes, len(worker.embeds)) == ([], [], 1)
+        await nothing_is_left(cluster)
+
+
+async def test_an_embeddings_task_has_nothing_of_sampling() -> None:
+    async with running_cluster(by_length) as cluster, cluster.channel() as channel:
+        request = inference.EmbedRequest(inputs=[inference.EmbedInput(text=text) for text in ("a", "b")])
+        await cluster.inference(channel).Embed(request, timeout=20)
+        await embeddings(cluster, ["a", "b"])
+        tasks = [leg.task for leg in cluster.workers["prefill-0"].embeds]
+        assert len(tasks) == 4
+        assert not any(task.HasField("sampling") or task.eos_token_ids for task in tasks)
+        for first, second in (tasks[:2], tasks[2:]):
+            assert second.request_id == f"{first.request_id}-1"
+
+
 async def test_grpc_is_the_same() -> None:
     async with running_cluster(by_length, PAIR) as cluster, cluster.channel() as channel:
         stub = cluster.inference(channel)

@@ -12,6 +12,7 @@ import pytest
 from kvbaton_client import AsyncClient, Client, SamplingParams
 
 from contract.identity import Role
+from protos import worker_pb2
 from router.testing import Script
 from tests.chaos.settings import process_environment
 from tests.router.cluster import MODEL, Cluster, running_cluster
@@ -51,6 +52,32 @@ async def test_the_client_for_threads_does_the_same(cluster: Cluster) -> None:
             return client.generate(ids).choices[0].text, streamed, ids, client.detokenize(ids), names
 
     assert await asyncio.to_thread(use) == ("yes", "yes", byte_ids(b"hi"), "hi", [MODEL])
+
+
+async def test_prompts_are_embedded_by_both_clients() -> None:
+    def script(task: worker_pb2.Task) -> Script:
+        return Script(embedding=(0.5, len(task.prompt_token_ids)))
+
+    def use(address: str) -> list[list[float]]:
+        with Client(address, timeout_seconds=30) as client:
+            return [list(each.values) for each in client.embed(["hi", byte_ids(b"you")]).embeddings]
+
+    async with running_cluster(script, roles=(Role.BOTH,)) as cluster:
+        address = cluster.service.addresses.grpc
+        assert await asyncio.to_thread(use, address) == [[0.5, 2.0], [0.5, 3.0]]
+        async with AsyncClient(address, timeout_seconds=30) as client:
+            found = await client.embed(
+                [byte_ids(b"a"), "hi"], model=MODEL, request_id="mine", priority=3, cache_salt="s"
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match="dimensions") as caught:
+                await client.embed(["hi"], dimensions=3)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            with pytest.raises(TypeError, match="a list of prompts"):
+                await client.embed("hi")
+        assert [list(each.values) for each in found.embeddings] == [[0.5, 1.0], [0.5, 2.0]]
+        assert (found.request_id, found.usage.prompt_tokens) == ("mine", 3)
+        last = cluster.workers["both-0"].embeds[-1].task
+        assert (last.priority, last.cache_salt) == (3, "s")
 
 
 async def test_leaving_a_stream_cancels_the_request(cluster: Cluster) -> None:

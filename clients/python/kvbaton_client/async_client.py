@@ -8,7 +8,14 @@ import grpc.aio
 
 from kvbaton_client.protos import inference_pb2 as pb
 from kvbaton_client.protos import inference_pb2_grpc
-from kvbaton_client.requests import OPTIONS, Options, generate_request, metadata
+from kvbaton_client.requests import (
+    OPTIONS,
+    EmbedOptions,
+    Options,
+    embed_request,
+    generate_request,
+    metadata,
+)
 
 
 class AsyncClient:
@@ -60,6 +67,13 @@ class AsyncClient:
                 yield message
         finally:
             call.cancel()
+
+    async def embed(
+        self, prompts: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
+    ) -> pb.EmbedResponse:
+        """The embedding of each prompt, text or token ids, in their order; all or none."""
+        request = embed_request(prompts, **options)
+        return await self._stub.Embed(request, timeout=self._timeout, metadata=self._metadata)
 
     async def cancel(self, request_id: str) -> int:
         """End the running requests of this id or name that were sent with the same key; how many there were."""

@@ -7,7 +7,14 @@ import grpc
 
 from kvbaton_client.protos import inference_pb2 as pb
 from kvbaton_client.protos import inference_pb2_grpc
-from kvbaton_client.requests import OPTIONS, Options, generate_request, metadata
+from kvbaton_client.requests import (
+    OPTIONS,
+    EmbedOptions,
+    Options,
+    embed_request,
+    generate_request,
+    metadata,
+)
 
 
 class Client:
@@ -59,6 +66,13 @@ class Client:
             yield from call
         finally:
             call.cancel()
+
+    def embed(
+        self, prompts: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
+    ) -> pb.EmbedResponse:
+        """The embedding of each prompt, text or token ids, in their order; all or none."""
+        request = embed_request(prompts, **options)
+        return self._stub.Embed(request, timeout=self._timeout, metadata=self._metadata)
 
     def cancel(self, request_id: str) -> int:
         """End the running requests of this id or name that were sent with the same key; how many there were."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\nkvbaton.v1\"-\n\x17\x43\x61ncelGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"1\n\x18\x43\x61ncelGenerationResponse\x12\x15\n\rnum_cancelled\x18\x01 \x01(\r\"I\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x19\n\x11no_special_tokens\x18\x03 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.kvbaton.v1.Model\",\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"Q\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.kvbaton.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"\x93\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.kvbaton.v1.EmbedInput\x12\x12\n\ndimensions\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"p\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\nembeddings\x18\x02 \x03(\x0b\x32\x15.kvbaton.v1.Embedding\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvbaton.v1.Usage\"\xd4\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\rH\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x02H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x0f \x03(\x0b\x32).kvbaton.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x0e\n\x01n\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x12 \x01(\rH\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\r\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\n\n\x08_best_ofB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokens\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8d\x01\n\rAnswerGrammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x13.kvbaton.v1.ChoicesH\x00\x12\x0e\n\x04\x65\x62nf\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\xf9\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvbaton.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvbaton.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12*\n\x07grammar\x18\x08 \x01(\x0b\x32\x19.kvbaton.v1.AnswerGrammarB\x08\n\x06prompt\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12%\n\x03top\x18\x04 \x03(\x0b\x32\x18.kvbaton.v1.TokenLogprob\"\xe2\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvbaton.v1.TokenLogprob\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvbaton.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.kvbaton.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xde\x01\n\x07Timings\x12\r\n\x05queue\x18\x01 \x01(\x01\x12\x0f\n\x07prefill\x18\x02 \x01(\x01\x12\x10\n\x08transfer\x18\x03 \x01(\x01\x12\x19\n\x11\x66irst_decode_step\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\x01\x12\x12\n\nend_to_end\x18\x06 \x01(\x01\x12\x17\n\x0ftransfer_hidden\x18\x07 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x08 \x01(\x04\x12\x17\n\x0ftransfer_pieces\x18\t \x01(\r\x12\x18\n\x10transfer_copying\x18\n \x01(\x01\"\x98\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x17.kvbaton.v1.ChoiceDelta\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvbaton.v1.Usage\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.kvbaton.v1.Timings*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x93\x04\n\tInference\x12G\n\x08Generate\x12\x1b.kvbaton.v1.GenerateRequest\x1a\x1c.kvbaton.v1.GenerateResponse0\x01\x12I\n\x0cGenerateOnce\x12\x1b.kvbaton.v1.GenerateRequest\x1a\x1c.kvbaton.v1.GenerateResponse\x12<\n\x05\x45mbed\x12\x18.kvbaton.v1.EmbedRequest\x1a\x19.kvbaton.v1.EmbedResponse\x12\x45\n\x08Tokenize\x12\x1b.kvbaton.v1.TokenizeRequest\x1a\x1c.kvbaton.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvbaton.v1.DetokenizeRequest\x1a\x1e.kvbaton.v1.DetokenizeResponse\x12K\n\nListModels\x12\x1d.kvbaton.v1.ListModelsRequest\x1a\x1e.kvbaton.v1.ListModelsResponse\x12S\n\x06\x43\x61ncel\x12#.kvbaton.v1.CancelGenerationRequest\x1a$.kvbaton.v1.CancelGenerationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\nkvbaton.v1\"-\n\x17\x43\x61ncelGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"1\n\x18\x43\x61ncelGenerationResponse\x12\x15\n\rnum_cancelled\x18\x01 \x01(\r\"I\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x19\n\x11no_special_tokens\x18\x03 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.kvbaton.v1.Model\"A\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x13\n\x0b\x65mbeds_only\x18\x03 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"Q\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.kvbaton.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"\x93\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.kvbaton.v1.EmbedInput\x12\x12\n\ndimensions\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"p\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\nembeddings\x18\x02 \x03(\x0b\x32\x15.kvbaton.v1.Embedding\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvbaton.v1.Usage\"\xd4\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\rH\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x02H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x0f \x03(\x0b\x32).kvbaton.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x0e\n\x01n\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x12 \x01(\rH\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\r\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\n\n\x08_best_ofB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokens\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8d\x01\n\rAnswerGrammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x13.kvbaton.v1.ChoicesH\x00\x12\x0e\n\x04\x65\x62nf\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\xf9\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvbaton.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvbaton.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12*\n\x07grammar\x18\x08 \x01(\x0b\x32\x19.kvbaton.v1.AnswerGrammarB\x08\n\x06prompt\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12%\n\x03top\x18\x04 \x03(\x0b\x32\x18.kvbaton.v1.TokenLogprob\"\xe2\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvbaton.v1.TokenLogprob\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvbaton.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.kvbaton.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xde\x01\n\x07Timings\x12\r\n\x05queue\x18\x01 \x01(\x01\x12\x0f\n\x07prefill\x18\x02 \x01(\x01\x12\x10\n\x08transfer\x18\x03 \x01(\x01\x12\x19\n\x11\x66irst_decode_step\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\x01\x12\x12\n\nend_to_end\x18\x06 \x01(\x01\x12\x17\n\x0ftransfer_hidden\x18\x07 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x08 \x01(\x04\x12\x17\n\x0ftransfer_pieces\x18\t \x01(\r\x12\x18\n\x10transfer_copying\x18\n \x01(\x01\"\x98\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x17.kvbaton.v1.ChoiceDelta\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvbaton.v1.Usage\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.kvbaton.v1.Timings*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x93\x04\n\tInference\x12G\n\x08Generate\x12\x1b.kvbaton.v1.GenerateRequest\x1a\x1c.kvbaton.v1.GenerateResponse0\x01\x12I\n\x0cGenerateOnce\x12\x1b.kvbaton.v1.GenerateRequest\x1a\x1c.kvbaton.v1.GenerateResponse\x12<\n\x05\x45mbed\x12\x18.kvbaton.v1.EmbedRequest\x1a\x19.kvbaton.v1.EmbedResponse\x12\x45\n\x08Tokenize\x12\x1b.kvbaton.v1.TokenizeRequest\x1a\x1c.kvbaton.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvbaton.v1.DetokenizeRequest\x1a\x1e.kvbaton.v1.DetokenizeResponse\x12K\n\nListModels\x12\x1d.kvbaton.v1.ListModelsRequest\x1a\x1e.kvbaton.v1.ListModelsResponse\x12S\n\x06\x43\x61ncel\x12#.kvbaton.v1.CancelGenerationRequest\x1a$.kvbaton.v1.CancelGenerationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2938
-  _globals['_FINISHREASON']._serialized_end=3058
+  _globals['_FINISHREASON']._serialized_start=2959
+  _globals['_FINISHREASON']._serialized_end=3079
   _globals['_CANCELGENERATIONREQUEST']._serialized_start=38
   _globals['_CANCELGENERATIONREQUEST']._serialized_end=83
   _globals['_CANCELGENERATIONRESPONSE']._serialized_start=85
@@ -52,37 +52,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSRESPONSE']._serialized_start=362
   _globals['_LISTMODELSRESPONSE']._serialized_end=417
   _globals['_MODEL']._serialized_start=419
-  _globals['_MODEL']._serialized_end=463
-  _globals['_TOKENIDS']._serialized_start=465
-  _globals['_TOKENIDS']._serialized_end=488
-  _globals['_EMBEDINPUT']._serialized_start=490
-  _globals['_EMBEDINPUT']._serialized_end=571
-  _globals['_EMBEDREQUEST']._serialized_start=574
-  _globals['_EMBEDREQUEST']._serialized_end=721
-  _globals['_EMBEDDING']._serialized_start=723
-  _globals['_EMBEDDING']._serialized_end=750
-  _globals['_EMBEDRESPONSE']._serialized_start=752
-  _globals['_EMBEDRESPONSE']._serialized_end=864
-  _globals['_SAMPLINGPARAMS']._serialized_start=867
-  _globals['_SAMPLINGPARAMS']._serialized_end=1719
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1445
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1493
-  _globals['_CHOICES']._serialized_start=1721
-  _globals['_CHOICES']._serialized_end=1745
-  _globals['_ANSWERGRAMMAR']._serialized_start=1748
-  _globals['_ANSWERGRAMMAR']._serialized_end=1889
-  _globals['_GENERATEREQUEST']._serialized_start=1892
-  _globals['_GENERATEREQUEST']._serialized_end=2141
-  _globals['_TOKENLOGPROB']._serialized_start=2143
-  _globals['_TOKENLOGPROB']._serialized_end=2245
-  _globals['_CHOICEDELTA']._serialized_start=2248
-  _globals['_CHOICEDELTA']._serialized_end=2474
-  _globals['_USAGE']._serialized_start=2476
-  _globals['_USAGE']._serialized_end=2556
-  _globals['_TIMINGS']._serialized_start=2559
-  _globals['_TIMINGS']._serialized_end=2781
-  _globals['_GENERATERESPONSE']._serialized_start=2784
-  _globals['_GENERATERESPONSE']._serialized_end=2936
-  _globals['_INFERENCE']._serialized_start=3061
-  _globals['_INFERENCE']._serialized_end=3592
+  _globals['_MODEL']._serialized_end=484
+  _globals['_TOKENIDS']._serialized_start=486
+  _globals['_TOKENIDS']._serialized_end=509
+  _globals['_EMBEDINPUT']._serialized_start=511
+  _globals['_EMBEDINPUT']._serialized_end=592
+  _globals['_EMBEDREQUEST']._serialized_start=595
+  _globals['_EMBEDREQUEST']._serialized_end=742
+  _globals['_EMBEDDING']._serialized_start=744
+  _globals['_EMBEDDING']._serialized_end=771
+  _globals['_EMBEDRESPONSE']._serialized_start=773
+  _globals['_EMBEDRESPONSE']._serialized_end=885
+  _globals['_SAMPLINGPARAMS']._serialized_start=888
+  _globals['_SAMPLINGPARAMS']._serialized_end=1740
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1466
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1514
+  _globals['_CHOICES']._serialized_start=1742
+  _globals['_CHOICES']._serialized_end=1766
+  _globals['_ANSWERGRAMMAR']._serialized_start=1769
+  _globals['_ANSWERGRAMMAR']._serialized_end=1910
+  _globals['_GENERATEREQUEST']._serialized_start=1913
+  _globals['_GENERATEREQUEST']._serialized_end=2162
+  _globals['_TOKENLOGPROB']._serialized_start=2164
+  _globals['_TOKENLOGPROB']._serialized_end=2266
+  _globals['_CHOICEDELTA']._serialized_start=2269
+  _globals['_CHOICEDELTA']._serialized_end=2495
+  _globals['_USAGE']._serialized_start=2497
+  _globals['_USAGE']._serialized_end=2577
+  _globals['_TIMINGS']._serialized_start=2580
+  _globals['_TIMINGS']._serialized_end=2802
+  _globals['_GENERATERESPONSE']._serialized_start=2805
+  _globals['_GENERATERESPONSE']._serialized_end=2957
+  _globals['_INFERENCE']._serialized_start=3082
+  _globals['_INFERENCE']._serialized_end=3613
 # @@protoc_insertion_point(module_scope)

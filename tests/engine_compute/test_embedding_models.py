@@ -1,0 +1,161 @@
+"""Embedding models as they are published: the decoder alone, without a head, beside what sentence-transformers wrote."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from contract.errors import InternalError, SettingError
+from contract.layout import model_fingerprint
+from contract.requests import EngineRequest, FinishReason, PoolingParams, SamplingParams
+from engine.checkpoint import HEAD_NAME, Checkpoint
+from engine.core import EngineCore
+from engine.settings import EngineSettings
+from tests.checkpoints import FAMILIES, make_checkpoint, write_modules
+from tests.engine_compute.driver import Driver
+from tests.engine_compute.test_checkpoint import change_config, load_on_cpu
+from tests.engine_compute.test_pooling import PROMPT, embed
+from tests.engine_parallel.driver import RanksDriver
+
+
+def reference(folder: Path, kind: str) -> Any:
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        states = model(torch.tensor([PROMPT])).last_hidden_state[0].double().numpy()
+    vector = states[-1] if kind == "last" else states.mean(axis=0)
+    return vector / np.linalg.norm(vector)
+
+
+def check_embeddings(folder: Path, driver: Driver) -> None:
+    try:
+        for pooling in (PoolingParams("last"), PoolingParams("mean")):
+            wanted = reference(folder, pooling.kind)
+            for chunk in (1000, 7):
+                found = embed(driver, PROMPT, pooling, chunk)
+                np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
+    finally:
+        driver.executor.shutdown()
+
+
+@pytest.mark.parametrize("architecture", ["Model", "ForCausalLM"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers_auto_model(tmp_path: Path, family: str, architecture: str) -> None:
+    folder = make_checkpoint(tmp_path, family, seed=3, is_bare=True)
+    assert "norm.weight" in load_file(folder / "model.safetensors")
+    name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    change_config(folder, architectures=[name.removesuffix("Model") + architecture])
+    check_embeddings(folder, Driver(folder))
+
+
+@pytest.mark.parametrize("options", [{"max_shard_size": "60KB"}, {"tie_word_embeddings": True}])
+def test_in_shards_and_tied(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A tied configuration makes no head of the embedding where the decoder was saved alone."""
+    folder = make_checkpoint(tmp_path, "qwen3", is_bare=True, **options)
+    assert not load_on_cpu(folder).info.has_head
+    check_embeddings(folder, Driver(folder))
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2", is_bare=True)
+    check_embeddings(folder, RanksDriver(folder))
+
+
+def test_a_missing_head_is_no_mistake_only_where_sentence_transformers_saved_the_model(
+    tmp_path: Path,
+) -> None:
+    folder = make_checkpoint(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights[HEAD_NAME]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(SettingError, match=r"misses 1 tensors: lm_head\.weight"):
+        load_on_cpu(folder)
+    write_modules(folder)
+    assert not load_on_cpu(folder).info.has_head
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_model_with_a_head_stays_able_to_answer(tmp_path: Path, is_tied: bool) -> None:
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=is_tied)
+    write_modules(folder)
+    loaded = load_on_cpu(folder)
+    assert loaded.info.has_head
+    assert (loaded.model.lm_head is None) is is_tied
+
+
+def test_what_is_missing_and_misshapen_keeps_its_name(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, is_bare=True)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"norm.weight": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(SettingError, match=r"model\.norm\.weight is \[2\]"):
+        load_on_cpu(folder)
+    save_file(weights | {"score.weight": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(SettingError, match=r"unexpected 1 tensors: model\.score\.weight"):
+        load_on_cpu(folder)
+
+
+def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2", is_bare=True)
+    change_config(folder, is_causal=False)
+    with pytest.raises(SettingError, match="is_causal is false"):
+        load_on_cpu(folder)
+
+
+def test_code_of_the_models_own_is_refused_unless_its_attention_is_causal(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2", is_bare=True)
+    change_config(folder, auto_map={"AutoModel": "modeling.Qwen2Model"})
+    with pytest.raises(SettingError, match="auto_map names code of the model's own"):
+        load_on_cpu(folder)
+    change_config(folder, is_causal=True)
+    assert not load_on_cpu(folder).info.has_head
+
+
+def test_nothing_is_drawn_from_it(tmp_path: Path) -> None:
+    """An engine refuses the request, and goes on; the model itself computes no logits."""
+    folder = make_checkpoint(tmp_path, is_bare=True)
+    with pytest.raises(InternalError, match="no output head"):
+        load_on_cpu(folder).model.logits(torch.ones(1, 64))
+    core = EngineCore(EngineSettings(model=folder, block_size=4, kv_cache_bytes=1 << 20, max_num_seqs=4))
+    try:
+        assert not core.info.has_head
+        sampling = SamplingParams(temperature=0.0, max_tokens=2)
+        core.add_request(EngineRequest(request_id="answer", prompt_token_ids=PROMPT, sampling=sampling))
+        embedding = EngineRequest(
+            request_id="embedding", prompt_token_ids=PROMPT, sampling=sampling, pooling_params=PoolingParams()
+        )
+        core.add_request(embedding)
+        told = {output.request_id: output for outputs in core.step().values() for output in outputs}
+    finally:
+        core.close()
+    assert told["answer"].finish_reason is FinishReason.ERROR
+    assert told["answer"].error_param == "model"
+    assert "embeddings only" in (told["answer"].error_message or "")
+    np.testing.assert_allclose(
+        told["embedding"].pooled or [], reference(folder, "last"), rtol=2e-4, atol=2e-5
+    )
+
+
+def test_pooling_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    """Each differs from every other; without pooling it is what it was before pooling counted."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    found = [model_fingerprint(tmp_path, "float32")]
+    for mode, further in (("lasttoken", ()), ("mean_tokens", ()), ("mean_tokens", ("Normalize",))):
+        write_modules(tmp_path, mode, *further)
+        found.append(model_fingerprint(tmp_path, "float32"))
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "config.json").write_text("{}")
+    found.append(model_fingerprint(tmp_path, "float32"))
+    assert found[0] == "d1c974c7ab9cebd9aa774989e899b1b2@float32"
+    assert len(set(found)) == 5
+
+
+def test_names_with_and_without_the_prefix_are_one(tmp_path: Path) -> None:
+    bare = Checkpoint(make_checkpoint(tmp_path / "bare", is_bare=True))
+    whole = Checkpoint(make_checkpoint(tmp_path / "whole"))
+    assert (bare.is_bare, whole.is_bare) == (True, False)
+    assert bare.names() == whole.names() - {HEAD_NAME}
+    assert all(torch.equal(bare.tensor(name), whole.tensor(name)) for name in bare.names())
