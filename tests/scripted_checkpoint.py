@@ -40,7 +40,8 @@ def scripted_tokenizer() -> Tokenizer:
 
 def script_tokens(backend: Tokenizer) -> ScriptTokens:
     """A user's message is the script; the answer follows the header of the assistant's."""
-    begin, answer, lost = (backend.token_to_id(name) for name in ("<|user|>", "<|assistant|>", LOST))
+    names = backend.get_vocab()
+    begin, answer, lost = (names[name] for name in ("<|user|>", "<|assistant|>", LOST))
     return ScriptTokens(begin=begin, answer=answer, lost=lost)
 
 
@@ -59,9 +60,3 @@ def make_scripted_checkpoint(folder: Path, family: str = "hermes") -> Path:
     named = {"bos_token": "<|bos|>", "eos_token": "<|end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     return folder
-
-
-def prompt_to_say(script: list[int], *, before: int = 0) -> list[int]:
-    """A prompt whose answer is ``script`` and the end token, with so many other tokens before it."""
-    tokens = script_tokens(scripted_tokenizer())
-    return [*range(10, 10 + before), tokens.begin, *script, END, tokens.answer]

@@ -177,5 +177,5 @@ def test_it_runs_on_one_rank_alone(model: Path) -> None:
 def test_a_folder_without_its_tokens_is_refused(tmp_path: Path) -> None:
     config = write(tmp_path) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "script_tokens": {"begin": 3}}))
-    with pytest.raises(SettingError, match="script_tokens is .*begin, answer, lost"):
+    with pytest.raises(SettingError, match=r"script_tokens is .*begin, answer, lost"):
         load(tmp_path, "auto", None, torch.device("cpu"))
