@@ -168,7 +168,9 @@ async def ask_with_a_death(
             halfway.set()
 
     asking = asyncio.create_task(ask_streamed(http, cells, count))
-    await halfway.wait()
+    waiting = asyncio.create_task(halfway.wait())
+    await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert not asking.done(), "an answer has failed, or was too short for a death in its middle"
     await kill()
     return await asking
 
