@@ -47,6 +47,7 @@ class KernelDecoder:
         max_length: int,
     ) -> None:
         self._kernels, self._config, self._block_size = kernels, config, block_size
+        self._model = model
         self._threads = kernels.start_threads(num_threads)
         self._weights = PackedWeights(model, config, max_length, kernels, self._threads)
         self._embedding = model.model.embed_tokens.weight
@@ -95,6 +96,8 @@ class KernelDecoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``."""
+        if self._weights.head is None:
+            return self._model.logits(states)
         output = torch.empty(len(states), self._config.vocab_size, dtype=torch.bfloat16)
         self._kernels.linear(self._threads, self._weights.head, states.contiguous(), output)
         return output

@@ -27,14 +27,14 @@ class PackedWeights:
         self, model: CausalLM, config: DecoderConfig, max_length: int, kernels: Kernels, pool: int
     ) -> None:
         self._kernels, self._pool = kernels, pool
-        head = model.model.embed_tokens if model.lm_head is None else model.lm_head
-        self._free = _pages(_packed_bytes(model, head))
+        self._free = _pages(_packed_bytes(model))
         self._kept: list[Tensor] = []
         layers = (CLayer * config.num_layers)()
         for index, layer in enumerate(model.model.layers):
             assert isinstance(layer, DecoderLayer)
             layers[index] = self._layer(layer, config.sliding_windows[index])
-        self.head = self._packed([head.weight])
+        head = model.head_weight()
+        self.head = None if head is None else self._packed([head])
         angles = rotation(model.model.frequencies, torch.arange(max_length), torch.bfloat16)
         cosines, sines = (self._address(table[:, 0, : config.head_dim // 2].contiguous()) for table in angles)
         self.model = CModel(
@@ -127,10 +127,10 @@ def _rounded(size: int) -> int:
     return -(-size * 2 // _LINE) * _LINE // 2
 
 
-def _packed_bytes(model: CausalLM, head: nn.Module) -> int:
+def _packed_bytes(model: CausalLM) -> int:
     linears = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
-    weights = [*(linear.weight for linear in linears), head.weight]
-    return sum((len(w) + PANEL) * w.shape[1] * 2 + _LINE for w in weights if isinstance(w, Tensor))
+    weights = [*(linear.weight for linear in linears), model.head_weight()]
+    return sum((len(w) + PANEL) * w.shape[1] * 2 + _LINE for w in weights if w is not None)
 
 
 def _pages(num_bytes: int) -> Tensor:

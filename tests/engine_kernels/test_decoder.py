@@ -16,6 +16,7 @@ from engine.batch import InputBatch
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.library import Kernels
+from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel, load
 from engine.outputs import NewRequestData, SchedulerOutput
 from tests.engine_kernels.conftest import MakeCheckpoint
@@ -85,6 +86,7 @@ class Pair:
 
     def __init__(self, folder: Path, kernels: Kernels, num_threads: int = 2) -> None:
         own = load(folder, "bfloat16", None, CPU)
+        assert isinstance(own.model, CausalLM)
         self.config = own.config
         self.decoder = KernelDecoder(
             own.model,
