@@ -23,6 +23,7 @@ from router.membership import MembershipServicer
 from router.metrics import RouterMetrics
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
+from router.readiness import what_is_missing
 from router.registry import Registry
 from router.relay import Relays
 from router.running import RunningRequests
@@ -85,7 +86,10 @@ class RouterService:
         self._health = health.aio.HealthServicer()
         self._watchers: list[asyncio.Task[None]] = []
         self._admin = AdminServer(
-            settings.admin, is_healthy=lambda: True, state=self._debug_state, metrics=self._collector
+            settings.admin,
+            missing=lambda: what_is_missing(self._models, self._registry),
+            state=self._debug_state,
+            metrics=self._collector,
         )
         self._http: HttpServer | None = None
         self._public: grpc.aio.Server | None = None
@@ -112,7 +116,7 @@ class RouterService:
     @property
     def is_ready(self) -> bool:
         """True when a request can be answered: the model is known and workers for both legs are attached."""
-        return self._models.is_known and self._registry.missing() is None
+        return what_is_missing(self._models, self._registry) is None
 
     async def wait_ready(self) -> None:
         """Block until ``is_ready``."""

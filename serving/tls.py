@@ -43,7 +43,8 @@ class Tls:
         self._pair = self._shown_by_grpc = _read_pair(certificate, key)
         self.context = self._pair.context
         self.context.sni_callback = self._show
-        renewed = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)  # stubs forget None
+        # The library's stubs forget that None says "unchanged".
+        renewed = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)
         self.credentials = grpc.dynamic_ssl_server_credentials(self._pair.configuration, renewed)
 
     def _look(self) -> tuple[Stamp, Stamp]:
