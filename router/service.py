@@ -33,6 +33,7 @@ from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
 from serving.api_keys import ApiKeys
 from serving.grpc_keys import ApiKeyInterceptor
+from serving.grpc_messages import MessageInterceptor
 from serving.grpc_options import internal_server_options, public_server_options
 from serving.grpc_server import start_grpc
 from serving.http_server import HttpServer, start_http
@@ -186,7 +187,7 @@ class RouterService:
 
     async def _start_public(self) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(
-            interceptors=[ApiKeyInterceptor(self._keys)],
+            interceptors=[ApiKeyInterceptor(self._keys), MessageInterceptor(_INFERENCE)],
             options=public_server_options(self._settings.max_body_bytes),
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(
