@@ -51,6 +51,15 @@ class Service:
         state: dict[str, Any] = json.loads(await self.get_text(admin, "/debug/state"))
         return state
 
+    async def busiest_decoder(self) -> int:
+        """The process id of the decode worker with the most requests."""
+        workers = [process for process in self.processes if process["role"] == "decode"]
+        states = [await self.state_of(worker["admin"]) for worker in workers]
+        _, pid = max(
+            (len(state["requests"]), worker["pid"]) for state, worker in zip(states, workers, strict=True)
+        )
+        return int(pid)
+
     async def get_text(self, address: str, path: str) -> str:
         """One GET, its body."""
         async with aiohttp.ClientSession() as session, session.get(f"http://{address}{path}") as response:

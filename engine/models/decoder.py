@@ -6,9 +6,9 @@ built for one rank: the config has its share of heads, MLP width and vocabulary 
 """
 
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +16,7 @@ from contract.errors import InternalError
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
 from engine.models.config import DecoderConfig
+from engine.models.language_model import Head, LanguageModel
 from engine.models.layers import GatedMLP, RMSNorm
 from engine.models.rope import inverse_frequencies, rotate, rotation
 from engine.models.sharding import embedding, row_parallel
@@ -113,15 +114,7 @@ def _nobody() -> None:
     """Nobody wants to hear."""
 
 
-class Head(Enum):
-    """What makes logits of hidden states. OWN: a layer of its own. TIED: the embedding. NONE: nothing does."""
-
-    OWN = auto()
-    TIED = auto()
-    NONE = auto()
-
-
-class CausalLM(nn.Module):
+class CausalLM(LanguageModel):
     """A decoder with its output head, if it has one."""
 
     def __init__(self, config: DecoderConfig, head: Head, group: RankGroup) -> None:
@@ -146,12 +139,12 @@ class CausalLM(nn.Module):
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype.
-
-        Only rank 0 gets the whole vocabulary; another rank gets the part that it computes. Raises InternalError where there
-        is no head; for no rows ``[0, vocab_size]`` then.
-        """
+        """See LanguageModel."""
         if self._head is Head.NONE and len(states):
             raise InternalError("the model has no output head: nothing can be drawn from it")
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return self._group.gather_columns(F.linear(states, head.weight))
+
+    def place(self, device: torch.device) -> None:
+        """See LanguageModel."""
+        self.model.frequencies = self.model.frequencies.to(device)

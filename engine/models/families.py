@@ -18,7 +18,7 @@ def llama(raw: RawConfig) -> DecoderConfig:
     """Llama 1 to 3: optional biases, every layer sees the whole sequence."""
     bias = flag(raw, "attention_bias")
     return DecoderConfig(
-        **_shape(raw),
+        **shared_fields(raw),
         sliding_windows=(None,) * _num_layers(raw),
         qkv_bias=bias,
         output_bias=bias,
@@ -30,17 +30,17 @@ def mistral(raw: RawConfig) -> DecoderConfig:
     """Mistral: no biases; one sliding window for all layers (null switches it off, a missing field is 4096)."""
     window = raw.get("sliding_window", _DEFAULT_WINDOW)
     windows = (None if window is None else positive_int(raw, "sliding_window", _DEFAULT_WINDOW),)
-    return DecoderConfig(**_shape(raw), sliding_windows=windows * _num_layers(raw))
+    return DecoderConfig(**shared_fields(raw), sliding_windows=windows * _num_layers(raw))
 
 
 def qwen2(raw: RawConfig) -> DecoderConfig:
     """Qwen2: biases on q, k and v; with ``use_sliding_window`` a window on the upper layers."""
-    return DecoderConfig(**_shape(raw), sliding_windows=_qwen_windows(raw), qkv_bias=True)
+    return DecoderConfig(**shared_fields(raw), sliding_windows=_qwen_windows(raw), qkv_bias=True)
 
 
 def qwen3(raw: RawConfig) -> DecoderConfig:
     """Qwen3: RMSNorm on each head's query and key, and a head_dim of its own."""
-    shape = _shape(raw) | {"head_dim": positive_int(raw, "head_dim", _QWEN3_HEAD_DIM)}
+    shape = shared_fields(raw) | {"head_dim": positive_int(raw, "head_dim", _QWEN3_HEAD_DIM)}
     bias = flag(raw, "attention_bias")
     return DecoderConfig(
         **shape, sliding_windows=_qwen_windows(raw), qkv_bias=bias, output_bias=bias, qk_norm=True
@@ -51,8 +51,8 @@ def _num_layers(raw: RawConfig) -> int:
     return positive_int(raw, "num_hidden_layers")
 
 
-def _shape(raw: RawConfig) -> dict[str, Any]:
-    """The fields that all families share."""
+def shared_fields(raw: RawConfig) -> dict[str, Any]:
+    """The fields that all families share, as arguments of DecoderConfig. Raises SettingError."""
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise bad_config(f"hidden_act is {activation!r}; only 'silu' is served")
     if raw.get("is_causal") is False:

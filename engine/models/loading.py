@@ -17,9 +17,9 @@ from engine.checkpoint import (
     resolve_dtype,
 )
 from engine.models.config import DecoderConfig, RawConfig, bad_config
-from engine.models.decoder import CausalLM, Head
 from engine.models.info import ModelInfo
-from engine.models.registry import decoder_config
+from engine.models.language_model import Head, LanguageModel
+from engine.models.registry import find_architecture
 from engine.models.sharding import config_of_rank, part_of
 from engine.ranks.group import RankGroup, SingleRank
 
@@ -28,7 +28,7 @@ from engine.ranks.group import RankGroup, SingleRank
 class LoadedModel:
     """One rank's part of a model, with its weights on the device. config: of that part; info: of the whole."""
 
-    model: CausalLM
+    model: LanguageModel
     config: DecoderConfig
     info: ModelInfo
 
@@ -49,7 +49,8 @@ def load(
     """
     group = group or SingleRank()
     raw = read_config(folder)
-    config = decoder_config(raw)
+    architecture = find_architecture(raw)
+    config = architecture.read_config(raw)
     of_rank = config_of_rank(config, group.size)
     length = _model_length(max_model_len, config)
     checkpoint = Checkpoint(folder)
@@ -58,9 +59,9 @@ def load(
         head = _head(folder, config, checkpoint)
         if head is Head.NONE:
             _refuse_own_code(raw)
-        model = CausalLM(of_rank, head, group)
+        model = architecture.build(of_rank, head, group)
     load_weights(model, checkpoint, DTYPES[name], device, lambda tensor: part_of(tensor, group))
-    model.model.frequencies = model.model.frequencies.to(device)
+    model.place(device)
     info = ModelInfo(
         vocab_size=config.vocab_size,
         max_model_len=length,

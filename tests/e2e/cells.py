@@ -78,6 +78,15 @@ async def ask_whole(service: Service) -> dict[str, Json]:
     return {name: comparable(answer) for name, (_, answer) in zip(CELLS, answers, strict=True)}
 
 
+async def ask_embeddings(service: Service) -> Json:
+    """Embeddings of a few prompts, one longer than a step; ``usage`` beside them."""
+    prompts = ["lamp: fox", "The old moose sat near the lake.", "comet: ginger\n" * 40]
+    body = {"model": "kvbaton-demo", "input": prompts}
+    status, answer = await service.post("/v1/embeddings", body)
+    assert status == 200, answer
+    return {"embeddings": answer["data"], "usage": answer["usage"]}
+
+
 async def ask_streamed(service: Service, on_event: Callable[[str], None] = lambda _: None) -> dict[str, Json]:
     """Every cell that can stream at the same time, put together; ``on_event`` is told whose event came."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cells import CELLS, STREAMED, ask_streamed, ask_whole, of_whole, told
+from tests.e2e.cells import CELLS, STREAMED, ask_embeddings, ask_streamed, ask_whole, of_whole, told
 from tests.service import Service, counter, running_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -24,17 +24,21 @@ EVENTS_BEFORE_DEATH = 20
 async def test_every_cell_is_the_same_in_every_form_and_after_a_death(tmp_path: Path) -> None:
     """Whole responses byte by byte but for id, time and cached tokens (log probabilities to 1e-4), streams put together."""
     whole: dict[str, dict[str, Any]] = {}
+    embedded: dict[str, dict[str, Any]] = {}
     for form, arguments in FORMS.items():
         folder = tmp_path / form
         folder.mkdir()
         async with running_service(folder, "--num-threads", "1", "--dtype", "float32", *arguments) as service:
             whole[form] = await ask_whole(service)
             check_same(whole[form], whole["aggregated"], form)
+            embedded[form] = await ask_embeddings(service)
+            check_same(embedded[form], embedded["aggregated"], form)
             expected = {name: of_whole(whole[form][name]) for name in STREAMED}
             check_same(await ask_streamed(service), expected, f"{form}, streamed")
             if form == "tcp":
                 check_same(await ask_while_a_worker_dies(service), expected, "after a death")
     check_that_the_cells_ask_for_something(whole["aggregated"])
+    assert len({str(one["embedding"]) for one in embedded["aggregated"]["embeddings"]}) == 3
 
 
 def check_same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
@@ -58,12 +62,7 @@ async def ask_while_a_worker_dies(service: Service) -> dict[str, Any]:
 
     asking = asyncio.create_task(ask_streamed(service, count))
     await halfway.wait()
-    workers = [process for process in service.processes if process["role"] == "decode"]
-    states = [await service.state_of(worker["admin"]) for worker in workers]
-    _, victim = max(
-        (len(state["requests"]), worker["pid"]) for state, worker in zip(states, workers, strict=True)
-    )
-    os.kill(victim, signal.SIGKILL)
+    os.kill(await service.busiest_decoder(), signal.SIGKILL)
     answers = await asking
     assert counter(await service.metrics("router"), "kvbaton_request_replays_total") > 0
     return answers

@@ -8,7 +8,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from contract.errors import SettingError
-from engine.models.registry import decoder_config
+from engine.models.registry import find_architecture
 from engine.models.rope import inverse_frequencies
 
 BASE: dict[str, Any] = {
@@ -24,7 +24,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def config_of(family: str = "Llama", **fields: Any) -> Any:
-    return decoder_config({**BASE, "architectures": [f"{family}ForCausalLM"], **fields})
+    return read_config({"architectures": [f"{family}ForCausalLM"], **fields})
+
+
+def read_config(fields: dict[str, Any]) -> Any:
+    raw = {**BASE, **fields}
+    return find_architecture(raw).read_config(raw)
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -74,7 +79,7 @@ def test_variations_of_the_families() -> None:
 )
 def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words) as caught:
-        decoder_config({**BASE, **fields})
+        read_config(fields)
     assert caught.value.param == "model"
 
 

@@ -124,8 +124,9 @@ def test_what_is_no_number_is_counted(folder: Path, kind: Kind) -> None:
     driver = Driver(folder)
     model = driver.runner._loaded
     assert model is not None
-    model.model.model.embed_tokens.weight.data = model.model.model.embed_tokens.weight.data.clone()
-    model.model.model.embed_tokens.weight.data[PROMPT[-1]] = float("nan")
+    embedding = model.model.get_parameter("model.embed_tokens.weight")
+    embedding.data = embedding.data.clone()
+    embedding.data[PROMPT[-1]] = float("nan")
     driver.add("bad", PROMPT, pooling=PoolingParams(kind))
     driver.add("good", SHORT, pooling=PoolingParams(kind))
     output = driver.step({"bad": len(PROMPT), "good": len(SHORT)})

@@ -1,0 +1,95 @@
+"""A router and whole workers in this process: real engines, real gRPC, real transports between them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.identity import Role, new_boot_id
+from decode_service.servicer import DecodeServicer
+from engine.client import InProcessClient
+from kv_transfer.connector import TransferFactory
+from kv_transfer.settings import TransportName
+from prefill_service.servicer import PrefillServicer
+from router.service import RouterService
+from router.settings import RouterSettings
+from worker.aggregated import AggregatedServicer
+from worker.service import exposed
+from worker.settings import WorkerSettings
+from worker.worker import Worker, WorkerIdentity
+
+_SECRET = "a secret of the tests"
+_SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.BOTH: AggregatedServicer}
+
+
+@dataclass
+class LocalWorker:
+    """One worker and the task that keeps it at its router."""
+
+    worker: Worker
+    run: asyncio.Task[None]
+
+    def die(self) -> None:
+        """Without a goodbye: for the router it is dead."""
+        self.run.cancel()
+
+
+@dataclass
+class LocalService:
+    """The router's public HTTP address, and its workers."""
+
+    http: str
+    workers: list[LocalWorker]
+
+    def busiest_decoder(self) -> LocalWorker:
+        """Of the workers that decode, the one with the most requests."""
+        decoders = [one for one in self.workers if one.worker.identity.role is not Role.PREFILL]
+        return max(decoders, key=lambda one: one.worker.num_requests)
+
+
+@asynccontextmanager
+async def running_in_process(
+    folder: Path, model: Path, roles: list[Role], transport: TransportName
+) -> AsyncIterator[LocalService]:
+    """A router with a worker for each of ``roles``, in float32."""
+    secret_file = folder / "secret"
+    secret_file.write_text(_SECRET)
+    secret_file.chmod(0o600)
+    free: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+    async with AsyncExitStack() as stack:
+        router = RouterService(RouterSettings(**free, secret=_SECRET))
+        await router.start()
+        stack.push_async_callback(router.stop)
+        workers = []
+        for index, role in enumerate(roles):
+            settings = WorkerSettings(
+                model=model,
+                router=router.addresses.internal,
+                secret_file=secret_file,
+                worker_id=f"{role.value}-{index}",
+                dtype="float32",
+                transport=transport,
+                kv_cache_bytes=16 * 2**20,
+                peer_timeout_seconds=20.0,
+            )
+            workers.append(await _start_worker(stack, role, settings))
+        async with asyncio.timeout(20):
+            await router.wait_ready()
+        yield LocalService(router.addresses.http, workers)
+
+
+async def _start_worker(stack: AsyncExitStack, role: Role, settings: WorkerSettings) -> LocalWorker:
+    identity = WorkerIdentity(role, str(settings.worker_id), new_boot_id())
+    transfer = settings.transfer(role, identity.worker_id, identity.boot_id)
+    factory = None if role is Role.BOTH else TransferFactory(transfer)
+    engine = await InProcessClient.start(settings.engine(), factory)
+    stack.push_async_callback(engine.shutdown)
+    worker = Worker(identity, settings, engine)
+    addresses = await stack.enter_async_context(exposed(worker, settings, _SERVICERS[role]))
+    run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
+    stack.push_async_callback(asyncio.wait, [run])
+    stack.callback(run.cancel)
+    await worker.wait_ready()
+    return LocalWorker(worker, run)

@@ -1,0 +1,100 @@
+"""Tool calls, reasoning, characters and stop strings through whole services: what is seen is the parser over the text."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from contract.identity import Role
+from kv_transfer.settings import TransportName
+from tests.e2e.in_process import running_in_process
+from tests.e2e.scripted_cells import (
+    STOPS,
+    ask_streamed,
+    ask_whole,
+    ask_with_a_death,
+    characters_and_stops,
+    corpus_of,
+    expected,
+    long_cells_of,
+    tools_and_reasoning_of,
+)
+from tests.scripted_checkpoint import FORMATS, make_scripted_checkpoint
+from tests.service import counter, running_service
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
+
+FORMS: dict[str, tuple[list[Role], TransportName]] = {
+    "aggregated": ([Role.BOTH], "auto"),
+    "shm": ([Role.PREFILL, Role.DECODE], "shm"),
+    "tcp": ([Role.PREFILL, Role.DECODE, Role.DECODE], "tcp"),
+}
+MORTAL: dict[str, tuple[list[Role], TransportName]] = {
+    "hermes": ([Role.PREFILL, Role.DECODE, Role.DECODE], "tcp"),
+    "qwen": ([Role.PREFILL, Role.DECODE, Role.DECODE], "shm"),
+    "llama3": ([Role.PREFILL, Role.DECODE, Role.DECODE], "shm"),
+    "mistral": ([Role.BOTH, Role.BOTH], "auto"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FORMATS)
+async def test_calls_and_reasoning_whole_and_streamed(family: str, form: str, tmp_path: Path) -> None:
+    model = make_scripted_checkpoint(tmp_path / "model", family)
+    cells = tools_and_reasoning_of(family)
+    wanted = expected(cells, model)
+    async with running_in_process(tmp_path, model, *FORMS[form]) as service:
+        assert await ask_whole(service.http, cells) == wanted
+        assert await ask_streamed(service.http, cells) == wanted
+    (seen,) = wanted["text and calls"]
+    assert (seen.content, seen.finish_reason, len(seen.calls)) == ("Let me see.", "tool_calls", 2)
+    (thoughtful,) = wanted["reasoning and calls"]
+    assert (thoughtful.reasoning, thoughtful.calls) == ("Hm, 世界…", seen.calls)
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_characters_cut_at_every_token_and_stop_strings(form: str, tmp_path: Path) -> None:
+    model = make_scripted_checkpoint(tmp_path / "model")
+    cells = characters_and_stops()
+    wanted = expected(cells, model)
+    async with running_in_process(tmp_path, model, *FORMS[form]) as service:
+        assert await ask_whole(service.http, cells) == wanted
+        assert await ask_streamed(service.http, cells) == wanted
+    assert {seen.stop_reason for (seen,) in wanted.values()} == {None, *STOPS}
+
+
+@pytest.mark.parametrize("family", FORMATS)
+async def test_all_that_the_parsers_are_tested_on_is_handed_over(family: str, tmp_path: Path) -> None:
+    model = make_scripted_checkpoint(tmp_path / "model", family)
+    cells = corpus_of(family)
+    async with running_in_process(tmp_path, model, *FORMS["shm"]) as service:
+        assert await ask_streamed(service.http, cells) == expected(cells, model)
+
+
+@pytest.mark.parametrize("family", MORTAL)
+async def test_a_worker_that_is_lost_in_the_middle(family: str, tmp_path: Path) -> None:
+    model = make_scripted_checkpoint(tmp_path / "model", family)
+    cells = long_cells_of(family)
+    async with running_in_process(tmp_path, model, *MORTAL[family]) as service:
+
+        async def kill() -> None:
+            victim = service.busiest_decoder()
+            assert victim.worker.num_requests
+            victim.die()
+
+        assert await ask_with_a_death(service.http, cells, kill) == expected(cells, model)
+
+
+async def test_a_decode_worker_that_is_killed_in_the_middle(tmp_path: Path) -> None:
+    """The same with processes, and SIGKILL."""
+    model = make_scripted_checkpoint(tmp_path / "model")
+    cells = long_cells_of("hermes")
+    flags = ("--prefill", "1", "--decode", "2", "--transport", "tcp", "--num-threads", "1")
+    async with running_service(tmp_path, "--model", str(model), *flags) as service:
+
+        async def kill() -> None:
+            os.kill(await service.busiest_decoder(), signal.SIGKILL)
+
+        assert await ask_with_a_death(service.http, cells, kill) == expected(cells, model)
+        assert counter(await service.metrics("router"), "kvbaton_request_replays_total") > 0
