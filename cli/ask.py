@@ -83,19 +83,17 @@ def openai_shape(url: str) -> Iterator[None]:
         raise UnavailableError(f"{url} does not answer as an OpenAI service: {error!r}") from error
 
 
-async def ask_grpc(
-    address: str, request: pb.GenerateRequest, metadata: Mapping[str, str] | None = None
-) -> Answer:
-    """Call Generate at ``address`` with ``metadata`` and put its first choice together.
+async def ask_grpc(endpoint: Endpoint, address: str, request: pb.GenerateRequest) -> Answer:
+    """Call Generate of a service whose gRPC port is ``address`` and put its first choice together.
 
     Raises UnavailableError with gRPC's details.
     """
     parts: list[str] = []
     finish_reason, usage, timings = "", pb.Usage(), pb.Timings()
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with await endpoint.open_channel(address) as channel:
         try:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            async for reply in stub.Generate(request, metadata=tuple((metadata or {}).items())):
+            async for reply in stub.Generate(request, metadata=tuple(endpoint.headers.items())):
                 for choice in reply.choices:
                     parts.append(choice.text)
                     if choice.finish_reason:

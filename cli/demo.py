@@ -7,7 +7,7 @@
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +18,6 @@ from cli.endpoint import Endpoint, local_endpoint
 from cli.local import run_local
 from cli.processes import ROUTER
 from cli.settings import DEMO, DemoSettings
-from contract.errors import SettingError
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
 from serving.settings import split_address
@@ -36,7 +35,7 @@ _PLAIN = "Who are you?"
 _MAX_TOKENS = 32
 _READY = """
 kvbaton is ready. Try:
-  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
+  curl {url}/v1/chat/completions{options} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
 Ctrl-C stops everything."""
 
@@ -45,11 +44,6 @@ def demo(arguments: Sequence[str]) -> None:
     """``kvbaton demo``."""
     settings = parse(DemoSettings, "kvbaton demo", arguments)
     configure_logs("demo", settings.log_level)
-    if local_endpoint(settings, {"http": settings.http}).tls:
-        raise SettingError(
-            "tls_certificate_file is set, and the demo asks without TLS: unset it, or start `kvbaton up`",
-            param="tls_certificate_file",
-        )
     console = Console(highlight=False, soft_wrap=True)
     busy = busy_defaults(settings)
     for name in busy:
@@ -95,13 +89,15 @@ class Demo:
         model = await served_model(endpoint)
         question, greeting = (QUESTION, GREETING) if self._settings.model == DEMO else (_PLAIN, _PLAIN)
         by_http = await _chat(endpoint, model, question)
-        by_grpc = await _generate(grpc_address, greeting, endpoint.headers)
+        by_grpc = await _generate(endpoint, grpc_address, greeting)
         self._status.stop()
         self._tell("OpenAI HTTP", question, by_http)
         self._tell("gRPC Generate", greeting, by_grpc)
         self._console.print(latency_table({"OpenAI HTTP": by_http, "gRPC Generate": by_grpc}))
-        key = " -H 'Authorization: Bearer KEY'" if endpoint.api_key else ""
-        self._console.print(_READY.format(url=url, model=model, key=key), markup=False)
+        options = (" -k" if endpoint.tls else "") + (
+            " -H 'Authorization: Bearer KEY'" if endpoint.api_key else ""
+        )
+        self._console.print(_READY.format(url=url, model=model, options=options), markup=False)
         await stopped.wait()
 
     def _tell(self, way: str, question: str, answer: Answer) -> None:
@@ -122,9 +118,9 @@ async def _chat(endpoint: Endpoint, model: str, question: str) -> Answer:
     return await ask_http(endpoint, "chat/completions", body)
 
 
-async def _generate(address: str, text: str, metadata: Mapping[str, str]) -> Answer:
+async def _generate(endpoint: Endpoint, address: str, text: str) -> Answer:
     sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, temperature=0)
-    return await ask_grpc(address, pb.GenerateRequest(text=text, sampling=sampling), metadata)
+    return await ask_grpc(endpoint, address, pb.GenerateRequest(text=text, sampling=sampling))
 
 
 def latency_table(answers: dict[str, Answer]) -> Table:

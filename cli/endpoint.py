@@ -1,14 +1,18 @@
 """Where a service is asked, and what it takes to be let in."""
 
+import asyncio
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
+import grpc
+import grpc.aio
 
 from cli.child_settings import from_file
 from cli.settings import ClientSettings, LocalSettings, child_environment, variable
-from contract.errors import SettingError
+from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
 from serving.api_keys import first_key
 from worker.launch import Facts
@@ -18,11 +22,16 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A service's HTTP API. tls: which certificates it may show; None takes those that this machine trusts."""
+    """A service's HTTP API, and its gRPC API beside it.
+
+    tls: which certificates it may show; None takes those that this machine trusts. certificate: the file of the one
+    that it shows, where that is known.
+    """
 
     url: str
     api_key: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
+    certificate: Path | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -36,6 +45,32 @@ class Endpoint:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             connector=aiohttp.TCPConnector(limit=max_connections, ssl=self.tls or True),
         )
+
+    async def open_channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to the service's gRPC port: with TLS where the certificate is known, else without.
+
+        Raises UnavailableError when the HTTP port, which is asked for the certificate's name, does not show it.
+        """
+        if self.certificate is None:
+            return grpc.aio.insecure_channel(address)
+        credentials = grpc.ssl_channel_credentials(self.certificate.read_bytes())
+        # gRPC always compares names, and this certificate may be for any.
+        name = ("grpc.ssl_target_name_override", await self._certified_name())
+        return grpc.aio.secure_channel(address, credentials, options=[name])
+
+    async def _certified_name(self) -> str:
+        """A name that the certificate of the HTTP port is for."""
+        where = urlsplit(self.url)
+        try:
+            _, writer = await asyncio.open_connection(where.hostname, where.port, ssl=self.tls)
+        except OSError as error:
+            raise UnavailableError(f"{self.url} does not show {self.certificate}: {error}") from error
+        names = writer.get_extra_info("peercert").get("subjectAltName", ())
+        writer.transport.abort()
+        for kind, name in names:
+            if kind in ("DNS", "IP Address"):
+                return str(name).replace("*", "any")
+        raise UnavailableError(f"{self.certificate} is for no host name and no IP address; gRPC refuses it")
 
 
 def endpoint_at(url: str, settings: ClientSettings) -> Endpoint:
@@ -55,7 +90,7 @@ def local_endpoint(settings: LocalSettings, facts: Facts) -> Endpoint:
     certificate = environment.get(variable("tls_certificate_file"))
     if not certificate:
         return Endpoint(f"http://{facts['http']}", key)
-    return Endpoint(f"https://{facts['http']}", key, _pinned(Path(certificate)))
+    return Endpoint(f"https://{facts['http']}", key, _pinned(Path(certificate)), Path(certificate))
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:

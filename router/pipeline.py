@@ -160,8 +160,9 @@ class Pipeline:
 
 
 async def _tokenized(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
-    """Long texts are tokenized in a thread, so that they do not hold up the tokens of others."""
+    """Long texts are tokenized in a thread, and between short ones others go on: nobody's tokens are held up."""
     if isinstance(asked.prompt, tuple) or len(str(asked.prompt)) < _LONG_PROMPT_CHARACTERS:
+        await asyncio.sleep(0)
         return tokenize(asked, card)
     return await asyncio.to_thread(tokenize, asked, card)
 

@@ -23,6 +23,7 @@ from router.membership import MembershipServicer
 from router.metrics import RouterMetrics
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
+from router.readiness import what_is_missing
 from router.registry import Registry
 from router.relay import Relays
 from router.running import RunningRequests
@@ -32,6 +33,7 @@ from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
 from serving.api_keys import ApiKeys
 from serving.grpc_keys import ApiKeyInterceptor
+from serving.grpc_messages import MessageInterceptor
 from serving.grpc_options import internal_server_options, public_server_options
 from serving.grpc_server import start_grpc
 from serving.http_server import HttpServer, start_http
@@ -85,7 +87,10 @@ class RouterService:
         self._health = health.aio.HealthServicer()
         self._watchers: list[asyncio.Task[None]] = []
         self._admin = AdminServer(
-            settings.admin, is_healthy=lambda: True, state=self._debug_state, metrics=self._collector
+            settings.admin,
+            missing=lambda: what_is_missing(self._models, self._registry),
+            state=self._debug_state,
+            metrics=self._collector,
         )
         self._http: HttpServer | None = None
         self._public: grpc.aio.Server | None = None
@@ -112,7 +117,7 @@ class RouterService:
     @property
     def is_ready(self) -> bool:
         """True when a request can be answered: the model is known and workers for both legs are attached."""
-        return self._models.is_known and self._registry.missing() is None
+        return what_is_missing(self._models, self._registry) is None
 
     async def wait_ready(self) -> None:
         """Block until ``is_ready``."""
@@ -182,7 +187,7 @@ class RouterService:
 
     async def _start_public(self) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(
-            interceptors=[ApiKeyInterceptor(self._keys)],
+            interceptors=[ApiKeyInterceptor(self._keys), MessageInterceptor(_INFERENCE)],
             options=public_server_options(self._settings.max_body_bytes),
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(

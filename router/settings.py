@@ -42,7 +42,7 @@ class RouterSettings(Settings):
     internal: Address = "127.0.0.1:0"
     """HOST:PORT where workers register; they need the cluster secret."""
     admin: Address = "127.0.0.1:0"
-    """HOST:PORT of /health, /metrics and /debug/state for operators."""
+    """HOST:PORT of /health, /ready, /metrics and /debug/state for operators; plain HTTP, without API keys."""
     model: Path | None = None
     """Folder of the model (its small files are enough); unset: fetched from the first worker."""
     served_model_name: str | None = None
@@ -60,7 +60,7 @@ class RouterSettings(Settings):
     cors_origins: Annotated[str, AfterValidator(_check_origins)] | None = None
     """Origins of web pages that may call the HTTP API, separated by commas; * is every one."""
     tls_certificate_file: Path | None = None
-    """Certificate (PEM, with its chain) of the HTTP and gRPC APIs, which then speak TLS only."""
+    """Certificate (PEM, with its chain) of the HTTP and gRPC APIs, which then speak TLS only; read again when it changes."""
     tls_key_file: Path | None = None
     """Its private key (PEM, without a passphrase)."""
     strict_api: bool = False

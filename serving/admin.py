@@ -1,4 +1,4 @@
-"""Every process's own loopback port: ``/health``, ``/metrics``, ``/debug/state``."""
+"""Every process's own loopback port: ``/health``, ``/ready``, ``/metrics``, ``/debug/state``; plain HTTP, no API key."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -7,29 +7,30 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.registry import Collector
 
+from serving.health import health_response
 from serving.http_server import HttpServer, start_http
 from serving.metrics import CONTENT_TYPE, render
 from serving.process_facts import process_facts
 
 
 class AdminServer:
-    """Serves the three pages on ``address`` between ``start`` and ``stop``.
+    """Serves the pages on ``address`` between ``start`` and ``stop``.
 
-    is_healthy: True is answered with 200 and ``{"status": "ok"}``, False with 503. state: plain data for
-    ``/debug/state``, to which the process's own facts are added as ``process``. metrics: a collector that holds the
-    values of this moment.
+    missing: what the process cannot do its work without, None where it has all; ``/health`` and ``/ready`` tell it. state:
+    plain data for ``/debug/state``, to which the process's own facts are added as ``process``. metrics: a collector
+    that holds the values of this moment.
     """
 
     def __init__(
         self,
         address: str,
         *,
-        is_healthy: Callable[[], bool],
+        missing: Callable[[], str | None],
         state: Callable[[], Awaitable[dict[str, Any]]],
         metrics: Callable[[], Awaitable[Collector]],
     ) -> None:
         self._asked_address = address
-        self._is_healthy = is_healthy
+        self._missing = missing
         self._state = state
         self._metrics = metrics
         self._server: HttpServer | None = None
@@ -42,7 +43,8 @@ class AdminServer:
     async def start(self) -> None:
         """Listen. Raises SettingError when the address cannot be bound."""
         app = web.Application()
-        app.router.add_get("/health", self._get_health)
+        for path in ("/health", "/ready"):
+            app.router.add_get(path, self._get_health)
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/debug/state", self._get_state)
         self._server = await start_http(app, self._asked_address, param="admin", shutdown_timeout_seconds=1.0)
@@ -54,10 +56,7 @@ class AdminServer:
             await server.close()
 
     async def _get_health(self, _: web.Request) -> web.Response:
-        healthy = self._is_healthy()
-        return web.json_response(
-            {"status": "ok" if healthy else "unavailable"}, status=200 if healthy else 503
-        )
+        return health_response(self._missing())
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=render(await self._metrics()), headers={"Content-Type": CONTENT_TYPE})

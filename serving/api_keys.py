@@ -7,10 +7,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from contract.errors import SettingError, UnauthenticatedError
+from serving.file_stamp import Stamp, stamp_of
 
 logger = logging.getLogger(__name__)
 
-_Stamp = tuple[int, ...] | None
 _COMMENT = re.compile(r"(^|\s)#.*")
 _KEY = re.compile(r"[!-~]+")
 
@@ -25,10 +25,10 @@ class ApiKeys:
     def __init__(self, keys: str | None = None, file: Path | None = None) -> None:
         self._file = file
         self._given = _digests(_listed(keys))
-        self._stamp: _Stamp = None
+        self._stamp: Stamp = None
         self._read: tuple[bytes, ...] = ()
         if file is not None:
-            self._stamp = _stamp(file)
+            self._stamp = stamp_of(file)
             self._read = _digests(_read(file))
 
     @property
@@ -52,7 +52,7 @@ class ApiKeys:
     def _known(self) -> tuple[bytes, ...]:
         if self._file is None:
             return self._given
-        stamp = _stamp(self._file)
+        stamp = stamp_of(self._file)
         if stamp != self._stamp:
             self._stamp, self._read = stamp, ()
             try:
@@ -68,15 +68,6 @@ def first_key(keys: str | None, file: Path | None) -> str | None:
     """One of those that ``ApiKeys`` of the same arguments lets in; None where it asks for none. Raises SettingError."""
     found = _listed(keys) or (_read(file) if file is not None else [])
     return found[0] if found else None
-
-
-def _stamp(file: Path) -> _Stamp:
-    """What changes with a file; None where there is none."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 def _listed(keys: str | None) -> list[str]:

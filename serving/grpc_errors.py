@@ -1,8 +1,10 @@
 """How our errors travel over gRPC: a code, a message, and the details of google.rpc for programs."""
 
+import asyncio
 from typing import Any
 
 import grpc
+import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
@@ -17,10 +19,16 @@ ERROR_DOMAIN = "kvbaton"
 
 
 async def abort(context: Any, error: KvbatonError, request_id: str = "") -> None:
-    """End a call with an error's code, message and details. Does not return."""
+    """End a call with an error's code, message and details. Does not return.
+
+    Raises CancelledError where the call ended before (its deadline passed, its client left), as gRPC itself does.
+    """
     status = rpc_status.to_status(_rich(error, request_id))
     trailing = (*status.trailing_metadata, (ERROR_KIND_KEY, error.kind.value))
-    await context.abort(status.code, status.details, trailing)
+    try:
+        await context.abort(status.code, status.details, trailing)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 def refusing(handler: Any, error: KvbatonError) -> Any:

@@ -1,20 +1,81 @@
-"""TLS of the public ports: one certificate and its key, read once at the start."""
+"""TLS of the public ports: one certificate and its key, read again when they have changed.
 
+Every handshake looks at the files. A renewed pair is shown from the next connection on, and open connections live on
+with the old one; so does everybody while the files cannot be used, as between the writing of one and of the other.
+"""
+
+import logging
 import ssl
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc
 
 from contract.errors import SettingError
+from serving.file_stamp import Stamp, stamp_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tls:
-    """What HTTP and gRPC servers need to show the same certificate."""
+class _Pair:
+    """A certificate and its key, in the shapes that HTTP and gRPC servers take."""
 
     context: ssl.SSLContext
-    credentials: grpc.ServerCredentials = field(repr=False)
+    configuration: grpc.ServerCertificateConfiguration
+
+
+class Tls:
+    """What HTTP and gRPC servers need to show the same certificate. Owns the newest pair that could be used.
+
+    context: for an HTTP server. credentials: for a gRPC server, whose own threads ask for the pair; hence the lock.
+    Raises SettingError for files that cannot be used at the start.
+    """
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._certificate = certificate
+        self._key = key
+        self._lock = threading.Lock()
+        self._stamps = self._look()
+        self._pair = self._shown_by_grpc = _read_pair(certificate, key)
+        self.context = self._pair.context
+        self.context.sni_callback = self._show
+        # The library's stubs forget that None says "unchanged".
+        renewed = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)
+        self.credentials = grpc.dynamic_ssl_server_credentials(self._pair.configuration, renewed)
+
+    def _look(self) -> tuple[Stamp, Stamp]:
+        return stamp_of(self._certificate), stamp_of(self._key)
+
+    def _newest(self) -> _Pair:
+        """The files' pair if they have changed and can be used, else the last one; the lock is held."""
+        stamps = self._look()
+        if stamps != self._stamps:
+            self._stamps = stamps
+            try:
+                self._pair = _read_pair(self._certificate, self._key)
+            except SettingError as error:
+                logger.error("%s; the certificate that was read before stays", error.message)
+            else:
+                logger.info("tls_certificate_file %s was read again", self._certificate)
+        return self._pair
+
+    def _show(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Called in each handshake over HTTP, also in those that name no server."""
+        with self._lock:
+            connection.context = self._newest().context
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called in each handshake over gRPC; None where it has the newest pair."""
+        with self._lock:
+            pair = self._newest()
+            if pair is self._shown_by_grpc:
+                return None
+            self._shown_by_grpc = pair
+            return pair.configuration
 
 
 def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
@@ -29,6 +90,10 @@ def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
         if certificate is not None:
             missing, given = given, missing
         raise SettingError(f"{given} is set but {missing} is not; TLS needs both", param=missing)
+    return Tls(certificate, key)
+
+
+def _read_pair(certificate: Path, key: Path) -> _Pair:
     chain_bytes = _read(certificate, "tls_certificate_file")
     key_bytes = _read(key, "tls_key_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -38,7 +103,9 @@ def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
         context.load_cert_chain(certificate, key, password=_no_password)
     except ssl.SSLError as error:
         raise _unusable(certificate, key, error) from error
-    return Tls(context, grpc.ssl_server_credentials([(key_bytes, chain_bytes)]))
+    except OSError as error:
+        raise _unreadable(certificate, "tls_certificate_file", error) from error
+    return _Pair(context, grpc.ssl_server_certificate_configuration([(key_bytes, chain_bytes)]))
 
 
 def _no_password() -> str:
@@ -49,9 +116,11 @@ def _read(path: Path, param: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise SettingError(
-            f"{param} {path} cannot be read: {error.strerror or error}", param=param
-        ) from error
+        raise _unreadable(path, param, error) from error
+
+
+def _unreadable(path: Path, param: str, error: OSError) -> SettingError:
+    return SettingError(f"{param} {path} cannot be read: {error.strerror or error}", param=param)
 
 
 def _unusable(certificate: Path, key: Path, error: ssl.SSLError) -> SettingError:

@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from contract.errors import InvalidRequestError, SettingError
+from contract.errors import InvalidRequestError, SettingError, UnsupportedFieldError
 from text.tools import AUTO, Tool, ToolChoice, parse_tool_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -98,8 +98,9 @@ def _content_text(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(text, str):
-            raise InvalidRequestError(
-                f"{where}[{index}] is of type {kind!r}; this version takes parts of type 'text' with a string",
+            is_unserved = isinstance(kind, str) and kind != "text"
+            raise (UnsupportedFieldError if is_unserved else InvalidRequestError)(
+                f"{where}[{index}] is of type {str(kind)[:40]!r}; this version takes parts of type 'text' with a string",
                 param=f"{where}[{index}]",
             )
         texts.append(text)

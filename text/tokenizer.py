@@ -59,8 +59,10 @@ class Tokenizer:
         return cls(backend, config)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens written in it count as such."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of ``text``; special tokens written in it count as such. Other threads run meanwhile."""
+        # The library's plain ``encode`` holds the GIL.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; bytes that are no UTF-8 become U+FFFD. Unknown ids give nothing."""

@@ -91,7 +91,10 @@ async def exposed(
     )
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)
     admin = AdminServer(
-        settings.admin, is_healthy=lambda: worker.is_ready, state=worker.debug_state, metrics=_metrics(worker)
+        settings.admin,
+        missing=lambda: None if worker.is_ready else "no router is attached",
+        state=worker.debug_state,
+        metrics=_metrics(worker),
     )
     async with AsyncExitStack() as stack:
         bound = await start_grpc(server, f"{settings.host}:{settings.port}", param="port")

@@ -37,7 +37,7 @@ class WorkerSettings(Settings):
     """Port of the KV data that other workers fetch by transport tcp (or nixl or nccl); 0 picks a free one. Each further
     rank has the next one."""
     admin: Address = "127.0.0.1:0"
-    """HOST:PORT of /health, /metrics and /debug/state."""
+    """HOST:PORT of /health, /ready, /metrics and /debug/state."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

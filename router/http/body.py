@@ -23,7 +23,7 @@ async def read_body(request: web.Request, max_body_bytes: int, schema: Json) -> 
     """
     if request.content_type != "application/json":
         raise UnsupportedMediaTypeError(
-            f"the content type is {request.headers.get('Content-Type', 'missing')!r}; send application/json"
+            f"the content type is {request.headers.get('Content-Type') or 'missing'}; send application/json"
         )
     if (request.content_length or 0) > max_body_bytes:
         raise _too_large(max_body_bytes)

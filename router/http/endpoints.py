@@ -35,10 +35,12 @@ from router.http.tokenizing import TokenizerEndpoints
 from router.limits import MAX_PROMPTS
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
+from router.readiness import what_is_missing
 from router.registry import Registry
 from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, for_prompts, new_request_id
 from router.running import RunningRequests
 from router.settings import RouterSettings
+from serving.health import health_response
 from serving.metrics import CONTENT_TYPE, render
 
 
@@ -153,11 +155,7 @@ class Endpoints:
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health and /ready: 200 when a request can be answered now, else 503 and what is missing."""
-        missing = self._registry.missing() or (
-            None if self._models.is_known else "the model is not known yet"
-        )
-        status = {"status": "unavailable", "reason": missing} if missing else {"status": "ok"}
-        return web.json_response(status, status=503 if missing else 200)
+        return health_response(what_is_missing(self._models, self._registry))
 
     async def version(self, _: web.Request) -> web.Response:
         """GET /version."""

@@ -31,6 +31,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "documents": ([],),
     "prompt_embeds": (),
+    "lora_request": (),
+    "lora_path": (),
+    "prompt_adapter_request": (),
+    "mm_processor_kwargs": ({},),
     "spaces_between_special_tokens": (True, False),
 }
 """Field → the values (besides null) that ask for nothing. One that gets served moves to ``router.http.schema``."""

@@ -110,18 +110,18 @@ async def test_a_reply_of_another_shape_is_unavailable(reply: Any) -> None:
 
 
 async def test_a_grpc_answer_is_put_together(grpc_address: str) -> None:
-    answer = await ask_grpc(grpc_address, pb.GenerateRequest(text="count"))
+    answer = await ask_grpc(Endpoint(""), grpc_address, pb.GenerateRequest(text="count"))
     assert (answer.text, answer.finish_reason, answer.num_completion_tokens) == ("one two", "length", 2)
     assert answer.timings == pytest.approx(TIMINGS)
 
 
 async def test_a_grpc_error_is_told_with_its_details(grpc_address: str) -> None:
     with pytest.raises(UnavailableError, match="INVALID_ARGUMENT, the prompt is empty"):
-        await ask_grpc(grpc_address, pb.GenerateRequest())
+        await ask_grpc(Endpoint(""), grpc_address, pb.GenerateRequest())
 
 
 async def test_the_table_shows_milliseconds(grpc_address: str) -> None:
-    answer = await ask_grpc(grpc_address, pb.GenerateRequest(text="count"))
+    answer = await ask_grpc(Endpoint(""), grpc_address, pb.GenerateRequest(text="count"))
     console = Console(width=120)
     with console.capture() as capture:
         console.print(latency_table({"gRPC": answer}))

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import trustme
 from aiohttp import web
 
 from cli.arguments import parse
-from cli.ask import served_model
+from cli.ask import ask_grpc, served_model
 from cli.endpoint import endpoint_at, local_endpoint
 from cli.settings import RunSettings
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
+from protos import inference_pb2 as pb
 from router.testing import Script
 from serving.http_server import start_http
 from serving.tls import read_tls
@@ -112,15 +114,31 @@ async def test_the_own_service_is_trusted_by_its_certificate_alone(
     settings = parse(RunSettings, "kvbaton run", ["hello"])
     try:
         assert await served_model(local_endpoint(settings, {"http": server.address})) == "one"
-        write_certificate(trustme.CA(), tmp_path, "example.org")
+        (tmp_path / "other").mkdir()
+        other, _ = write_certificate(trustme.CA(), tmp_path / "other", "example.org")
+        monkeypatch.setenv("KVBATON_TLS_CERTIFICATE_FILE", str(other))
         with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
             await served_model(local_endpoint(settings, {"http": server.address}))
     finally:
         await server.close()
 
 
-async def test_the_demo_says_that_it_asks_without_tls(tmp_path: Path) -> None:
-    certificate, _ = write_certificate(trustme.CA(), tmp_path, "example.org")
-    code, output, errors = await kvbaton("demo", KVBATON_TLS_CERTIFICATE_FILE=str(certificate))
-    assert (code, output) == (2, "")
-    assert "the demo asks without TLS" in errors
+@pytest.mark.parametrize("name", ["example.org", "*.example.org", "127.0.0.1"])
+async def test_the_own_service_is_asked_over_grpc_by_its_certificate(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = write_certificate(trustme.CA(), tmp_path, name)
+    files = {"tls_certificate_file": certificate, "tls_key_file": key}
+    request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=4))
+    async with running_cluster(HELLO, (Role.BOTH,), api_keys=KEY, **files) as cluster:
+        addresses = cluster.service.addresses
+        monkeypatch.setenv("KVBATON_TLS_CERTIFICATE_FILE", str(certificate))
+        monkeypatch.setenv("KVBATON_API_KEYS", KEY)
+        endpoint = local_endpoint(parse(RunSettings, "kvbaton run", ["hello"]), addresses.as_dict())
+        assert (await ask_grpc(endpoint, addresses.grpc, request)).text == "hello"
+        (tmp_path / "other").mkdir()
+        other, _ = write_certificate(trustme.CA(), tmp_path / "other", name)
+        with pytest.raises(UnavailableError, match=r"gRPC .* UNAVAILABLE"):
+            await ask_grpc(replace(endpoint, certificate=other), addresses.grpc, request)
+        with pytest.raises(UnavailableError, match="does not show"):
+            await ask_grpc(replace(endpoint, url="https://127.0.0.1:1"), addresses.grpc, request)

@@ -139,7 +139,7 @@ async def test_run_answers_once(model: Path) -> None:
     assert output.strip()
 
 
-async def test_run_and_demo_show_a_key_to_the_service_that_they_start(
+async def test_run_and_demo_show_a_key_to_the_service_that_they_start_and_demo_asks_over_tls(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys"
@@ -151,9 +151,12 @@ async def test_run_and_demo_show_a_key_to_the_service_that_they_start(
     ) as command:
         output, _ = await command.process.communicate()
     assert command.process.returncode == 0, output.decode()
+    certificate, key = write_certificate(trustme.CA(), tmp_path, "example.org")
+    monkeypatch.setenv("KVBATON_TLS_CERTIFICATE_FILE", str(certificate))
+    monkeypatch.setenv("KVBATON_TLS_KEY_FILE", str(key))
     async with kvbaton("demo", *FREE_PORTS, "--model", str(model)) as command:
         await command.wait_for("Latency in ms")
-        await command.wait_for("Authorization: Bearer KEY")
+        await command.wait_for("-k -H 'Authorization: Bearer KEY'")
         assert await command.end(signal.SIGINT) == 0
     assert "in-file" not in "".join(command.lines)
 

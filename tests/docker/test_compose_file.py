@@ -73,7 +73,7 @@ def test_every_service_can_be_scaled_checked_and_stopped(name: str) -> None:
     if name in one_shots():
         assert service["healthcheck"] == {"disable": True}
         return
-    assert service["healthcheck"]["test"][:2] == ["CMD", "is-healthy"]
+    assert service["healthcheck"]["test"] == ["CMD", "is-healthy", "9101"]
     assert service["init"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["read_only"] is True
@@ -116,6 +116,7 @@ def test_the_dockerfile_needs_no_image_but_its_base() -> None:
     stages = set(re.findall(r" AS (\S+)$", DOCKERFILE, re.MULTILINE)) | {"${PYTHON_IMAGE}"}
     assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)) <= stages
     assert DOCKERFILE.count("USER 10001") == 2
+    assert DOCKERFILE.count('CMD ["is-healthy", "9101"]') == 2
     assert not list((ROOT / "docker").glob("*.py"))
 
 

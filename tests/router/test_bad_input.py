@@ -135,6 +135,10 @@ LATER: list[dict[str, Any]] = [
     {"web_search_options": {}},
     {"prediction": {"type": "content"}},
     {"guided_whitespace_pattern": " ?"},
+    {"lora_request": {"lora_name": "a"}},
+    {"lora_path": "a"},
+    {"prompt_adapter_request": {"prompt_adapter_name": "a"}},
+    {"mm_processor_kwargs": {"num_crops": 4}},
 ]
 
 
@@ -173,6 +177,23 @@ async def test_fields_that_come_later_are_refused_by_name() -> None:
             assert (status, error["code"]) == (400, "unsupported_parameter"), fields
             assert "not served by this version" in error["message"]
         assert cluster.workers["both-0"].decodes == []
+
+
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "unsupported_parameter"),
+        ({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}, "unsupported_parameter"),
+        ({"type": "text"}, None),
+        ({"text": "a"}, None),
+    ],
+)
+async def test_a_part_of_a_message_that_is_no_text_is_named(part: dict[str, Any], code: str | None) -> None:
+    content = [{"type": "text", "text": "What is this?"}, part]
+    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+        status, answer = await cluster.post(CHAT, {"messages": [{"role": "user", "content": content}]})
+        error = check_error(answer, 400, "messages[0].content[1]")
+    assert (status, error["code"]) == (400, code)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +247,7 @@ async def test_a_whole_surrogate_pair_is_fine() -> None:
         assert (await response.json())["usage"]["prompt_tokens"] == 4
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
 async def test_another_content_type_is_415(content_type: str) -> None:
     async with (
         running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster,
@@ -235,7 +256,10 @@ async def test_another_content_type_is_415(content_type: str) -> None:
         ) as response,
     ):
         assert response.status == 415
-        assert content_type in check_error(await response.json(), 415, None)["message"]
+        assert (
+            f"is {content_type or 'missing'}; send"
+            in check_error(await response.json(), 415, None)["message"]
+        )
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -14,6 +14,7 @@ ASK = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 async def test_whole_answer() -> None:
+    """A4."""
     async with running_cluster(Script(tokens=HELLO)) as cluster:
         status, answer = await cluster.post("/v1/chat/completions", {**ASK, "model": "tiny"})
     assert status == 200

@@ -45,6 +45,7 @@ async def attach_first(cluster: Cluster, role: Role) -> None:
 
 
 async def test_every_shape_of_input() -> None:
+    """A4."""
     async with running_cluster(by_length) as cluster:
         assert await embeddings(cluster, "ab") == [[*TABLE, 2.0]]
         assert await embeddings(cluster, ["abc", "a", "ab"]) == [[*TABLE, n] for n in (3.0, 1.0, 2.0)]

@@ -98,3 +98,20 @@ async def test_a_lost_worker_says_when_to_try_again(error: KvbatonError, seconds
     ):
         assert response.status == (503 if seconds else 500)
         assert response.headers.get("Retry-After") == seconds
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateOnce", "Tokenize"])
+async def test_bytes_that_are_no_message_are_the_clients_mistake(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_cluster(DONE, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+        path = f"/kvbaton.v1.Inference/{method}"
+        untyped: Any = channel
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            if method == "Generate":
+                await untyped.unary_stream(path)(b"\xff\xff").read()
+            else:
+                await untyped.unary_unary(path)(b"\xff\xff")
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "cannot be read" in (caught.value.details() or "")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -63,6 +63,19 @@ async def test_one_bad_prompt_refuses_them_all() -> None:
         await nothing_is_left(cluster)
 
 
+async def test_others_go_on_between_the_prompts_of_a_long_list() -> None:
+    """The last prompt is a bad one: nothing but tokenizing takes place."""
+    prompts = [*["hello"] * 999, "x" * 500]
+    async with running_cluster(echoing) as cluster:
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": prompts, "max_tokens": 4}))
+        num_turns = 0
+        while not asking.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert asking.result()[0] == 400
+    assert num_turns > len(prompts)
+
+
 async def test_an_error_of_one_answer_ends_the_others() -> None:
     def failing(task: pb.Task) -> Script:
         if list(task.prompt_token_ids) == [AGAIN]:

@@ -53,7 +53,7 @@ async def writing_cluster(
     tokens = [*(byte_ids(answer.encode()) if isinstance(answer, str) else answer), END]
     more = script if callable(script) else (lambda _: script or {})
     async with running_cluster(
-        lambda task: Script(tokens=tokens, **more(task)), (), model=model, **settings
+        lambda task: Script(**{"tokens": tokens, **more(task)}), (), model=model, **settings
     ) as cluster:
         for role in (Role.PREFILL, Role.DECODE):
             await cluster.add(role, max_model_len=LENGTH)

@@ -17,7 +17,7 @@ from serving.metrics import EngineCollector
 class Service:
     """What an admin port tells about."""
 
-    healthy = True
+    missing: str | None = None
 
     async def state(self) -> dict[str, Any]:
         return {"blocks": {"free": 7}, "roles": {"decode"}}
@@ -30,7 +30,7 @@ class Service:
 async def service() -> AsyncIterator[tuple[Service, str]]:
     service = Service()
     server = AdminServer(
-        "127.0.0.1:0", is_healthy=lambda: service.healthy, state=service.state, metrics=service.metrics
+        "127.0.0.1:0", missing=lambda: service.missing, state=service.state, metrics=service.metrics
     )
     await server.start()
     yield service, f"http://{server.address}"
@@ -42,12 +42,16 @@ async def get(url: str) -> tuple[int, str, str]:
         return response.status, response.headers["Content-Type"], await response.text()
 
 
-async def test_health_is_200_while_healthy_and_503_after(service: tuple[Service, str]) -> None:
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+async def test_health_is_200_while_nothing_is_missing_and_503_after(
+    path: str, service: tuple[Service, str]
+) -> None:
     state, url = service
-    assert (await get(f"{url}/health"))[0] == 200
-    state.healthy = False
-    status, _, text = await get(f"{url}/health")
-    assert (status, text) == (503, '{"status": "unavailable"}')
+    status, _, text = await get(f"{url}{path}")
+    assert (status, text) == (200, '{"status": "ok"}')
+    state.missing = "no router is attached"
+    status, _, text = await get(f"{url}{path}")
+    assert (status, text) == (503, '{"status": "unavailable", "reason": "no router is attached"}')
 
 
 async def test_metrics_are_the_old_text_format_whatever_is_asked_for(service: tuple[Service, str]) -> None:
@@ -80,7 +84,7 @@ async def test_debug_state_holds_the_service_and_the_process(service: tuple[Serv
 async def test_a_taken_port_is_refused_by_name(service: tuple[Service, str]) -> None:
     state, url = service
     address = url.removeprefix("http://")
-    second = AdminServer(address, is_healthy=lambda: True, state=state.state, metrics=state.metrics)
+    second = AdminServer(address, missing=lambda: None, state=state.state, metrics=state.metrics)
     with pytest.raises(SettingError, match=f"admin is {address}: cannot listen there"):
         await second.start()
 
@@ -88,7 +92,7 @@ async def test_a_taken_port_is_refused_by_name(service: tuple[Service, str]) -> 
 async def test_a_stopped_server_leaves_no_task_behind() -> None:
     service = Service()
     before = asyncio.all_tasks()
-    server = AdminServer("127.0.0.1:0", is_healthy=lambda: True, state=service.state, metrics=service.metrics)
+    server = AdminServer("127.0.0.1:0", missing=lambda: None, state=service.state, metrics=service.metrics)
     await server.start()
     await get(f"http://{server.address}/health")
     await server.stop()

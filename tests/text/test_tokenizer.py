@@ -1,6 +1,9 @@
 """Text to token ids as transformers does it, and the bytes of single tokens."""
 
+import asyncio
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +109,25 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(SettingError, match="not valid JSON"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads that want the GIL wait for a tenth of a millisecond only, where its holder can be interrupted."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_switches")
+async def test_others_run_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+    """A router's streams go on beside a prompt of half a million characters, which is tokenized in a thread."""
+    tokenizer = Tokenizer.from_folder(write_model(tmp_path / "tiny"))
+    encoding = asyncio.create_task(asyncio.to_thread(tokenizer.encode, "hello " * 100_000))
+    num_turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert len(encoding.result()) > 100_000
+    assert num_turns > 5_000
