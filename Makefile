@@ -51,7 +51,7 @@ test-slow: install ## run the tests that take minutes
 test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
 	$(BIN)/python -m pytest -m docker $(ARGS)
 
-test-sdk: install ## run langchain, litellm and npm's openai against a service, each in an environment of its own
+test-sdk: install ## run langchain, litellm, instructor, lm_eval and npm's openai against a service, in environments of their own
 	$(BIN)/python -m pytest -m sdk $(ARGS)
 
 mutants: install ## break one law at a time in a copy; a named test must see each (ARGS="--sample 3", or names)

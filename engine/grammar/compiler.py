@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError
 from contract.requests import MAX_GRAMMAR_BYTES, EngineRequest, Grammar
+from engine.grammar.json_schema import with_closed_objects
 from engine.grammar.matcher import GrammarMatcher, reason_of
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 Outcome = GrammarMatcher | KvbatonError
-_JSON: "JsonCompileOptions" = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
-"""What may stand between two things: else a model that has never written JSON goes on with spaces for ever."""
+_JSON: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}
+"""A space, or a new line and what indents it: else a model that has never written JSON goes on with spaces for ever."""
 _NUM_THREADS = 2
 _MAX_CACHED = 64
 _STACK_BYTES = MAX_GRAMMAR_BYTES * 2**11
@@ -136,7 +137,7 @@ def _library_form(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             is_any = grammar.text.strip() == "true"
-            return _library_schema("{}" if is_any else grammar.text)
+            return _library_schema("{}" if is_any else with_closed_objects(grammar.text))
         case "json_object":
             return _library_schema('{"type": "object"}')
         case "regex":

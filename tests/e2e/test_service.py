@@ -192,8 +192,8 @@ async def stream_text(service: Service, victim: int | None) -> str:
         async for line in stream.content:
             if line.strip():
                 lines.append(line.decode().removeprefix("data: "))
-            if len(lines) == 3 and victim is not None:
-                os.kill(victim, signal.SIGKILL)
+                if len(lines) == 3 and victim is not None:
+                    os.kill(victim, signal.SIGKILL)
     assert lines[-1] == "[DONE]\n"
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
 

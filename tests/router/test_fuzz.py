@@ -9,20 +9,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.identity import Role
+from protos import worker_pb2 as pb
 from router.http.response_input import ITEM_TYPES
-from router.http.schema import CHAT, COMPLETION, RESPONSE
+from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, RESPONSE, TOKENIZE
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_bad_input import SAY
 from tests.text.tiny_model import END, byte_ids
 
-ANSWER = Script(tokens=[*byte_ids("añ".encode()), END])
 _SECONDS = 20
-_BODIES: dict[str, tuple[Any, Any]] = {
-    "/v1/chat/completions": (CHAT, SAY),
-    "/v1/completions": (COMPLETION, {"prompt": "hello"}),
-    "/v1/responses": (RESPONSE, {"input": "hello"}),
+_BODIES: dict[str, tuple[Any, Any, int]] = {
+    "/v1/chat/completions": (CHAT, SAY, 200),
+    "/v1/completions": (COMPLETION, {"prompt": "hello"}, 200),
+    "/v1/responses": (RESPONSE, {"input": "hello"}, 200),
+    "/v1/embeddings": (EMBEDDING, {"input": "hello"}, 100),
+    "/tokenize": (TOKENIZE, {"prompt": "hello"}, 100),
+    "/detokenize": (DETOKENIZE, {"tokens": [2, 3]}, 100),
 }
+"""Path → its schema, a body that is answered, and how many bodies are tried."""
+_RESULTS = ("choices", "output", "data", "tokens", "prompt")
 _NUMBERS = st.integers() | st.integers(-3, 300) | st.floats(allow_nan=False, allow_infinity=False)
 _ATOMS = st.none() | st.booleans() | _NUMBERS | st.text(max_size=8)
 _JSON = st.recursive(
@@ -30,6 +35,14 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=8,
 )
+_OF_KIND: dict[str, st.SearchStrategy[Any]] = {
+    "null": st.none(),
+    "boolean": st.booleans(),
+    "integer": st.integers() | st.integers(-3, 300),
+    "number": _NUMBERS,
+    "string": st.text(max_size=8),
+    "object": st.dictionaries(st.text(max_size=6), _JSON, max_size=4),
+}
 _MESSAGE = st.fixed_dictionaries(
     {},
     optional={
@@ -45,12 +58,39 @@ _MESSAGE = st.fixed_dictionaries(
 )
 
 
+def _answer(task: pb.Task) -> Script:
+    told = [-1.0] * (len(task.prompt_token_ids) - 1)
+    return Script(tokens=[*byte_ids("añ".encode()), END], embedding=(0.5, 1.0), prompt_logprobs=told)
+
+
+def _near(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that have a described form, or one of whose parts has another."""
+    kinds = schema.get("type", [])
+    found: list[st.SearchStrategy[Any]] = [
+        _OF_KIND[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in _OF_KIND
+    ]
+    found += [st.just(schema["const"])] if "const" in schema else []
+    found += [st.sampled_from(schema["enum"])] if "enum" in schema else []
+    found += [_near(one) for one in schema.get("anyOf", ())]
+    if "items" in schema:
+        found.append(st.lists(_near(schema["items"]), max_size=3))
+    if "properties" in schema:
+        parts = {name: _near(one) for name, one in schema["properties"].items()}
+        needed = {name: parts.pop(name) for name in schema.get("required", ())}
+        found.append(st.fixed_dictionaries(needed, optional=parts))
+    right: st.SearchStrategy[Any] = st.one_of(found)
+    return st.integers(0, 7).flatmap(lambda number: right if number else _JSON)
+
+
 def _bodies(schema: dict[str, Any], base: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """Bodies of known fields with whatever values, of whatever JSON, and of bytes that are none."""
-    known: st.SearchStrategy[str] = st.sampled_from(sorted(schema["properties"]))
-    fields = st.dictionaries(known, _JSON, max_size=4)
+    """Bodies of known fields with values near what is described, of whatever JSON, and of bytes that are none."""
+    properties: dict[str, Any] = schema["properties"]
+    pairs = st.sampled_from(sorted(properties)).flatmap(
+        lambda name: st.tuples(st.just(name), _near(properties[name]))
+    )
+    fields = st.lists(pairs, max_size=4).map(dict)
     several = st.builds(lambda more: {**base, **more}, fields)
-    name = "input" if "input" in base else "messages"
+    name = "messages" if "messages" in properties else "input"
     chats = st.builds(lambda messages: {**base, name: messages}, st.lists(_MESSAGE, max_size=3))
     written = st.one_of(several, several, fields, chats, _JSON).map(lambda body: json.dumps(body).encode())
     cut = st.builds(lambda raw, at: raw[: at % (len(raw) + 1)], written, st.integers(0, 10**6))
@@ -74,16 +114,17 @@ async def _ask(cluster: Cluster, path: str, body: bytes) -> None:
         assert last == "data: [DONE]" or last.startswith("event: response."), (body, text)
     else:
         answer = json.loads(text)
-        assert answer.get("choices") or answer["output"], body
+        assert any(name in answer for name in _RESULTS), body
 
 
 @pytest.mark.parametrize("path", sorted(_BODIES))
 async def test_no_body_is_a_5xx_or_a_hang(path: str) -> None:
     loop = asyncio.get_running_loop()
-    async with running_cluster(ANSWER, (Role.BOTH,)) as cluster:
+    schema, base, num_bodies = _BODIES[path]
+    async with running_cluster(_answer, (Role.BOTH,)) as cluster:
 
-        @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(_bodies(*_BODIES[path]))
+        @settings(max_examples=num_bodies, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(_bodies(schema, base))
         def ask(body: bytes) -> None:
             asyncio.run_coroutine_threadsafe(_ask(cluster, path, body), loop).result()
 

@@ -2,15 +2,40 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from tests.chaos.settings import process_environment
 
 _PATIENCE_SECONDS = 300
 
 
-def environment_with(package: str, folder: Path) -> str:
-    """A new environment in ``folder`` with a package of PyPI in it; its Python."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+def environment_with(folder: Path, *packages: str, alone: Sequence[str] = ()) -> str:
+    """A new environment in ``folder`` with packages of PyPI in it; its Python.
+
+    alone: packages that are installed without those that they ask for.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = str(folder / "bin" / "python")
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
-    subprocess.run(install, check=True, timeout=_PATIENCE_SECONDS)
+    install = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install"]
+    options = ["--quiet", "--no-compile"]
+    subprocess.run([*install, *options, *packages], check=True, timeout=_PATIENCE_SECONDS)
+    if alone:
+        without = [*install, *options, "--no-deps", *alone]
+        subprocess.run(without, check=True, timeout=_PATIENCE_SECONDS)
     return python
+
+
+def lines_of(python: str, program: str, *arguments: str, **environment: str) -> list[str]:
+    """What a program prints in such an environment, which sees nothing of ours."""
+    outer = {name: value for name, value in process_environment().items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [python, "-c", program, *arguments],
+        env=outer | environment,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_SECONDS,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()

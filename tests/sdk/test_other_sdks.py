@@ -1,16 +1,11 @@
-"""SDKs that stand on an ``openai`` package of their own version, each in an environment of its own: `make test-sdk`."""
-
-import subprocess
-from pathlib import Path
+"""SDKs that stand on an ``openai`` package of their own version, in an environment of their own: `make test-sdk`."""
 
 import pytest
 
-from tests.chaos.settings import process_environment
-from tests.sdk.environments import environment_with
+from tests.sdk.environments import environment_with, lines_of
 from tests.service import Service
 
 pytestmark = [pytest.mark.sdk, pytest.mark.e2e, pytest.mark.timeout(600)]
-PATIENCE_SECONDS = 300
 ANSWER = "comet: ginger"
 
 LANGCHAIN = """
@@ -38,29 +33,67 @@ except litellm.BadRequestError as error:
 """
 
 
-def run_with(package: str, program: str, url: str, folder: Path) -> list[str]:
-    """The lines that a program prints where ``package`` is installed."""
-    python = environment_with(package, folder)
-    environment = {name: value for name, value in process_environment().items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [python, "-c", program, f"{url}/v1"],
-        env=environment | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+INSTRUCTOR = """
+import asyncio
+import json
+import sys
+from typing import Literal
+
+import instructor
+from instructor.core.exceptions import InstructorRetryException
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field, field_validator
+
+class Creature(BaseModel):
+    kind: Literal["moose", "fox"]
+    name: str = Field(max_length=12)
+    age: int = Field(ge=1, le=30)
+
+class Refused(Creature):
+    @field_validator("age")
+    def is_never_right(cls, age: int) -> int:
+        raise ValueError("ask again")
+
+server = {"base_url": sys.argv[1], "api_key": "none", "max_retries": 0}
+asked = {"model": "kvbaton-demo", "temperature": 0, "messages": [{"role": "user", "content": "Who is Max?"}]}
+
+async def later(mode):
+    async with AsyncOpenAI(**server) as client:
+        chat = instructor.from_openai(client, mode=mode).chat.completions
+        return (await chat.create(response_model=Creature, max_retries=0, **asked)).model_dump()
+
+for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+    chat = instructor.from_openai(OpenAI(**server), mode=mode).chat.completions
+    found = chat.create(response_model=Creature, max_retries=0, **asked).model_dump()
+    *partial, whole = chat.create_partial(response_model=Creature, **asked)
+    alike = [asyncio.run(later(mode)) == found, whole.model_dump() == found]
+    grows = any(one.kind and one.age is None for one in partial)
+    try:
+        chat.create(response_model=Refused, max_retries=1, **asked)
+    except InstructorRetryException as error:
+        print(json.dumps([*alike, grows, error.n_attempts, "ask again" in str(error)]))
+"""
 
 
-def test_langchain(service: Service, tmp_path: Path) -> None:
-    lines = run_with("langchain-openai==1.7.3", LANGCHAIN, f"http://{service.http}", tmp_path)
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where all three are installed: they bring one ``openai`` that none of them minds."""
+    sdks = ("langchain-openai==1.7.3", "litellm==1.106.2", "instructor==1.17.0")
+    return environment_with(tmp_path_factory.mktemp("environment"), *sdks)
+
+
+def test_langchain(service: Service, python: str) -> None:
+    lines = lines_of(python, LANGCHAIN, f"http://{service.http}/v1", LANGSMITH_TRACING="false")
     assert lines == [ANSWER, ANSWER, "True"]
 
 
-def test_litellm(service: Service, tmp_path: Path) -> None:
-    """It brings openai 2."""
-    lines = run_with("litellm==1.106.2", LITELLM, f"http://{service.http}", tmp_path)
+def test_litellm(service: Service, python: str) -> None:
+    lines = lines_of(python, LITELLM, f"http://{service.http}/v1", LITELLM_LOCAL_MODEL_COST_MAP="True")
     assert [line for line in lines if line.strip()][:2] == [ANSWER, ANSWER]
     assert lines[-1] == "True"
+
+
+def test_instructor(service: Service, python: str) -> None:
+    """By a tool and by a schema: at once, by coroutines, in parts, and asked again because of what was answered."""
+    lines = lines_of(python, INSTRUCTOR, f"http://{service.http}/v1")
+    assert lines == ["[true, true, true, 2, true]"] * 2

@@ -1,0 +1,90 @@
+"""Which objects have the properties that a schema names and no others, and which may have more."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import InternalError
+from contract.requests import Grammar
+from engine.grammar.json_schema import with_closed_objects
+from tests.engine_grammar.answers import allowed_by, asking, matcher_of
+from tests.text.tiny_model import END, byte_ids, write_model
+
+NUMBER = {"type": "integer"}
+A = {"type": "object", "properties": {"a": NUMBER}}
+B = {"type": "object", "properties": {"b": NUMBER}}
+
+CLOSED: dict[str, tuple[Any, str, str]] = {
+    "an object": (A, '{"a":1}', '{"a":1,'),
+    "none is required": (A, "{}", '{"b'),
+    "within an object": ({"properties": {"in": A}, "required": ["in"]}, '{"in":{"a":1}}', '{"in":{"a":1,'),
+    "within a list": ({"type": "array", "items": A}, '[{"a":1},{}]', '[{"b'),
+    "within a tuple": ({"type": "array", "prefixItems": [A, B]}, '[{"a":1},{"b":2}]', '[{"a":1},{"a'),
+    "one of several": ({"anyOf": [A, B]}, '{"b":1}', '{"b":1,'),
+    "by its name": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, '{"a":1}', '{"b'),
+    "of additional properties": (
+        {"type": "object", "additionalProperties": A},
+        '{"x":{"a":1},"y":{}}',
+        '{"x":{"b',
+    ),
+    "a property called properties": (
+        {"type": "object", "properties": {"properties": A}},
+        '{"properties":{"a":1}}',
+        '{"properties":{"b',
+    ),
+}
+OPEN: dict[str, tuple[Any, str]] = {
+    "it says so": ({**A, "additionalProperties": True}, '{"a":1,"b":[2]}'),
+    "it says of what": ({**A, "additionalProperties": {"type": "string"}}, '{"a":1,"b":"c"}'),
+    "it names none": ({"type": "object"}, '{"a":1}'),
+    "it needs what it does not name": ({**A, "required": ["c"]}, '{"a":1,"c":2}'),
+    "it needs more than it names": ({**A, "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}'),
+    "it is two together": ({"allOf": [A, B]}, '{"a":1,"b":2}'),
+    "it has alternatives beside": ({**A, "anyOf": [B, {"type": "object"}]}, '{"a":1,"b":2}'),
+    "it adds to another": ({**A, "$ref": "#/$defs/B", "$defs": {"B": B}}, '{"a":1,"b":2}'),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def takes(model: Path, schema: Any, answer: str) -> bool:
+    """Whether ``answer`` may be written, and end there."""
+    matcher = matcher_of(model, asking(Grammar("json_schema", json.dumps(schema))))
+    matcher.advance(byte_ids(answer.encode()))
+    return END in allowed_by(matcher)
+
+
+@pytest.mark.parametrize("case", CLOSED)
+def test_an_object_has_no_properties_but_those_that_are_named(model: Path, case: str) -> None:
+    schema, whole, other = CLOSED[case]
+    assert takes(model, schema, whole)
+    with pytest.raises(InternalError):
+        takes(model, schema, other)
+
+
+@pytest.mark.parametrize("case", OPEN)
+def test_an_object_may_have_others_where(model: Path, case: str) -> None:
+    schema, whole = OPEN[case]
+    assert takes(model, schema, whole)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[" * 100_000,
+        '{"properties": {"a": ' * 500 + "true" + "}}" * 500,
+        '{"maximum": 1' + "0" * 5000 + "}",
+        '{"properties": 3, "items": 4, "anyOf": 5, "required": "a"}',
+        '{"properties": {"a": true}, "required": 3}',
+        '{"properties": {"a": true}, "required": [[]]}',
+    ],
+)
+def test_what_is_no_schema_is_left_to_the_library(text: str) -> None:
+    closed = with_closed_objects(text)
+    assert closed == text or json.loads(closed) == json.loads(text)
