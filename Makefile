@@ -16,8 +16,9 @@ CONSTRAINTS := constraints/$(HARDWARE).txt
 TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
+TRITON := $(VENV)/triton
 
-.PHONY: help install demo test test-slow mutants explore soak check format format-check lint types imports sizes protos \
+.PHONY: help install demo test test-slow test-triton mutants explore soak check format format-check lint types imports sizes protos \
 	protos-check settings-docs settings-docs-check gpu-check test-docker test-sdk lock clean
 
 help: ## list the targets
@@ -43,16 +44,23 @@ demo: install ## start 1 prefill + 1 decode worker on the demo model, ask it twi
 	@exec $(BIN)/kvbaton demo $(ARGS)
 
 test: install ## run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not explore and not gpu and not docker and not sdk" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not explore and not gpu and not docker and not sdk and not triton" $(ARGS)
 
 test-slow: install ## run the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu and not docker and not sdk" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not docker and not sdk and not triton" $(ARGS)
 
 test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
 	$(BIN)/python -m pytest -m docker $(ARGS)
 
 test-sdk: install ## run langchain, litellm, instructor, lm_eval and npm's openai against a service, in environments of their own
 	$(BIN)/python -m pytest -m sdk $(ARGS)
+
+test-triton: install $(TRITON) ## run the GPU kernels without a GPU: interpreted, and compiled
+	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m triton tests/triton $(ARGS)
+
+$(TRITON): constraints/triton.txt
+	$(PIP) install --quiet --no-compile --no-deps --upgrade --target $@ --requirement $<
+	@touch $@
 
 mutants: install ## break one law at a time in a copy; a named test must see each (ARGS="--sample 3", or names)
 	$(BIN)/python -m tools.mutants $(ARGS)

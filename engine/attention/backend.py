@@ -39,14 +39,33 @@ class AttentionStep(Protocol):
         """
 
 
+class StaticDecode(AttentionStep, Protocol):
+    """A step whose tensors stay where they are, so that a graph can be captured of it and replayed for other requests."""
+
+    def refill(self, inputs: PreparedInputs) -> None:
+        """Put another step in. Rows that it has not see the null block alone, and store nothing."""
+
+
 class AttentionBackend(Protocol):
     """One way to compute attention."""
 
     def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> AttentionStep:
         """Move what the layers share to the device: once per step, not once per layer."""
 
+    def plan_static(
+        self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
+    ) -> StaticDecode | None:
+        """For steps of exactly ``num_reqs`` requests with one token each; None where the backend has no such thing.
 
-BACKENDS = {"torch": ("engine.attention.torch_backend", "TorchBackend")}
+        max_blocks: the columns of the block table. The largest number is asked for first.
+        """
+
+
+BACKENDS = {
+    "flashinfer": ("engine.attention.flashinfer_backend", "FlashInferBackend"),
+    "torch": ("engine.attention.torch_backend", "TorchBackend"),
+    "triton": ("engine.attention.triton_backend", "TritonBackend"),
+}
 
 
 def create_backend(name: str) -> AttentionBackend:

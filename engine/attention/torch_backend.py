@@ -21,6 +21,9 @@ class TorchBackend:
         """See AttentionBackend."""
         return TorchStep(inputs, block_size, device)
 
+    def plan_static(self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        """See AttentionBackend. A step's calls depend on the lengths, so there is none."""
+
 
 class TorchStep:
     """One step's plan: where KV is written, which blocks are fresh, and the two kinds of rows."""

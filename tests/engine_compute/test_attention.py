@@ -131,5 +131,5 @@ def test_without_a_cache_requests_see_their_own_tokens(window: int | None) -> No
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(SettingError, match="'flash' is unknown; choose one of torch"):
+    with pytest.raises(SettingError, match="'flash' is unknown; choose one of flashinfer, torch, triton"):
         create_backend("flash")

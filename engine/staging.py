@@ -1,0 +1,23 @@
+"""Whole numbers of a step on their way to the device: one copy for all of them, which nobody waits for."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def on_device(vectors: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+    """Each array as int32 of its shape on the device; every value must fit.
+
+    For CUDA they share one piece of pinned memory, which torch keeps until the copy is over.
+    """
+    whole = [np.ascontiguousarray(vector, dtype=np.int32) for vector in vectors]
+    if device.type == "cpu":
+        return [torch.from_numpy(vector) for vector in whole]
+    sizes = [vector.size for vector in whole]
+    staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    np.concatenate([vector.ravel() for vector in whole], out=staged.numpy())
+    pieces = torch.split(staged.to(device, non_blocking=True), sizes)
+    return [piece.view(vector.shape) for piece, vector in zip(pieces, whole, strict=True)]

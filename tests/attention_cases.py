@@ -1,0 +1,121 @@
+"""Batches of attention, and a comparison of any backend on any device with the torch backend on the CPU."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contract.requests import SamplingParams
+from engine.attention.backend import AttentionBackend, AttentionStep, LayerShape, create_backend
+from engine.batch import InputBatch
+from engine.inputs import PreparedInputs, prepare_inputs
+from engine.outputs import NewRequestData, SchedulerOutput
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 3
+MIXED = ((0, 1), (9, 1), (0, 33), (31, 1), (7, 5), (64, 70), (700, 1), (15, 1), (16, 1), (3, 2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads and lengths; ``work``: (computed tokens, tokens of this step) of each request."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+    work: tuple[tuple[int, int], ...] = MIXED
+
+    @property
+    def shape(self) -> LayerShape:
+        """Of every layer."""
+        return LayerShape(self.head_dim**-0.5, self.window)
+
+    def inputs(self) -> PreparedInputs:
+        """The step's; blocks lie scattered over the pool, and each request has one that it does not use yet."""
+        free = np.random.default_rng(0).permutation(np.arange(1, self.num_blocks)).tolist()
+        scheduled = SchedulerOutput()
+        for index, (computed, count) in enumerate(self.work):
+            length = computed + count
+            blocks = [free.pop() for _ in range(-(-length // self.block_size) + 1)]
+            scheduled.scheduled_new_reqs.append(
+                NewRequestData(str(index), [0] * length, SamplingParams(), (blocks,), computed, length)
+            )
+            scheduled.num_scheduled_tokens[str(index)] = count
+        batch = InputBatch(len(self.work), self.max_len, self.block_size)
+        batch.update(scheduled)
+        return prepare_inputs(batch, scheduled)
+
+    @property
+    def max_len(self) -> int:
+        """Of any request, with its spare block."""
+        return max(sum(lengths) for lengths in self.work) + 2 * self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool."""
+        return 1 + sum(-(-sum(lengths) // self.block_size) + 1 for lengths in self.work)
+
+    def states(self, inputs: PreparedInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the step."""
+        generator = torch.Generator().manual_seed(1)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        query, key, value = (
+            torch.randn(inputs.num_tokens, count, self.head_dim, generator=generator).to(self.dtype)
+            for count in heads
+        )
+        return query, key, value
+
+    def pool(self, inputs: PreparedInputs) -> Tensor:
+        """A pool of several layers: random where tokens are computed, zero behind them in their block, NaN elsewhere."""
+        generator = torch.Generator().manual_seed(2)
+        shape = (self.num_blocks, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        pool = torch.full(shape, torch.nan, dtype=self.dtype)
+        pool[0] = 0
+        for table, computed in zip(inputs.block_table, inputs.num_computed_tokens.tolist(), strict=True):
+            for index in range(-(-computed // self.block_size)):
+                block = torch.randn(shape[1:], generator=generator).to(self.dtype)
+                block[..., max(0, computed - index * self.block_size) :, :] = 0
+                pool[int(table[index])] = block
+        return pool
+
+
+def run(
+    case: Case, step: AttentionStep, inputs: PreparedInputs, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Output of the middle layer and the pool behind it, on the host."""
+    query, key, value = (states.to(device) for states in case.states(inputs))
+    pool = case.pool(inputs).to(device)
+    cache = pool[:, 1]
+    step.store(key, value, cache)
+    return step.attend(case.shape, query, key, value, cache).cpu(), pool.cpu()
+
+
+def assert_equals_torch(case: Case, backend: AttentionBackend, device: torch.device) -> None:
+    """The same output as the reference in float32, and byte for byte the same pool."""
+    inputs = case.inputs()
+    step = backend.plan(inputs, case.block_size, device)
+    output, pool = run(case, step, inputs, device)
+    expected, expected_pool = reference(case, inputs)
+    assert_close(output, expected)
+    assert torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8))
+
+
+def reference(case: Case, inputs: PreparedInputs) -> tuple[Tensor, Tensor]:
+    """The output of plain torch on the CPU, computed in float32; the pool in the case's own number format."""
+    plan = create_backend("torch").plan(inputs, case.block_size, CPU)
+    query, key, value = case.states(inputs)
+    pool = case.pool(inputs)
+    plan.store(key, value, pool[:, 1])
+    wide = pool.float()
+    return plan.attend(case.shape, query.float(), key.float(), value.float(), wide[:, 1]), pool
+
+
+def assert_close(output: Tensor, expected: Tensor) -> None:
+    """By the relative error of the whole: 1e-5 in float32, 1e-2 below; NaN fails."""
+    limit = 1e-5 if output.dtype == torch.float32 else 1e-2
+    error = (output.float() - expected).norm() / expected.norm()
+    assert float(error) < limit

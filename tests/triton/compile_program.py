@@ -1,0 +1,101 @@
+"""As a program, without the interpreter: compile the attention kernels; print what each takes on the GPU, as JSON.
+
+Needs no GPU. The argument is the compute capability: 90.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.attention import triton_kernels as kernels
+from engine.attention.triton_backend import NUM_SPLITS, SHORTEST_SPLIT, precision_of, sizes_of
+
+STATES = ("query", "output", "cache", "key", "value")
+FLOATS = {"partial": "*fp32", "logs": "*fp32", "scale": "fp32"}
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+WARP_SIZE = 32
+
+
+def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) -> dict[str, Any]:
+    """Bytes of shared memory and of the stack (spilled registers), and the kinds of instructions that decide the speed."""
+    sizes = sizes_of(dtype, head_dim)
+    options = (
+        {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+        if kernel is kernels.prefill_kernel
+        else {}
+    )
+    constants = {
+        **sizes, "group": 7, "heads": 16, "window": 1000, "block_size": 16, "num_splits": NUM_SPLITS,
+        "shortest": SHORTEST_SPLIT, "precision": precision_of(dtype),
+    }  # fmt: skip
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {name: _kind(name, constants, NAMES[dtype]) for name in names}
+    aligned = [
+        n for n in names if signature[n].startswith("*") or (n.endswith("stride") and n != "table_stride")
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    result = triton.compile(source, target=target, options=options)
+    return {
+        "kernel": kernel.__name__,
+        "dtype": NAMES[dtype],
+        "head_dim": head_dim,
+        "shared": result.metadata.shared,
+        "stack": _stack(result.asm["cubin"]),
+        "tensor_cores": len(re.findall("mma.sync|wgmma.mma_async", result.asm["ptx"])),
+        "copies_ahead": len(re.findall("cp.async.cg", result.asm["ptx"])),
+    }
+
+
+def _kind(name: str, constants: dict[str, Any], dtype: str) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in STATES:
+        return f"*{dtype}"
+    return FLOATS.get(name, "i32" if name.endswith("stride") else "*i32")
+
+
+def _stack(cubin: bytes) -> int:
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(program), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", said)[0])
+
+
+def main() -> None:
+    """The sizes of most models, of the golden tests (float32), and of Gemma."""
+    target = GPUTarget("cuda", int(sys.argv[1]), WARP_SIZE)
+    for dtype, head_dim in (
+        (torch.bfloat16, 128),
+        (torch.float32, 128),
+        (torch.bfloat16, 256),
+        (torch.bfloat16, 64),
+    ):
+        for kernel in (
+            kernels.store_kernel,
+            kernels.prefill_kernel,
+            kernels.decode_kernel,
+            kernels.combine_kernel,
+        ):
+            sys.stdout.write(json.dumps(compiled(kernel, dtype, head_dim, target)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

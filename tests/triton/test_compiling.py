@@ -1,0 +1,37 @@
+"""The kernels compiled for the GPU of a data centre, on any machine: what the interpreter cannot see."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.settings import process_environment
+
+pytestmark = pytest.mark.triton
+
+SHARED_BYTES = 227 * 1024
+STACK_BYTES = 64
+
+
+def test_kernels_compile_for_compute_capability_90(tmp_path: Path) -> None:
+    """They fit its shared memory and its registers, use its tensor cores, and fetch KV ahead of its use."""
+    environment = {name: value for name, value in process_environment().items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.triton.compile_program", "90"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(kernels) == 16
+    for kernel in kernels:
+        assert kernel["shared"] < SHARED_BYTES, kernel
+        assert kernel["stack"] < STACK_BYTES, kernel
+        if kernel["kernel"] in ("prefill_kernel", "decode_kernel"):
+            assert kernel["copies_ahead"], kernel
+            assert kernel["tensor_cores"] or kernel["dtype"] == "fp32", kernel

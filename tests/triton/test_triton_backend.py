@@ -1,0 +1,96 @@
+"""Our Triton kernels beside plain torch, under Triton's interpreter (`make test-triton`).
+
+Its matrix product takes no bfloat16: that is for `make gpu-check`.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engine.attention.backend import create_backend
+from engine.profiling import profile_inputs
+from tests.attention_cases import CPU, Case, assert_close, assert_equals_torch, reference, run
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+]
+
+SHAPES = {
+    "llama": Case(num_heads=8, num_kv_heads=2),
+    "qwen2.5-1.5b": Case(num_heads=12, num_kv_heads=2, head_dim=128),
+    "qwen2.5-7b": Case(num_heads=14, num_kv_heads=2, head_dim=80),
+    "one head": Case(num_heads=2, num_kv_heads=2, head_dim=96, block_size=5),
+    "all heads": Case(num_heads=24, num_kv_heads=1, head_dim=16, block_size=1),
+    "gemma": Case(num_heads=2, num_kv_heads=1, head_dim=256, block_size=32),
+    "window": Case(window=20),
+    "long window": Case(window=500, block_size=8),
+    "window of one": Case(window=1),
+    "half": Case(dtype=torch.float16, head_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_mixed_batches_equal_torch(name: str) -> None:
+    assert_equals_torch(SHAPES[name], create_backend("triton"), CPU)
+
+
+@pytest.mark.parametrize("computed", [1, 255, 256, 4095, 4096, 4097])
+def test_a_context_of_any_number_of_splits(computed: int) -> None:
+    """One to all of them, their edges included."""
+    assert_equals_torch(Case(num_kv_heads=1, work=((computed, 1),)), create_backend("triton"), CPU)
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    together = Case(work=((300, 1), (40, 1), (0, 9)))
+    alone = replace(together, work=((300, 1),))
+    backend = create_backend("triton")
+    inputs = together.inputs()
+    batch, _ = run(together, backend.plan(inputs, together.block_size, CPU), inputs, CPU)
+    own = alone.inputs()
+    query, key, value = (states[:1] for states in together.states(inputs))
+    step = backend.plan(own, alone.block_size, CPU)
+    cache = alone.pool(own)[:, 1]
+    step.store(key, value, cache)
+    assert torch.equal(step.attend(alone.shape, query, key, value, cache), batch[:1])
+
+
+def test_a_static_step_takes_one_batch_after_the_other() -> None:
+    """Rows that are not in use store nothing, and stand in nobody's way."""
+    wide = Case(work=((700, 1), (9, 1), (31, 1)))
+    static = create_backend("triton").plan_static(
+        4, -(-wide.max_len // wide.block_size), wide.block_size, CPU
+    )
+    assert static is not None
+    for work in (wide.work, ((15, 1),), ((16, 1), (5, 1), (300, 1), (2, 1))):
+        case = replace(wide, work=work)
+        inputs = case.inputs()
+        padded = replace(inputs, block_table=_of_width(inputs.block_table, wide))
+        static.refill(padded)
+        query, key, value = (
+            torch.cat((s, s.new_full((4 - len(s), *s.shape[1:]), 7.0))) for s in case.states(inputs)
+        )
+        pool = case.pool(inputs)
+        static.store(key, value, pool[:, 1])
+        output = static.attend(case.shape, query, key, value, pool[:, 1])
+        expected, expected_pool = reference(case, inputs)
+        assert_close(output[: len(work)], expected)
+        assert torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8))
+        assert not output[len(work) :].any()
+
+
+def _of_width(table: NDArray[np.int32], case: Case) -> NDArray[np.int32]:
+    width = -(-case.max_len // case.block_size)
+    return np.pad(table, ((0, 0), (0, max(0, width - table.shape[1]))))
+
+
+def test_without_a_cache_requests_see_their_own_tokens() -> None:
+    inputs, case = profile_inputs([5, 1, 9]), Case()
+    states = case.states(inputs)
+    output = create_backend("triton").plan(inputs, 16, CPU).attend(case.shape, *states, None)
+    assert torch.equal(
+        output, create_backend("torch").plan(inputs, 16, CPU).attend(case.shape, *states, None)
+    )
