@@ -7,13 +7,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, create_backend
+from engine.attention.backend import create_backend
+from engine.attention.choice import choose_backend
 from engine.connector import LayerWatch
+from engine.forward_graphs import CudaRecorder, GraphedForward
+from engine.forward_plain import PlainForward
 from engine.inputs import PreparedInputs
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.library import load_kernels
 from engine.models.decoder import CausalLM
-from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
 from engine.settings import EngineSettings
 
@@ -35,53 +37,64 @@ class ForwardPass(Protocol):
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 alone."""
 
+    def capture(self, caches: Sequence[Tensor]) -> None:
+        """Prepare for steps on these caches; called once, when they are allocated."""
+
     def close(self) -> None:
         """End its threads."""
 
 
-class PlainForward:
-    """A model of torch's modules, with an attention backend: what every other way is tested against."""
-
-    def __init__(
-        self, model: LanguageModel, backend: AttentionBackend, block_size: int, device: torch.device
-    ) -> None:
-        self._model, self._backend = model, backend
-        self._block_size, self._device = block_size, device
-
-    def forward(
-        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
-    ) -> Tensor:
-        """See ForwardPass."""
-        step = self._backend.plan(inputs, self._block_size, self._device)
-        input_ids = torch.from_numpy(inputs.input_ids).to(self._device)
-        positions = torch.from_numpy(inputs.positions).to(self._device)
-        states: Tensor = self._model(input_ids, positions, step, caches, watch)
-        return states
-
-    def logits(self, states: Tensor) -> Tensor:
-        """See ForwardPass."""
-        return self._model.logits(states)
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> ForwardPass:
-    """The kernels where they can compute this model here, else plain torch; which of them is logged."""
-    plain = PlainForward(loaded.model, create_backend("torch"), settings.block_size, device)
+    """The kernels where they can compute this model here, else torch, with CUDA graphs where it can; logged.
+
+    Raises SettingError where the attention backend that was asked for cannot compute it.
+    """
+    config, info = loaded.config, loaded.info
+    backend = create_backend(choose_backend(settings.attention_backend, device, info.dtype, config.head_dim))
+    plain = PlainForward(loaded.model, backend, settings.block_size, device)
     if not isinstance(loaded.model, CausalLM):
         return plain
+    if device.type == "cuda":
+        if (reason := _why_eager(settings)) is not None:
+            logger.info("no CUDA graphs: %s", reason)
+            return plain
+        return GraphedForward(
+            plain,
+            loaded.model,
+            backend,
+            CudaRecorder(device),
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=info.max_model_len,
+            block_size=settings.block_size,
+            device=device,
+        )
+    return _by_kernels(loaded, loaded.model, settings, device) or plain
+
+
+def _why_eager(settings: EngineSettings) -> str | None:
+    if settings.enforce_eager:
+        return "enforce_eager is set"
+    if settings.tensor_parallel_size > 1:
+        return "ranks talk to each other within a step, which is not captured"
+    return None
+
+
+def _by_kernels(
+    loaded: LoadedModel, model: CausalLM, settings: EngineSettings, device: torch.device
+) -> KernelDecoder | None:
     reason = why_unserved(loaded.config, loaded.info.dtype, device, settings.tensor_parallel_size)
+    if settings.attention_backend != "auto":
+        reason = f"attention_backend is {settings.attention_backend}"
     if reason is not None:
         logger.info("plain torch computes the model, not the kernels: %s", reason)
-        return plain
+        return None
     kernels = load_kernels()
     if kernels is None:
-        return plain
+        return None
     logger.info("the kernels compute the model, with %d threads", settings.num_threads)
     torch.set_num_threads(1)  # they have their own
     return KernelDecoder(
-        loaded.model,
+        model,
         loaded.config,
         kernels,
         num_threads=settings.num_threads,

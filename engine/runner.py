@@ -34,6 +34,7 @@ from engine.ranks.opening import open_half
 from engine.sampling import Samples, sample
 from engine.scores import SamplingRow
 from engine.settings import EngineSettings
+from engine.staging import on_device
 
 _T = TypeVar("_T")
 _WARM_UP_ID = "warm-up"
@@ -117,7 +118,7 @@ class ModelRunner:
         return config.layout
 
     def warm_up(self) -> None:
-        """One step of a dummy request in the null block, which is zeroed again: the first real step meets no surprise."""
+        """One step of a dummy request in the null block, which is zeroed again, and the captures: no surprise is left."""
         memory, has_head = self.memory, self.model_info.has_head
         num_tokens = min(2, self.model_info.max_model_len, self._settings.max_num_batched_tokens)
         dummy = NewRequestData(
@@ -135,6 +136,7 @@ class ModelRunner:
         )
         self.execute_model(SchedulerOutput(finished_req_ids={_WARM_UP_ID}))
         memory.pool[0] = 0
+        _ready(self._forward, "load_model").capture(memory.layers)
 
     def set_connector(self, rank: RankConnector) -> None:
         """Put in the rank's half of the connector and start it on the pool."""
@@ -228,7 +230,8 @@ class ModelRunner:
     def _logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
         """``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 alone)."""
         forward = _ready(self._forward, "load_model")
-        return forward.logits(hidden[torch.from_numpy(rows).to(self.device)])
+        (indices,) = on_device([rows], self.device)
+        return forward.logits(hidden[indices])
 
 
 def _undrawn(num_rows: int) -> Samples:

@@ -6,6 +6,7 @@ from pathlib import Path
 from contract.errors import SettingError
 from contract.requests import MAX_GRAMMAR_BYTES
 
+ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -18,7 +19,8 @@ class EngineSettings:
     workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: torch threads.
     tensor_parallel_size: ranks that share the model, each in a process of its own where there are several; threads
     and (on the host) KV bytes are divided among them. rank_timeout_seconds: silence of a rank within a step, after
-    which the engine ends. max_grammar_bytes, grammar_timeout_seconds: how long a grammar may be, and take to compile.
+    which the engine ends. attention_backend: see ``engine.attention.choice``. enforce_eager: no CUDA graphs.
+    max_grammar_bytes, grammar_timeout_seconds: how long a grammar may be, and take to compile.
     """
 
     model: Path
@@ -33,6 +35,8 @@ class EngineSettings:
     workers_on_host: int = 1
     enable_prefix_caching: bool = True
     num_threads: int = 1
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
     tensor_parallel_size: int = 1
     rank_timeout_seconds: float = 60.0
     remote_kv_timeout_seconds: float = 300.0
@@ -53,6 +57,11 @@ class EngineSettings:
             _at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
         if self.dtype not in DTYPES:
             raise SettingError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}", param="dtype")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise SettingError(
+                f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}",
+                param="attention_backend",
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise SettingError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]",

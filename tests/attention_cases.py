@@ -14,6 +14,7 @@ from engine.outputs import NewRequestData, SchedulerOutput
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 3
+NUM_TOKENS = 250
 MIXED = ((0, 1), (9, 1), (0, 33), (31, 1), (7, 5), (64, 70), (700, 1), (15, 1), (16, 1), (3, 2))
 
 
@@ -34,18 +35,20 @@ class Case:
         """Of every layer."""
         return LayerShape(self.head_dim**-0.5, self.window)
 
-    def inputs(self) -> PreparedInputs:
+    def inputs(self, max_len: int | None = None) -> PreparedInputs:
         """The step's; blocks lie scattered over the pool, and each request has one that it does not use yet."""
-        free = np.random.default_rng(0).permutation(np.arange(1, self.num_blocks)).tolist()
+        rng = np.random.default_rng(0)
+        free = rng.permutation(np.arange(1, self.num_blocks)).tolist()
         scheduled = SchedulerOutput()
         for index, (computed, count) in enumerate(self.work):
             length = computed + count
             blocks = [free.pop() for _ in range(-(-length // self.block_size) + 1)]
+            tokens = rng.integers(0, NUM_TOKENS, length).tolist()
             scheduled.scheduled_new_reqs.append(
-                NewRequestData(str(index), [0] * length, SamplingParams(), (blocks,), computed, length)
+                NewRequestData(str(index), tokens, SamplingParams(), (blocks,), computed, length)
             )
             scheduled.num_scheduled_tokens[str(index)] = count
-        batch = InputBatch(len(self.work), self.max_len, self.block_size)
+        batch = InputBatch(len(self.work), max_len or self.max_len, self.block_size)
         batch.update(scheduled)
         return prepare_inputs(batch, scheduled)
 

@@ -66,6 +66,10 @@ class WorkerSettings(Settings):
     """Keep the KV of finished prompts for prompts that begin alike."""
     num_threads: int = Field(default=1, ge=1)
     """Threads of torch."""
+    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
+    """What computes attention; auto: on CUDA FlashInfer where it is installed, else Triton; on the CPU kernels or torch."""
+    enforce_eager: bool = False
+    """Do without CUDA graphs: decode steps are slower, and start-up is faster."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes (on CUDA: devices) that share the model's weights and KV heads; workers may differ in it."""
     remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)
@@ -113,6 +117,8 @@ class WorkerSettings(Settings):
             workers_on_host=self.workers_on_host,
             enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
+            attention_backend=self.attention_backend,
+            enforce_eager=self.enforce_eager,
             tensor_parallel_size=self.tensor_parallel_size,
             remote_kv_timeout_seconds=self.remote_kv_timeout_seconds,
             max_grammar_bytes=self.max_grammar_bytes,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.backend import LayerShape
+from engine.attention.backend import LayerShape, StaticDecode
 from engine.inputs import PreparedInputs
 
 
@@ -21,8 +21,11 @@ class TorchBackend:
         """See AttentionBackend."""
         return TorchStep(inputs, block_size, device)
 
-    def plan_static(self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def plan_static(
+        self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
+    ) -> StaticDecode | None:
         """See AttentionBackend. A step's calls depend on the lengths, so there is none."""
+        return None
 
 
 class TorchStep:

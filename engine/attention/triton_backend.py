@@ -23,7 +23,7 @@ NUM_SPLITS = 16
 SHORTEST_SPLIT = 256
 QUERY_TILE = 128
 _LEAST_ROWS = 16
-_NO_SLOT = -1
+NO_SLOT = -1
 
 
 class TritonBackend:
@@ -149,7 +149,7 @@ class TritonDecode(TritonStep):
         empty = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         counting = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
         tensors = StepTensors(
-            slots=empty.clone().fill_(_NO_SLOT),
+            slots=empty.clone().fill_(NO_SLOT),
             num_cleared=empty.clone(),
             query_starts=counting,
             seq_lens=empty.clone().fill_(1),
@@ -165,8 +165,8 @@ class TritonDecode(TritonStep):
         num_unused = len(own.slots) - num_reqs
         slots, cleared, seq_lens, tables = on_device(
             [
-                np.pad(inputs.slot_mapping, (0, num_unused), constant_values=_NO_SLOT),
-                np.pad(_num_cleared(inputs, self._block_size), (0, num_unused)),
+                np.pad(inputs.slot_mapping, (0, num_unused), constant_values=NO_SLOT),
+                np.pad(num_cleared_behind(inputs, self._block_size), (0, num_unused)),
                 np.pad(inputs.seq_lens, (0, num_unused), constant_values=1),
                 np.pad(_used(inputs, self._block_size), ((0, num_unused), (0, 0))),
             ],
@@ -221,7 +221,7 @@ def _step_tensors(inputs: PreparedInputs, block_size: int, device: torch.device)
         *on_device(
             [
                 inputs.slot_mapping,
-                _num_cleared(inputs, block_size),
+                num_cleared_behind(inputs, block_size),
                 inputs.query_start_loc,
                 inputs.seq_lens,
                 _used(inputs, block_size),
@@ -233,7 +233,7 @@ def _step_tensors(inputs: PreparedInputs, block_size: int, device: torch.device)
     )
 
 
-def _num_cleared(inputs: PreparedInputs, block_size: int) -> NDArray[np.integer[Any]]:
+def num_cleared_behind(inputs: PreparedInputs, block_size: int) -> NDArray[np.integer[Any]]:
     """Slots behind each token that the step zeroes: behind the last one in a block whose first slot it writes."""
     is_last = np.ones(inputs.num_tokens, dtype=bool)
     is_last[:-1] = inputs.block_offsets[:-1] + 1 != inputs.block_offsets[1:]

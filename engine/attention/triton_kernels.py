@@ -109,7 +109,7 @@ def prefill_kernel(
     tile: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """One head, ``tokens`` queries. tiles ``[num_tiles, 2]``: request, and the first of its tokens for ``parts`` programs."""
+    """One head, ``tokens`` queries. tiles ``[num_tiles, 2]``: request, and the first token for ``parts`` programs."""
     head, index = tl.program_id(0), tl.program_id(1) // parts
     row = tl.load(tiles + 2 * index)
     first = tl.load(tiles + 2 * index + 1) + (tl.program_id(1) % parts) * tokens

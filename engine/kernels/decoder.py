@@ -102,6 +102,9 @@ class KernelDecoder:
         self._kernels.linear(self._threads, self._weights.head, states.contiguous(), output)
         return output
 
+    def capture(self, caches: Sequence[Tensor]) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """End the threads."""
         self._kernels.end_threads(self._threads)

@@ -5,10 +5,8 @@ Its matrix product takes no bfloat16: that is for `make gpu-check`.
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from engine.attention.backend import create_backend
 from engine.profiling import profile_inputs
@@ -67,9 +65,8 @@ def test_a_static_step_takes_one_batch_after_the_other() -> None:
     assert static is not None
     for work in (wide.work, ((15, 1),), ((16, 1), (5, 1), (300, 1), (2, 1))):
         case = replace(wide, work=work)
-        inputs = case.inputs()
-        padded = replace(inputs, block_table=_of_width(inputs.block_table, wide))
-        static.refill(padded)
+        inputs = case.inputs(wide.max_len)
+        static.refill(inputs)
         query, key, value = (
             torch.cat((s, s.new_full((4 - len(s), *s.shape[1:]), 7.0))) for s in case.states(inputs)
         )
@@ -80,11 +77,6 @@ def test_a_static_step_takes_one_batch_after_the_other() -> None:
         assert_close(output[: len(work)], expected)
         assert torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8))
         assert not output[len(work) :].any()
-
-
-def _of_width(table: NDArray[np.int32], case: Case) -> NDArray[np.int32]:
-    width = -(-case.max_len // case.block_size)
-    return np.pad(table, ((0, 0), (0, max(0, width - table.shape[1]))))
 
 
 def test_without_a_cache_requests_see_their_own_tokens() -> None:

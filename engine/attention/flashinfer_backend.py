@@ -1,0 +1,195 @@
+"""Paged attention by FlashInfer (Ye et al. 2025); the pool's layers are what it calls the HND layout.
+
+A step of decodes alone runs its decode kernel, any other step its prefill kernel with all requests. Its plans know the
+heads, so they are made when the first layer of a kind attends. KV is stored by our Triton kernel: it clears fresh blocks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flashinfer
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.backend import LayerShape
+from engine.attention.pages import Pages, pages_of
+from engine.attention.torch_backend import TorchBackend
+from engine.attention.triton_backend import NO_SLOT, num_cleared_behind, store_kv
+from engine.inputs import PreparedInputs
+from engine.staging import on_device
+
+_WORKSPACE_BYTES = 256 * 2**20
+_DECODE_GROUPS = (1, 2, 3, 4)
+"""Query heads per KV head for which the decode kernel is taken; others run on tensor cores (it has none for 5, 6 and 7)."""
+_LAYOUT = "HND"
+
+
+class FlashInferBackend:
+    """Owns FlashInfer's wrappers (they have workspaces) and plans them anew for every step."""
+
+    def __init__(self) -> None:
+        self._workspaces: dict[torch.device, Tensor] = {}
+        self._wrappers: dict[tuple[str, LayerShape, int], Any] = {}
+
+    def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> "FlashInferStep":
+        """See AttentionBackend."""
+        return FlashInferStep(inputs, block_size, device, self.wrapper)
+
+    def plan_static(
+        self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
+    ) -> "FlashInferDecode":
+        """See AttentionBackend."""
+        return FlashInferDecode(num_reqs, max_blocks, block_size, self.workspace(device))
+
+    def workspace(self, device: torch.device) -> Tensor:
+        """Bytes that all wrappers of the device share: their runs follow one another."""
+        if device not in self._workspaces:
+            self._workspaces[device] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return self._workspaces[device]
+
+    def wrapper(self, kind: str, shape: LayerShape, group: int, device: torch.device) -> Any:
+        """The one for such layers; kind: decode or prefill."""
+        key = (kind, shape, group)
+        if key not in self._wrappers:
+            workspace = self.workspace(device)
+            if kind == "decode":
+                self._wrappers[key] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    workspace, _LAYOUT, use_tensor_cores=group not in _DECODE_GROUPS
+                )
+            else:
+                self._wrappers[key] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
+        return self._wrappers[key]
+
+
+class FlashInferStep:
+    """One step; see AttentionStep."""
+
+    def __init__(
+        self,
+        inputs: PreparedInputs,
+        block_size: int,
+        device: torch.device,
+        wrapper: Callable[[str, LayerShape, int, torch.device], Any],
+    ) -> None:
+        self._inputs, self._block_size, self._wrapper = inputs, block_size, wrapper
+        self._slots, self._num_cleared = on_device(
+            [inputs.slot_mapping, num_cleared_behind(inputs, block_size)], device
+        )
+        self._planned: dict[LayerShape, Any] = {}
+
+    def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
+        """See AttentionStep."""
+        store_kv(key, value, cache, self._slots, self._num_cleared)
+
+    def attend(
+        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+    ) -> Tensor:
+        """See AttentionStep."""
+        if cache is None:
+            step = TorchBackend().plan(self._inputs, self._block_size, query.device)
+            return step.attend(shape, query, key, value, None)
+        if shape not in self._planned:
+            self._planned[shape] = self._plan(shape, query, cache)
+        output: Tensor = self._planned[shape].run(query.contiguous(), cache)
+        return output
+
+    def _plan(self, shape: LayerShape, query: Tensor, cache: Tensor) -> Any:
+        group = query.shape[1] // cache.shape[2]
+        pages = pages_of(self._inputs, self._block_size, self._inputs.num_reqs)
+        if self._inputs.max_query_len == 1:
+            wrapper = self._wrapper("decode", shape, group, query.device)
+            plan_decode(wrapper, pages, shape, query, cache)
+            return wrapper
+        wrapper = self._wrapper("prefill", shape, group, query.device)
+        wrapper.plan(
+            torch.from_numpy(self._inputs.query_start_loc),
+            pages.starts,
+            pages.indices,
+            pages.last,
+            query.shape[1],
+            cache.shape[2],
+            query.shape[2],
+            cache.shape[3],
+            causal=True,
+            **_plan_options(shape, query, cache),
+        )
+        return wrapper
+
+
+class FlashInferDecode:
+    """Steps of so many requests with one token each, in tensors that stay where they are; see StaticDecode."""
+
+    def __init__(self, num_reqs: int, max_blocks: int, block_size: int, workspace: Tensor) -> None:
+        self._num_reqs, self._block_size, self._workspace = num_reqs, block_size, workspace
+        empty = torch.zeros(num_reqs, dtype=torch.int32, device=workspace.device)
+        self._slots, self._num_cleared = empty.clone().fill_(NO_SLOT), empty.clone()
+        self._buffers = (empty.new_zeros(num_reqs + 1), empty.new_zeros(num_reqs * max_blocks), empty.clone())
+        ones = torch.ones(num_reqs, dtype=torch.int32)
+        self._pages = Pages(torch.arange(num_reqs + 1, dtype=torch.int32), torch.zeros_like(ones), ones)
+        self._planned: dict[LayerShape, tuple[Any, Tensor, Tensor]] = {}
+
+    def refill(self, inputs: PreparedInputs) -> None:
+        """See StaticDecode. Plans every kind of layer that has attended: outside of the graph."""
+        unused = (0, self._num_reqs - inputs.num_reqs)
+        slots, cleared = on_device(
+            [
+                np.pad(inputs.slot_mapping, unused, constant_values=NO_SLOT),
+                np.pad(num_cleared_behind(inputs, self._block_size), unused),
+            ],
+            self._slots.device,
+        )
+        self._slots.copy_(slots)
+        self._num_cleared.copy_(cleared)
+        self._pages = pages_of(inputs, self._block_size, self._num_reqs)
+        for shape, (wrapper, query, cache) in self._planned.items():
+            plan_decode(wrapper, self._pages, shape, query, cache)
+
+    def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
+        """See AttentionStep."""
+        store_kv(key, value, cache, self._slots, self._num_cleared)
+
+    def attend(
+        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+    ) -> Tensor:
+        """See AttentionStep. A layer's kind must have attended once before a graph is captured."""
+        assert cache is not None
+        if shape not in self._planned:
+            starts, indices, last = (buffer.clone() for buffer in self._buffers)
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                _LAYOUT,
+                use_cuda_graph=True,
+                use_tensor_cores=query.shape[1] // cache.shape[2] not in _DECODE_GROUPS,
+                paged_kv_indptr_buffer=starts,
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last,
+            )
+            plan_decode(wrapper, self._pages, shape, query, cache)
+            self._planned[shape] = (wrapper, query[:0].clone(), cache)
+        output: Tensor = self._planned[shape][0].run(query.contiguous(), cache)
+        return output
+
+
+def plan_decode(wrapper: Any, pages: Pages, shape: LayerShape, query: Tensor, cache: Tensor) -> None:
+    """For rows of one token each; query and cache tell heads and number formats alone."""
+    wrapper.plan(
+        pages.starts,
+        pages.indices,
+        pages.last,
+        query.shape[1],
+        cache.shape[2],
+        query.shape[2],
+        cache.shape[3],
+        **_plan_options(shape, query, cache),
+    )
+
+
+def _plan_options(shape: LayerShape, query: Tensor, cache: Tensor) -> dict[str, Any]:
+    """window_left counts the tokens before the own one."""
+    return {
+        "window_left": -1 if shape.sliding_window is None else shape.sliding_window - 1,
+        "sm_scale": shape.scale,
+        "q_data_type": query.dtype,
+        "kv_data_type": cache.dtype,
+    }

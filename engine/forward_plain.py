@@ -1,0 +1,41 @@
+"""The forward pass by torch's modules."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.connector import LayerWatch
+from engine.inputs import PreparedInputs
+from engine.models.language_model import LanguageModel
+from engine.staging import on_device
+
+
+class PlainForward:
+    """A model of torch's modules, with an attention backend: what every other way is tested against."""
+
+    def __init__(
+        self, model: LanguageModel, backend: AttentionBackend, block_size: int, device: torch.device
+    ) -> None:
+        self._model, self._backend = model, backend
+        self._block_size, self._device = block_size, device
+
+    def forward(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Tensor:
+        """See ForwardPass."""
+        step = self._backend.plan(inputs, self._block_size, self._device)
+        input_ids, positions = on_device([inputs.input_ids, inputs.positions], self._device)
+        states: Tensor = self._model(input_ids, positions, step, caches, watch)
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See ForwardPass."""
+        return self._model.logits(states)
+
+    def capture(self, caches: Sequence[Tensor]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

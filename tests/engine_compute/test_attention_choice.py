@@ -1,0 +1,71 @@
+"""Which attention backend an engine takes, and what FlashInfer is told of its blocks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from contract.errors import SettingError
+from engine.attention.choice import choose_backend
+from engine.attention.pages import pages_of
+from engine.settings import EngineSettings
+from tests.attention_cases import Case
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def having(*packages: str) -> Callable[[str], bool]:
+    return packages.__contains__
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "packages", "name"),
+    [
+        (CPU, "float32", 128, ("triton", "flashinfer"), "torch"),
+        (CUDA, "bfloat16", 128, ("triton", "flashinfer"), "flashinfer"),
+        (CUDA, "float32", 128, ("triton", "flashinfer"), "triton"),
+        (CUDA, "bfloat16", 80, ("triton", "flashinfer"), "triton"),
+        (CUDA, "bfloat16", 128, ("triton",), "triton"),
+        (CUDA, "bfloat16", 128, ("flashinfer",), "torch"),
+        (CUDA, "bfloat16", 128, (), "torch"),
+    ],
+)
+def test_auto(device: torch.device, dtype: str, head_dim: int, packages: tuple[str, ...], name: str) -> None:
+    assert choose_backend("auto", device, dtype, head_dim, having(*packages)) == name
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "dtype", "packages", "reason"),
+    [
+        ("triton", CPU, "float32", ("triton",), "it needs a CUDA device, and this is cpu"),
+        ("triton", CUDA, "float32", (), "triton is not installed"),
+        ("flashinfer", CUDA, "float32", ("triton", "flashinfer"), "this is float32"),
+        ("flashinfer", CUDA, "bfloat16", ("triton",), "flashinfer is not installed"),
+    ],
+)
+def test_one_that_cannot_is_refused(
+    setting: str, device: torch.device, dtype: str, packages: tuple[str, ...], reason: str
+) -> None:
+    with pytest.raises(SettingError, match=f"attention_backend is '{setting}', but .*{reason}"):
+        choose_backend(setting, device, dtype, 128, having(*packages))
+
+
+def test_one_that_was_asked_for_is_taken() -> None:
+    for name in ("flashinfer", "triton", "torch"):
+        assert choose_backend(name, CUDA, "bfloat16", 128, having("triton", "flashinfer")) == name
+
+
+def test_an_unknown_one_is_refused() -> None:
+    with pytest.raises(SettingError, match="attention_backend is 'flash'; choose one of auto, flashinfer"):
+        EngineSettings(model=Path(), attention_backend="flash")
+
+
+def test_pages_are_the_tables_without_gaps() -> None:
+    """Rows that are not in use have one token in the null block."""
+    inputs = Case(block_size=4, work=((3, 1), (4, 1), (0, 9))).inputs()
+    pages = pages_of(inputs, 4, 5)
+    tables = inputs.block_table
+    assert pages.starts.tolist() == [0, 1, 3, 6, 7, 8]
+    assert pages.indices.tolist() == [tables[0, 0], *tables[1, :2], *tables[2, :3], 0, 0]
+    assert pages.last.tolist() == [4, 1, 1, 1, 1]

@@ -1,0 +1,127 @@
+"""Decode steps that are captured and replayed: sizes, padding, and that a replay computes the newest step."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.backend import create_backend
+from engine.forward_graphs import GraphedForward, capture_sizes
+from engine.forward_plain import PlainForward
+from engine.models.loading import LoadedModel, load
+from engine.testing_graphs import RerunRecorder, StaticTorchBackend
+from tests.attention_cases import CPU, Case
+from tests.checkpoints import make_checkpoint
+
+MAX_LEN = 96
+CASE = Case(head_dim=16, block_size=4, work=((1, 1), (15, 1), (16, 1), (30, 1), (7, 1), (3, 1)))
+NUM_BLOCKS = 64
+
+
+class Rig:
+    """The same model plain and graphed, a pool for each."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded, self.recorder = loaded, RerunRecorder()
+        self.plain = PlainForward(loaded.model, create_backend("torch"), CASE.block_size, CPU)
+        backend = StaticTorchBackend()
+        self.graphed = GraphedForward(
+            PlainForward(loaded.model, backend, CASE.block_size, CPU),
+            loaded.model,
+            backend,
+            self.recorder,
+            max_num_seqs=6,
+            max_model_len=MAX_LEN,
+            block_size=CASE.block_size,
+            device=CPU,
+        )
+        self.pools = [
+            torch.full((NUM_BLOCKS, *CASE.pool(CASE.inputs()).shape[1:]), torch.nan) for _ in range(2)
+        ]
+        self.caches = [list(pool.unbind(1)) for pool in self.pools]
+        self.graphed.capture(self.caches[1])
+
+    def compare(self, case: Case) -> None:
+        """A step of both on the same pool gives the same states, and leaves a like pool."""
+        inputs = case.inputs(MAX_LEN)
+        for pool in self.pools:
+            pool[: case.num_blocks] = case.pool(inputs)
+        with torch.inference_mode():
+            expected = self.plain.forward(inputs, self.caches[0])
+            states = self.graphed.forward(inputs, self.caches[1])
+        torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(*self.pools, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+    def replays(self) -> dict[int, int]:
+        """Replays of each size that had one."""
+        sizes = reversed(capture_sizes(6))
+        return {
+            size: recording.num_replays
+            for size, recording in zip(sizes, self.recorder.recordings, strict=True)
+            if recording.num_replays
+        }
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    make_checkpoint(tmp_path, "mistral", sliding_window=20)
+    return Rig(load(tmp_path, "float32", None, CPU))
+
+
+def test_capture_sizes() -> None:
+    """A35: 1, 2, 4 and multiples of 8, cut at the padded number of requests; 8192 is the last."""
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(3) == [1, 2, 4]
+    assert capture_sizes(5) == [1, 2, 4, 8]
+    assert len(capture_sizes(256)) == 35
+    assert capture_sizes(256)[-1] == 256
+    assert len(capture_sizes(8192)) == len(capture_sizes(20_000)) == 1027
+
+
+def test_replays_equal_eager_steps(rig: Rig) -> None:
+    """A34, A36: every number of requests, each step another, in graphs of the next size."""
+    for num_reqs in (6, 1, 5, 2, 3, 4, 6):
+        rig.compare(replace(CASE, work=CASE.work[-num_reqs:]))
+    assert rig.replays() == {8: 3, 4: 2, 2: 1, 1: 1}
+
+
+def test_other_steps_run_as_they_are(rig: Rig) -> None:
+    """A34: chunks, and more requests than the largest graph holds."""
+    rig.compare(replace(CASE, work=((3, 1), (0, 9))))
+    rig.compare(replace(CASE, work=((3, 1),) * 9))
+    assert rig.replays() == {}
+
+
+def test_a_step_with_a_watch_runs_as_it_is(rig: Rig) -> None:
+    """Whoever hands KV over while it is computed hears of each layer."""
+    inputs, heard = CASE.inputs(MAX_LEN), Heard()
+    rig.pools[1][: CASE.num_blocks] = CASE.pool(inputs)
+    with torch.inference_mode():
+        rig.graphed.forward(inputs, rig.caches[1], heard)
+    assert heard.layers == [1, 2]
+    assert rig.replays() == {}
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def stored(self, num_layers: int) -> None:
+        self.layers.append(num_layers)
+
+    def computed(self) -> None:
+        raise AssertionError("a runner says so")
+
+
+def test_nothing_is_captured_of_a_backend_that_cannot(rig: Rig) -> None:
+    recorder = RerunRecorder()
+    graphed = GraphedForward(
+        rig.plain, rig.loaded.model, create_backend("torch"), recorder,
+        max_num_seqs=6, max_model_len=MAX_LEN, block_size=CASE.block_size, device=CPU,
+    )  # fmt: skip
+    graphed.capture(rig.caches[0])
+    assert not recorder.recordings
+    inputs = CASE.inputs(MAX_LEN)
+    with torch.inference_mode():
+        assert graphed.forward(inputs, rig.caches[0]).shape[0] == inputs.num_tokens
