@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -242,7 +243,8 @@ def _repeated(logits: Tensor, times: list[int]) -> Tensor:
     """Each row so often as tokens are drawn from it."""
     if len(times) == sum(times):
         return logits
-    return logits.repeat_interleave(torch.tensor(times, device=logits.device), dim=0)
+    (places,) = on_device([np.repeat(np.arange(len(times)), times)], logits.device)
+    return logits[places]
 
 
 def _ready(value: _T | None, needed: str) -> _T:

@@ -2,22 +2,26 @@
 
 Sums of floating-point numbers depend on their order, and the order on the batch. So probabilities become whole
 numbers before anything is summed: ``round(exp((logit - max) / temperature) * 2**40)``, computed in float64, element
-by element. Their sums are exact, whatever else is in the batch and whichever device adds them up.
+by element. Their sums are exact, whatever else is in the batch and whichever device adds them up. A step waits for the
+device once, for its tokens; and once more for log probabilities.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.outputs import LogprobsLists
 from engine.randomness import UNIFORM_BITS, uniform_bits
 from engine.scores import SamplingRow, adjusted
+from engine.staging import to_device
 
 _WEIGHT_SCALE = 2.0**40
 _MAX_ELEMENTS_AT_ONCE = 2**24
+_LOW_BITS, _LOW_TOTAL_BITS = 27, 29
 
 
 @dataclass(frozen=True)
@@ -42,60 +46,69 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     """
     raw = logits.to(torch.float32)
     scores = adjusted(raw, rows)
-    num_nans = _count_unusable(raw, scores)
-    token_ids: list[int | None] = scores.argmax(dim=-1).tolist()
-    random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and not num_nans[i]]
+    tokens = scores.argmax(dim=-1)
+    random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // logits.shape[1])
     for start in range(0, len(random_rows), rows_at_once):
         part = random_rows[start : start + rows_at_once]
-        for i, token_id in zip(part, _draw(scores[part], [rows[i] for i in part]), strict=True):
-            token_ids[i] = token_id
-    for i, count in enumerate(num_nans):
-        if count:
-            token_ids[i] = None
+        places = to_device(np.array(part), logits.device)
+        tokens[places] = _draw(scores[places], [rows[i] for i in part])
+    drawn, is_usable = torch.stack([tokens, _is_usable(raw, scores).to(torch.int64)]).tolist()
+    num_nans = [0] * len(rows) if all(is_usable) else _count_unusable(raw, scores)
+    token_ids = [None if count else token for token, count in zip(drawn, num_nans, strict=True)]
     wanted = [row.sampling.logprobs for row in rows]
     is_wanted = any(k is not None for k in wanted)
     return Samples(token_ids, num_nans, token_logprobs(raw, token_ids, wanted) if is_wanted else None)
 
 
-def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
-    """NaN and +infinity per row; a row where no token may be drawn counts whole."""
+def _is_usable(raw: Tensor, scores: Tensor) -> Tensor:
+    """Per row: no NaN and no +infinity, and a token may be drawn."""
     highest = raw.amax(dim=-1)  # NaN where one is
     if scores is not raw:
         highest = highest + scores.amax(dim=-1)
-    if all(map(math.isfinite, highest.tolist())):
-        return [0] * len(raw)
+    return highest.isfinite()
+
+
+def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
+    """NaN and +infinity per row; a row where no token may be drawn counts whole."""
     counts = (raw.isnan() | raw.isposinf()).sum(dim=-1)
     counts = torch.where(scores.isneginf().all(dim=-1), raw.shape[1], counts)
     return [int(count) for count in counts.tolist()]
 
 
-def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """One token per row with temperature above 0."""
+def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """One token per row with temperature above 0; any for a row of NaN."""
     weights = _weights(scores, [row.sampling.temperature for row in rows])
     _keep_min_p(weights, [row.sampling.min_p for row in rows])
     _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
     _keep_top_p(weights, [row.sampling.top_p for row in rows])
-    targets = [
-        (uniform_bits(row.sampling.seed, row.position) * total) >> UNIFORM_BITS
-        for row, total in zip(rows, weights.sum(dim=-1).tolist(), strict=True)
-    ]
-    return invert(weights, targets)
+    uniforms = [uniform_bits(row.sampling.seed, row.position) for row in rows]
+    return invert(weights, scaled(to_device(np.array(uniforms), scores.device), weights.sum(dim=-1)))
 
 
-def invert(weights: Tensor, targets: list[int]) -> list[int]:
+def scaled(uniforms: Tensor, totals: Tensor) -> Tensor:
+    """``uniform * total >> UNIFORM_BITS`` of whole numbers, exact for totals below 2**58.
+
+    The product has up to 111 bits, so each factor is taken in two parts.
+    """
+    upper, lower = uniforms >> _LOW_BITS, uniforms & ((1 << _LOW_BITS) - 1)
+    high, low = totals >> _LOW_TOTAL_BITS, totals & ((1 << _LOW_TOTAL_BITS) - 1)
+    middle = upper * low + (lower * high << 2) + (lower * low >> _LOW_BITS)
+    return (upper * high << 3) + (middle >> (UNIFORM_BITS - _LOW_BITS))
+
+
+def invert(weights: Tensor, targets: Tensor) -> Tensor:
     """Per row of ``[num_rows, vocab_size]`` the first token up to which the weights sum to more than the target.
 
     A token of weight 0 is never found, for ``0 <= target < sum of the row``.
     """
-    column = torch.tensor(targets, device=weights.device, dtype=torch.int64)[:, None]
-    tokens: list[int] = torch.searchsorted(weights.cumsum(dim=-1), column, right=True)[:, 0].tolist()
-    return tokens
+    found = torch.searchsorted(weights.cumsum(dim=-1), targets[:, None], right=True)
+    return found[:, 0]
 
 
 def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
     """Probabilities as whole numbers, int64; the best token of a row has 2**40."""
-    temperature = torch.tensor(temperatures, device=scores.device, dtype=torch.float64)[:, None]
+    temperature = to_device(np.array(temperatures, dtype=np.float64), scores.device)[:, None]
     wide = scores.to(torch.float64)
     distances = (wide - wide.amax(dim=-1, keepdim=True)) / temperature
     return (distances.exp() * _WEIGHT_SCALE).round().to(torch.int64)
@@ -125,7 +138,7 @@ def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
             ordered, order = weights[i].sort(descending=True, stable=True)
             before = ordered.cumsum(0) - ordered
             is_dropped = before.to(torch.float64) >= p * weights[i].sum().to(torch.float64)
-            weights[i].index_fill_(0, order[is_dropped], 0)
+            weights[i].scatter_(0, order, ordered.masked_fill(is_dropped, 0))
 
 
 def token_logprobs(
@@ -135,22 +148,27 @@ def token_logprobs(
 
     Nothing for a row without a token, or without a k.
     """
+    found = [
+        _row_logprobs(row, token_id, k) if token_id is not None and k is not None else None
+        for row, token_id, k in zip(logits.to(torch.float32), token_ids, num_alternatives, strict=True)
+    ]
+    there = [row for row in found if row is not None]
+    numbers = iter(torch.cat(there).tolist() if there else [])
     lists = LogprobsLists([], [], [])
-    for row, token_id, k in zip(logits.to(torch.float32), token_ids, num_alternatives, strict=True):
-        ids, values, rank = _row_logprobs(row, token_id, k)
-        lists.logprob_token_ids.append(ids)
-        lists.logprobs.append(values)
-        lists.sampled_token_ranks.append(rank)
+    for row in found:
+        width = 0 if row is None else len(row) // 2
+        lists.logprob_token_ids.append([int(token) for token in islice(numbers, width)])
+        lists.logprobs.append(list(islice(numbers, width)))
+        lists.sampled_token_ranks.append(0 if row is None else int(next(numbers)))
     return lists
 
 
-def _row_logprobs(
-    raw: Tensor, token_id: int | None, num_alternatives: int | None
-) -> tuple[list[int], list[float], int]:
-    if token_id is None or num_alternatives is None:
-        return [], [], 0
+def _row_logprobs(raw: Tensor, token_id: int, num_alternatives: int) -> Tensor:
+    """Token ids, their log probabilities, and the first one's rank, in one tensor that holds all of them exactly."""
     logprobs = raw.log_softmax(dim=-1)
     best = logprobs.topk(min(num_alternatives, len(raw)))
-    rank = int((logprobs > logprobs[token_id]).sum()) + 1
-    ids = [token_id, *best.indices.tolist()]
-    return ids, [float(logprobs[token_id]), *best.values.tolist()], rank
+    own = logprobs[token_id]
+    rank = (logprobs > own).sum() + 1
+    first = torch.full_like(rank, token_id)
+    parts = (first[None], best.indices, own[None], best.values, rank[None])
+    return torch.cat([part.to(torch.float64) for part in parts])

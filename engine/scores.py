@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contract.requests import SamplingParams
+from engine.staging import to_device
 
 NO_TOKENS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
@@ -59,13 +60,13 @@ def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         if sampling.counts_tokens:
             _penalize(scores[i], row)
         if known := [token for token in forbidden if token < len(scores[i])]:
-            scores[i, known] = -torch.inf
+            scores[i].index_fill_(0, to_device(np.array(known), scores.device), -torch.inf)
     return scores
 
 
 def _mask(scores: Tensor, bitmask: NDArray[np.int32] | None) -> None:
     if bitmask is not None:
-        words = torch.from_numpy(bitmask).to(scores.device)
+        words = to_device(bitmask, scores.device)
         bits = torch.arange(32, device=scores.device, dtype=torch.int32)
         is_allowed = (words[:, None] >> bits) & 1
         scores.masked_fill_(is_allowed.flatten()[: len(scores)] == 0, -torch.inf)
@@ -73,7 +74,7 @@ def _mask(scores: Tensor, bitmask: NDArray[np.int32] | None) -> None:
 
 def _allow(scores: Tensor, token_ids: tuple[int, ...]) -> None:
     if token_ids:
-        allowed = list(token_ids)
+        allowed = to_device(np.array(token_ids), scores.device)
         kept = scores[allowed]
         scores.fill_(-torch.inf)
         scores[allowed] = kept
@@ -82,7 +83,8 @@ def _allow(scores: Tensor, token_ids: tuple[int, ...]) -> None:
 def _add_biases(scores: Tensor, biases: tuple[tuple[int, float], ...]) -> None:
     if biases:
         token_ids, values = zip(*biases, strict=True)
-        scores[list(token_ids)] += torch.tensor(values, dtype=scores.dtype, device=scores.device)
+        places = to_device(np.array(token_ids), scores.device)
+        scores[places] += to_device(np.array(values, dtype=np.float32), scores.device)
 
 
 def _penalize(scores: Tensor, row: SamplingRow) -> None:
@@ -90,9 +92,9 @@ def _penalize(scores: Tensor, row: SamplingRow) -> None:
     in_answer = np.bincount(row.answer_tokens, minlength=vocab_size)
     if sampling.repetition_penalty != 1.0:
         is_there = (in_answer + np.bincount(row.prompt_tokens, minlength=vocab_size)) > 0
-        there = torch.from_numpy(np.flatnonzero(is_there)).to(scores.device)
+        there = to_device(np.flatnonzero(is_there), scores.device)
         found, penalty = scores[there], sampling.repetition_penalty
         scores[there] = torch.where(found > 0, found / penalty, found * penalty)
     answered = np.flatnonzero(in_answer)
     taken = in_answer[answered] * sampling.frequency_penalty + sampling.presence_penalty
-    scores[torch.from_numpy(answered).to(scores.device)] -= torch.from_numpy(taken).to(scores)
+    scores[to_device(answered, scores.device)] -= to_device(taken.astype(np.float32), scores.device)

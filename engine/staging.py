@@ -1,6 +1,7 @@
-"""Whole numbers of a step on their way to the device: one copy for all of them, which nobody waits for."""
+"""What the host tells the device for a step, in copies that nobody waits for."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,3 +22,9 @@ def on_device(vectors: Sequence[NDArray[np.integer]], device: torch.device) -> l
     np.concatenate([vector.ravel() for vector in whole], out=staged.numpy())
     pieces = torch.split(staged.to(device, non_blocking=True), sizes)
     return [piece.view(vector.shape) for piece, vector in zip(pieces, whole, strict=True)]
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """An array as a tensor of its number format."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from contract.requests import SamplingParams
 from engine.randomness import UNIFORM_BITS, uniform_bits
-from engine.sampling import invert, sample
+from engine.sampling import invert, sample, scaled
 from engine.scores import SamplingRow
 
 VOCAB = 50
@@ -123,7 +123,15 @@ def test_the_inverse_runs_in_the_order_of_the_vocabulary() -> None:
 
 def test_every_unit_of_weight_belongs_to_its_token() -> None:
     row = [0, 3, 0, 2, 0]
-    assert invert(torch.tensor([row] * 5), [0, 1, 2, 3, 4]) == [1, 1, 1, 3, 3]
+    assert invert(torch.tensor([row] * 5), torch.arange(5)).tolist() == [1, 1, 1, 3, 3]
+
+
+@given(uniform=st.integers(0, 2**UNIFORM_BITS - 1), total=st.integers(0, 2**58 - 1))
+@example(uniform=2**UNIFORM_BITS - 1, total=2**58 - 1)
+def test_a_share_of_the_total_is_exact(uniform: int, total: int) -> None:
+    """In 64 bits what Python says in 111."""
+    share = scaled(torch.tensor([uniform]), torch.tensor([total]))
+    assert share.tolist() == [uniform * total >> UNIFORM_BITS]
 
 
 def test_company_changes_no_draw() -> None:
