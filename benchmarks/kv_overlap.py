@@ -22,16 +22,18 @@ _BYTES = "kvbaton_transfer_bytes_total"
 
 def measure_overlap(model: str | None, num_tokens: int, num_requests: int) -> dict[str, Any]:
     """By transport. model: a checkpoint's folder, None is the demo model; num_tokens: of every prompt."""
+    options = [] if model is None else ["--model", model, "--dtype", "float32"]  # bfloat16 is slow on a CPU
     return {
-        transport: asyncio.run(_over(transport, model, num_tokens, num_requests))
+        transport: asyncio.run(handed_over(transport, options, num_tokens, num_requests))
         for transport in ("shm", "tcp")
     }
 
 
-async def _over(transport: str, model: str | None, num_tokens: int, num_requests: int) -> dict[str, Any]:
-    arguments = ["--prefill", "1", "--decode", "1", "--transport", transport]
-    if model is not None:
-        arguments += ["--model", model, "--dtype", "float32"]  # bfloat16 is many times slower on a CPU
+async def handed_over(
+    transport: str, options: list[str], num_tokens: int, num_requests: int
+) -> dict[str, Any]:
+    """Over one transport; options: of `kvbaton up`."""
+    arguments = ["--prefill", "1", "--decode", "1", "--transport", transport, *options]
     num_warm_ups = min(_MAX_WARM_UPS, num_requests)
     with tempfile.TemporaryDirectory() as folder:
         async with running_service(Path(folder), *arguments, has_small_pools=False) as service:
@@ -66,6 +68,7 @@ def _summary(answers: list[Answer]) -> dict[str, Any]:
         "transfer_exposed": [timing.transfer for timing in timings],
         "transfer_hidden": [timing.transfer_hidden for timing in timings],
         "transfer_copying": [timing.transfer_copying for timing in timings],
+        "queue": [timing.queue for timing in timings],
         "prefill": [timing.prefill for timing in timings],
         "first_decode_step": [timing.first_decode_step for timing in timings],
         "gap_token_0_to_1": gaps,

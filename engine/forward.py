@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.attention.backend import create_backend
 from engine.attention.choice import choose_backend
 from engine.connector import LayerWatch
-from engine.forward_graphs import CudaRecorder, GraphedForward
+from engine.forward_graphs import CudaRecorder, GraphedForward, capture_sizes
 from engine.forward_plain import PlainForward
 from engine.inputs import PreparedInputs
 from engine.kernels.decoder import KernelDecoder, why_unserved
@@ -63,7 +63,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
             loaded.model,
             backend,
             CudaRecorder(device),
-            max_num_seqs=settings.max_num_seqs,
+            sizes=capture_sizes(settings.max_num_seqs),
             max_model_len=info.max_model_len,
             block_size=settings.block_size,
             device=device,

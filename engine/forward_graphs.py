@@ -98,13 +98,13 @@ class GraphedForward:
         backend: AttentionBackend,
         recorder: Recorder,
         *,
-        max_num_seqs: int,
+        sizes: Sequence[int],
         max_model_len: int,
         block_size: int,
         device: torch.device,
     ) -> None:
         self._plain, self._model, self._backend, self._recorder = plain, model, backend, recorder
-        self._sizes = capture_sizes(max_num_seqs)
+        self._sizes = sorted(sizes)
         self._max_blocks = -(-max_model_len // block_size)
         self._block_size, self._device = block_size, device
         self._tokens = torch.zeros(2, self._sizes[-1], dtype=torch.int32, device=device)

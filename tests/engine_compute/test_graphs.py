@@ -31,7 +31,7 @@ class Rig:
             loaded.model,
             backend,
             self.recorder,
-            max_num_seqs=6,
+            sizes=capture_sizes(6),
             max_model_len=MAX_LEN,
             block_size=CASE.block_size,
             device=CPU,
@@ -118,7 +118,7 @@ def test_nothing_is_captured_of_a_backend_that_cannot(rig: Rig) -> None:
     recorder = RerunRecorder()
     graphed = GraphedForward(
         rig.plain, rig.loaded.model, create_backend("torch"), recorder,
-        max_num_seqs=6, max_model_len=MAX_LEN, block_size=CASE.block_size, device=CPU,
+        sizes=capture_sizes(6), max_model_len=MAX_LEN, block_size=CASE.block_size, device=CPU,
     )  # fmt: skip
     graphed.capture(rig.caches[0])
     assert not recorder.recordings

@@ -1,0 +1,170 @@
+"""The engine on one GPU beside what the GPU can do: decode, prefill, and a hand-over between two processes.
+
+Random weights in the shapes of Llama 3.1 8B and Qwen 2.5 1.5B. Each part writes ``gpu_<part>.json`` when it is done; a
+figure's ``share_of_bound`` is of a roofline by the ceilings that the same run has measured. ``--dry-run`` goes the same way
+on the CPU with a tiny shape; its figures mean nothing.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from benchmarks.facts import run_facts
+from benchmarks.gpu_checkpoint import write_checkpoint
+from benchmarks.gpu_shapes import LLAMA, QWEN, TINY, Ceilings, ModelShape
+from benchmarks.gpu_steps import RandomModel, Work, figures_of, measure_ceilings, timed_steps
+from benchmarks.kv_overlap import handed_over
+from contract.errors import SettingError
+from engine.attention.choice import choose_backend
+
+PARTS = ("ceilings", "decode", "prefill", "handover")
+_ANSWER_ROOM = 64
+_BACKENDS = ("flashinfer", "triton", "torch")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. ceilings: bytes, and width of the product."""
+
+    device: torch.device
+    shapes: tuple[ModelShape, ...]
+    handover_shape: ModelShape
+    batches: tuple[int, ...]
+    context: int
+    prefill: Work
+    num_rounds: int
+    num_requests: int
+    transports: tuple[str, ...]
+    ceilings: tuple[int, int]
+
+
+REAL = Plan(
+    torch.device("cuda", 0), (LLAMA, QWEN), QWEN, (1, 64, 256), 1024, Work(8, 2048), 10, 12, ("nixl", "tcp"), (2**32, 8192)
+)  # fmt: skip
+DRY = Plan(torch.device("cpu"), (TINY,), TINY, (1, 3), 40, Work(2, 24), 1, 2, ("shm",), (2**16, 64))
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
+    parser.add_argument("--models", help="names of shapes, separated by commas; all where unset")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with a tiny shape")
+    given = parser.parse_args()
+    plan = DRY if given.dry_run else REAL
+    if plan.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device (--dry-run needs none)")
+    parts = given.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}")
+    ceilings = measure_ceilings(plan.device, *plan.ceilings)
+    shapes = [shape for shape in plan.shapes if given.models is None or shape.name in given.models.split(",")]
+    for part in parts:
+        _write(given.out, part, plan, ceilings, list(_rows(part, plan, shapes, ceilings)))
+
+
+def _rows(part: str, plan: Plan, shapes: list[ModelShape], ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    if part == "handover":
+        yield from _handovers(plan)
+    if part in ("decode", "prefill"):
+        for shape in shapes:
+            yield from _steps(part, plan, shape, ceilings)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _steps(part: str, plan: Plan, shape: ModelShape, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    works = [Work(batch, 1, plan.context - 1) for batch in plan.batches]
+    works = works if part == "decode" else [plan.prefill]
+    model = RandomModel(shape, plan.device, max(work.length for work in works))
+    caches = model.caches(max(work.num_blocks for work in works))
+    for name in usable_backends(plan.device, shape.head_dim):
+        for work in works:
+            bound = (
+                shape.decode_seconds(work.batch, work.length, ceilings)
+                if part == "decode"
+                else shape.prefill_seconds(work.batch, work.length, ceilings)
+            )
+            for has_graph in (False, True) if _can_capture(part, name, plan.device) else (False,):
+                forward = model.forward_pass(name, work.batch if has_graph else None, caches)
+                seconds = timed_steps(model, forward, work, caches, plan.num_rounds)
+                forward.close()
+                row = {
+                    "model": shape.name,
+                    "backend": name,
+                    "graphs": has_graph,
+                    "batch": work.batch,
+                    "length": work.length,
+                }
+                yield _told(part, row | figures_of(seconds, bound, work.batch * work.num_tokens))
+
+
+def usable_backends(device: torch.device, head_dim: int) -> list[str]:
+    """Those that compute bfloat16 here, fastest first."""
+    usable = []
+    for name in _BACKENDS:
+        try:
+            usable.append(choose_backend(name, device, "bfloat16", head_dim))
+        except SettingError as error:
+            print(f"not measured: {error}", flush=True)
+    return usable
+
+
+def _can_capture(part: str, backend: str, device: torch.device) -> bool:
+    return part == "decode" and backend != "torch" and device.type == "cuda"
+
+
+def _handovers(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Prefill and decode as processes on the one device. A transport that fails has its error in its row."""
+    length = plan.prefill.length
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), plan.handover_shape, length + _ANSWER_ROOM, plan.device)
+        options = ["--model", folder, "--device", plan.device.type, "--dtype", "bfloat16"]
+        options += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "16"]
+        options += ["--kv-cache-bytes", str(2**31 if plan.device.type == "cuda" else 2**24)]
+        for transport in plan.transports:
+            row = {"transport": transport, "model": plan.handover_shape.name, "length": length}
+            try:
+                found = asyncio.run(handed_over(transport, options, length, plan.num_requests))
+            except (AssertionError, TimeoutError, grpc.RpcError) as error:
+                yield _told("handover", row | {"error": str(error)[-4000:]})
+                continue
+            yield _told("handover", row | found | _shares(found["medians"]))
+
+
+def _shares(medians: dict[str, float]) -> dict[str, float]:
+    """Of the time until token 0, which does not wait for the transfer: what of it is exposed, and its copying."""
+    ttft = medians["queue"] + medians["prefill"]
+    return {
+        "ttft_ms": ttft * 1e3,
+        "exposed_share_of_ttft": medians["transfer_exposed"] / ttft,
+        "copying_share_of_ttft": medians["transfer_copying"] / ttft,
+    }
+
+
+def _told(part: str, row: dict[str, Any]) -> dict[str, Any]:
+    short = {name: value for name, value in row.items() if not isinstance(value, list | dict)}
+    print(part, json.dumps(short), flush=True)
+    return row
+
+
+def _write(out: Path, part: str, plan: Plan, ceilings: Ceilings, rows: list[dict[str, Any]]) -> None:
+    is_cuda = plan.device.type == "cuda"
+    device = torch.cuda.get_device_name(plan.device) if is_cuda else plan.device.type
+    out.mkdir(parents=True, exist_ok=True)
+    figures = {**run_facts(), "device": device, "ceilings": asdict(ceilings), "rows": rows}
+    (out / f"gpu_{part}.json").write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The shapes of the models that `benchmarks.gpu` measures, and what the hardware allows for them (a roofline).
+
+Bytes and floating-point operations are counted, times are in seconds; 2 bytes a weight and a number of KV.
+"""
+
+from dataclasses import dataclass
+
+from engine.models.config import DecoderConfig
+from engine.models.rope import RopeConfig
+
+_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device was measured to reach a second: bytes (read and written by a copy; read alone) and operations."""
+
+    copy: float
+    read: float
+    matmul: float
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's sizes, by the names of DecoderConfig."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rope_theta: float
+    is_tied: bool = False
+    has_qkv_bias: bool = False
+
+    def config(self, max_position_embeddings: int) -> DecoderConfig:
+        """For the engine."""
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=max_position_embeddings,
+            rms_norm_eps=1e-6,
+            rope=RopeConfig("default", self.rope_theta),
+            tie_word_embeddings=self.is_tied,
+            sliding_windows=(None,) * self.num_layers,
+            qkv_bias=self.has_qkv_bias,
+        )
+
+    @property
+    def layer_params(self) -> int:
+        """Of one layer."""
+        queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * queries + 2 * self.hidden_size * kv
+        biases = queries + 2 * kv if self.has_qkv_bias else 0
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size + biases
+
+    @property
+    def num_params(self) -> int:
+        """Of the whole model."""
+        tables = 1 if self.is_tied else 2
+        return self.num_layers * self.layer_params + self.hidden_size + tables * self._table_params
+
+    @property
+    def step_params(self) -> int:
+        """What a decode step reads: all but the rows of an input embedding of its own."""
+        return self.num_params - (0 if self.is_tied else self._table_params)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _BYTES
+
+    def decode_seconds(self, batch: int, context: int, ceilings: Ceilings) -> float:
+        """A step's lower bound: weights at the speed of memory or of the matrix units, then KV at that of memory."""
+        weights = self.step_params * _BYTES / ceilings.copy
+        products = 2 * self.step_params * batch / ceilings.matmul
+        return max(weights, products) + batch * context * self.kv_bytes / ceilings.copy
+
+    def prefill_seconds(self, batch: int, length: int, ceilings: Ceilings) -> float:
+        """The lower bound for so many prompts: linear layers and causal attention by the matrix units."""
+        linear = 2 * self.num_layers * self.layer_params * batch * length
+        attention = 2 * length**2 * self.num_heads * self.head_dim * self.num_layers * batch
+        return (linear + attention) / ceilings.matmul
+
+    @property
+    def _table_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+
+LLAMA = ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, 500_000.0)
+QWEN = ModelShape("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936, 1_000_000.0, True, True)
+TINY = ModelShape("tiny", 2, 64, 4, 2, 16, 96, 2048, 10_000.0)

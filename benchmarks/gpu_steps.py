@@ -1,0 +1,178 @@
+"""Steps of a random model on a device, timed whole: inputs to the device, forward pass, logits, and tokens back."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_shapes import Ceilings, ModelShape
+from contract.requests import SamplingParams
+from engine.attention.backend import create_backend
+from engine.batch import InputBatch
+from engine.forward import ForwardPass
+from engine.forward_graphs import CudaRecorder, GraphedForward
+from engine.forward_plain import PlainForward
+from engine.inputs import PreparedInputs, prepare_inputs
+from engine.models.decoder import CausalLM
+from engine.models.language_model import Head
+from engine.outputs import NewRequestData, SchedulerOutput
+from engine.ranks.group import SingleRank
+from engine.sampling import sample
+from engine.scores import SamplingRow
+
+BLOCK_SIZE = 16
+_DEVIATION = 0.02
+_NUM_WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Work:
+    """So many requests alike: ``num_tokens`` each in the step, behind ``num_computed`` in the cache."""
+
+    batch: int
+    num_tokens: int
+    num_computed: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that the last query sees."""
+        return self.num_computed + self.num_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all requests, and the null block."""
+        return 1 + self.batch * -(-self.length // BLOCK_SIZE)
+
+    def inputs(self, vocab_size: int) -> PreparedInputs:
+        """Random tokens; each request's blocks lie scattered over the pool."""
+        rng = np.random.default_rng(7)
+        blocks = rng.permutation(np.arange(1, self.num_blocks)).reshape(self.batch, -1)
+        scheduled = SchedulerOutput()
+        for index, own in enumerate(blocks.tolist()):
+            tokens = rng.integers(0, vocab_size, self.length).tolist()
+            scheduled.scheduled_new_reqs.append(
+                NewRequestData(str(index), tokens, SamplingParams(), (own,), self.num_computed, self.length)
+            )
+            scheduled.num_scheduled_tokens[str(index)] = self.num_tokens
+        batch = InputBatch(self.batch, self.length, BLOCK_SIZE)
+        batch.update(scheduled)
+        return prepare_inputs(batch, scheduled)
+
+
+class RandomModel:
+    """A model of this shape with seeded normal weights (never zeros: those are faster), in bfloat16."""
+
+    def __init__(self, shape: ModelShape, device: torch.device, max_length: int) -> None:
+        self.shape, self.device, self.max_length = shape, device, max_length
+        config = shape.config(max_length)
+        torch.manual_seed(11)
+        with torch.device("meta"):
+            model = CausalLM(config, Head.TIED if shape.is_tied else Head.OWN, SingleRank())
+        self.model = model.to(torch.bfloat16).to_empty(device=device).eval()
+        self.model.place(device)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "norm" in name:
+                    parameter.fill_(1.0)
+                else:
+                    parameter.normal_(std=_DEVIATION)
+
+    def caches(self, num_blocks: int) -> list[Tensor]:
+        """A pool's layers, filled with random numbers."""
+        shape = self.shape
+        size = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+        pool = torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        return list(pool.normal_().unbind(1))
+
+    def forward_pass(
+        self, backend_name: str, graph_size: int | None, caches: Sequence[Tensor]
+    ) -> ForwardPass:
+        """With one graph, of that many requests, or none."""
+        backend = create_backend(backend_name)
+        plain = PlainForward(self.model, backend, BLOCK_SIZE, self.device)
+        if graph_size is None:
+            return plain
+        graphed = GraphedForward(
+            plain,
+            self.model,
+            backend,
+            CudaRecorder(self.device),
+            sizes=[graph_size],
+            max_model_len=self.max_length,
+            block_size=BLOCK_SIZE,
+            device=self.device,
+        )
+        graphed.capture(caches)
+        return graphed
+
+
+def timed_steps(
+    model: RandomModel, forward: ForwardPass, work: Work, caches: Sequence[Tensor], num_rounds: int
+) -> list[float]:
+    """Seconds of each of three times ``num_rounds`` whole steps; every one ends with its tokens on the host."""
+    inputs = work.inputs(model.shape.vocab_size)
+    last = torch.from_numpy(inputs.query_start_loc[1:].astype(np.int64) - 1).to(model.device)
+    rows = [SamplingRow(SamplingParams(temperature=0.0), (), work.length, 0)] * work.batch
+
+    def step() -> None:
+        states = forward.forward(inputs, caches)
+        drawn = sample(forward.logits(states if work.num_tokens == 1 else states[last]), rows)
+        if any(drawn.num_nans):
+            raise AssertionError("the model's logits are not numbers")
+
+    with torch.inference_mode():
+        return seconds_of(step, 3 * num_rounds)
+
+
+def seconds_of(run: Callable[[], object], num_rounds: int) -> list[float]:
+    """Of each run behind the warm-ups; the run waits for the device itself."""
+    for _ in range(_NUM_WARM_UPS):
+        run()
+    seconds = []
+    for _ in range(num_rounds):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def figures_of(seconds: list[float], bound_seconds: float, num_tokens: int) -> dict[str, Any]:
+    """Median and spread in milliseconds, and the share of the bound."""
+    median = statistics.median(seconds)
+    return {
+        "ms": median * 1e3,
+        "ms_least": min(seconds) * 1e3,
+        "ms_most": max(seconds) * 1e3,
+        "samples_ms": [one * 1e3 for one in seconds],
+        "tokens_per_second": num_tokens / median,
+        "bound_ms": bound_seconds * 1e3,
+        "share_of_bound": bound_seconds / median,
+    }
+
+
+def measure_ceilings(device: torch.device, num_bytes: int, width: int) -> Ceilings:
+    """The best of some rounds: a copy of so many bytes, a sum over them, and a square product in bfloat16."""
+    source = torch.randn(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(width, width, device=device).to(torch.bfloat16) for _ in range(2))
+
+    def best(run: Callable[[], object]) -> float:
+        def waited() -> None:
+            run()
+            wait_for(device)
+
+        return min(seconds_of(waited, 10))
+
+    copied, read = best(lambda: target.copy_(source)), best(source.sum)
+    return Ceilings(2 * num_bytes / copied, num_bytes / read, 2 * width**3 / best(lambda: left @ right))
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
