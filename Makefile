@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
+BENCH_ARGS ?=
 
 # A machine with an NVIDIA driver gets the CUDA build of torch, every other one the CPU build.
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
@@ -71,8 +72,9 @@ explore: install ## explore the hand-over's protocol in all sizes (half an hour)
 soak: install ## run the chaos tests' large counts once (a quarter of an hour); writes benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
-gpu-check: $(if $(GPU_PYTHON),,install) ## run the tests that need a CUDA device (GPU_PYTHON=python3: without install)
-	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu $(ARGS)
+gpu-check: $(if $(GPU_PYTHON),,install) ## on a CUDA device: prove that it computes right, then measure (GPU_PYTHON=python3: without install)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu tests/gpu $(ARGS)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu $(BENCH_ARGS)
 
 check: format-check lint types imports sizes protos-check settings-docs-check ## the one definition of clean: what CI and pre-commit run
 

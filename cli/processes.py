@@ -23,6 +23,9 @@ _WORKER_FLAGS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "kv_cache_bytes",
+    "gpu_memory_utilization",
+    "attention_backend",
+    "enforce_eager",
     "tensor_parallel_size",
 )
 

@@ -88,6 +88,12 @@ class LocalSettings(CommandSettings):
     """Tokens of one step of one worker; longer prompts are computed in chunks of this size."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Bytes of each worker's KV pool, which it has from its start; unset: measured."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that all workers on it may use together; unset: 0.9."""
+    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] | None = None
+    """What computes attention; unset: the fastest that is installed and can compute the model."""
+    enforce_eager: bool | None = None
+    """Do without CUDA graphs: decode steps are slower, and start-up is faster."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of each worker; unset: the machine's cores shared evenly."""
     tensor_parallel_size: int = Field(default=1, ge=1)

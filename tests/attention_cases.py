@@ -1,16 +1,26 @@
 """Batches of attention, and a comparison of any backend on any device with the torch backend on the CPU."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from contract.requests import SamplingParams
-from engine.attention.backend import AttentionBackend, AttentionStep, LayerShape, create_backend
+from engine.attention.backend import (
+    AttentionBackend,
+    AttentionStep,
+    LayerShape,
+    StaticDecode,
+    create_backend,
+)
 from engine.batch import InputBatch
+from engine.forward_graphs import Recorder
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.outputs import NewRequestData, SchedulerOutput
+
+Work = tuple[tuple[int, int], ...]
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 3
@@ -28,7 +38,7 @@ class Case:
     block_size: int = 16
     window: int | None = None
     dtype: torch.dtype = torch.float32
-    work: tuple[tuple[int, int], ...] = MIXED
+    work: Work = MIXED
 
     @property
     def shape(self) -> LayerShape:
@@ -105,6 +115,35 @@ def assert_equals_torch(case: Case, backend: AttentionBackend, device: torch.dev
     expected, expected_pool = reference(case, inputs)
     assert_close(output, expected)
     assert torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8))
+
+
+def assert_replays_are_right(
+    wide: Case, works: Sequence[Work], static: StaticDecode, recorder: Recorder, device: torch.device
+) -> None:
+    """Capture a step of eight requests, then replay it for each of these; ``wide`` has the longest of them."""
+    heads = (wide.num_heads, wide.num_kv_heads, wide.num_kv_heads)
+    states = [torch.zeros(8, count, wide.head_dim, dtype=wide.dtype, device=device) for count in heads]
+    cases = [replace(wide, work=work) for work in works]
+    size = (max(case.num_blocks for case in cases), *wide.pool(wide.inputs()).shape[1:])
+    pool = torch.zeros(size, dtype=wide.dtype, device=device)
+
+    def attend() -> Tensor:
+        static.store(states[1], states[2], pool[:, 1])
+        return static.attend(wide.shape, states[0], states[1], states[2], pool[:, 1])
+
+    recording = recorder.record(attend)
+    assert not pool.any()
+    for case in cases:
+        inputs = case.inputs(wide.max_len)
+        pool[: case.num_blocks] = case.pool(inputs).to(device)
+        for target, source in zip(states, case.states(inputs), strict=True):
+            target[: len(source)] = source.to(device)
+        static.refill(inputs)
+        recording.replay()
+        expected, expected_pool = reference(case, inputs)
+        assert_close(recording.output[: inputs.num_reqs].cpu(), expected)
+        own = pool[: case.num_blocks].cpu()
+        assert torch.equal(own.view(torch.uint8), expected_pool.view(torch.uint8))
 
 
 def reference(case: Case, inputs: PreparedInputs) -> tuple[Tensor, Tensor]:

@@ -85,6 +85,9 @@ def test_a_worker_understands_the_flags_that_up_gives(tmp_path: Path) -> None:
         max_model_len=64,
         max_num_batched_tokens=32,
         tensor_parallel_size=2,
+        gpu_memory_utilization=0.5,
+        attention_backend="triton",
+        enforce_eager=True,
     )
     prefill = local_processes(settings, tmp_path, tmp_path / "secret")[1]
     command = prefill.command({"router": ROUTER_FACTS})
@@ -93,6 +96,11 @@ def test_a_worker_understands_the_flags_that_up_gives(tmp_path: Path) -> None:
     assert worker.served_model_name == tmp_path.name
     assert (worker.kv_cache_bytes, worker.max_model_len, worker.max_num_batched_tokens) == (2**20, 64, 32)
     assert worker.tensor_parallel_size == 2
+    assert (worker.gpu_memory_utilization, worker.attention_backend, worker.enforce_eager) == (
+        0.5,
+        "triton",
+        True,
+    )
 
 
 def test_flags_of_values() -> None:

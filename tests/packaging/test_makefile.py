@@ -68,11 +68,12 @@ def test_the_rest_is_installed_after_torch_under_the_same_constraints(programs: 
 
 def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
     assert any(
-        '-m "not slow and not explore and not gpu and not docker and not sdk"' in line
+        '-m "not slow and not explore and not gpu and not docker and not sdk and not triton"' in line
         for line in planned(programs, "test")
     )
     assert any(
-        '-m "slow and not gpu and not docker and not sdk"' in line for line in planned(programs, "test-slow")
+        '-m "slow and not gpu and not docker and not sdk and not triton"' in line
+        for line in planned(programs, "test-slow")
     )
     assert any("-m pytest -m gpu" in line for line in planned(programs, "gpu-check"))
     for marker in ("docker", "sdk"):
@@ -80,9 +81,17 @@ def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
         assert any(line.endswith(f"-m pytest -m {marker} ") for line in lines)
 
 
+def test_triton_is_installed_beside_the_environment_and_interpreted(programs: Path) -> None:
+    """It brings an older NumPy, which nothing else shall see."""
+    install, *_, run = planned(programs, "test-triton")[-3:]
+    assert "--no-deps" in install and "--target .venv/triton" in install
+    assert "TRITON_INTERPRET=1" in run and "/.venv/triton " in run
+
+
 def test_the_gpu_tests_run_under_a_python_of_ones_own(programs: Path) -> None:
-    (line,) = planned(programs, "gpu-check", "GPU_PYTHON=python3")
-    assert line.strip() == "python3 -m pytest -m gpu"
+    line, measuring = planned(programs, "gpu-check", "GPU_PYTHON=python3")
+    assert measuring.startswith("python3 -m benchmarks.gpu")
+    assert line.strip() == "python3 -m pytest -m gpu tests/gpu"
 
 
 def test_make_alone_lists_the_targets(programs: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from engine.attention.backend import create_backend
 from engine.profiling import profile_inputs
-from tests.attention_cases import CPU, Case, assert_close, assert_equals_torch, reference, run
+from engine.testing_graphs import RerunRecorder
+from tests.attention_cases import CPU, Case, assert_equals_torch, assert_replays_are_right, run
 
 pytestmark = [
     pytest.mark.triton,
@@ -60,23 +61,11 @@ def test_a_static_step_takes_one_batch_after_the_other() -> None:
     """Rows that are not in use store nothing, and stand in nobody's way."""
     wide = Case(work=((700, 1), (9, 1), (31, 1)))
     static = create_backend("triton").plan_static(
-        4, -(-wide.max_len // wide.block_size), wide.block_size, CPU
+        8, -(-wide.max_len // wide.block_size), wide.block_size, CPU
     )
     assert static is not None
-    for work in (wide.work, ((15, 1),), ((16, 1), (5, 1), (300, 1), (2, 1))):
-        case = replace(wide, work=work)
-        inputs = case.inputs(wide.max_len)
-        static.refill(inputs)
-        query, key, value = (
-            torch.cat((s, s.new_full((4 - len(s), *s.shape[1:]), 7.0))) for s in case.states(inputs)
-        )
-        pool = case.pool(inputs)
-        static.store(key, value, pool[:, 1])
-        output = static.attend(case.shape, query, key, value, pool[:, 1])
-        expected, expected_pool = reference(case, inputs)
-        assert_close(output[: len(work)], expected)
-        assert torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8))
-        assert not output[len(work) :].any()
+    works = (wide.work, ((15, 1),), ((16, 1), (5, 1), (300, 1), (2, 1)))
+    assert_replays_are_right(wide, works, static, RerunRecorder(), CPU)
 
 
 def test_without_a_cache_requests_see_their_own_tokens() -> None:

@@ -1,0 +1,89 @@
+"""`make gpu-check`: each attention backend on CUDA beside plain torch on the CPU, in float32 and by tolerance below."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from contract.errors import SettingError
+from engine.attention.backend import create_backend
+from engine.attention.choice import choose_backend
+from engine.forward_graphs import CudaRecorder
+from tests.attention_cases import Case, assert_equals_torch, assert_replays_are_right
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+CUDA = torch.device("cuda", 0)
+HALF = torch.bfloat16
+SHAPES = {
+    "llama-3.1-8b": Case(num_heads=32, num_kv_heads=8, head_dim=128),
+    "qwen2.5-1.5b": Case(num_heads=12, num_kv_heads=2, head_dim=128),
+    "qwen2.5-7b": Case(num_heads=28, num_kv_heads=4, head_dim=128),
+    "no groups": Case(num_heads=3, num_kv_heads=3, head_dim=128, block_size=32),
+    "window": Case(num_heads=32, num_kv_heads=8, head_dim=128, window=500),
+    "decodes": Case(num_heads=32, num_kv_heads=8, head_dim=128, work=((4000, 1), (0, 1), (15, 1), (16, 1), (255, 1))),
+    "long prompts": Case(num_heads=8, num_kv_heads=2, head_dim=128, work=((0, 2048), (1000, 513), (3, 1))),
+}  # fmt: skip
+NAMES = ("flashinfer", "triton", "torch")
+
+
+def backends(dtype: str, head_dim: int) -> list[str]:
+    """Those that can compute it on this machine; Triton must be among them."""
+    usable = []
+    for name in NAMES:
+        try:
+            usable.append(choose_backend(name, CUDA, dtype, head_dim))
+        except SettingError as error:
+            logging.getLogger(__name__).warning("not tested: %s", error)
+    assert "triton" in usable
+    return usable
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bfloat16_is_near_the_reference(name: str) -> None:
+    for backend in backends("bfloat16", SHAPES[name].head_dim):
+        assert_equals_torch(replace(SHAPES[name], dtype=HALF), create_backend(backend), CUDA)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_takes_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
+    case = Case(num_heads=6, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    assert_equals_torch(case, create_backend("triton"), CUDA)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_float32_equals_the_reference(name: str) -> None:
+    for backend in backends("float32", SHAPES[name].head_dim):
+        assert_equals_torch(SHAPES[name], create_backend(backend), CUDA)
+
+
+@pytest.mark.parametrize("group", [1, 4, 6, 7, 8])
+def test_a_replayed_graph_sees_the_newest_step(group: int) -> None:
+    """Captured once for eight requests, replayed for other ones, and other numbers of them."""
+    wide = Case(num_heads=2 * group, num_kv_heads=2, head_dim=128, dtype=HALF, work=((2000, 1), (9, 1)))
+    works = (wide.work, ((15, 1),), tuple((length, 1) for length in (0, 16, 700, 1999, 3, 255, 256, 257)))
+    captured = []
+    for name in backends("bfloat16", 128):
+        static = create_backend(name).plan_static(
+            8, -(-wide.max_len // wide.block_size), wide.block_size, CUDA
+        )
+        if static is not None:
+            assert_replays_are_right(wide, works, static, CudaRecorder(CUDA), CUDA)
+            captured.append(name)
+    assert "triton" in captured
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    """Bit for bit, with our own kernels."""
+    together = Case(num_heads=8, num_kv_heads=2, head_dim=128, dtype=HALF, work=((3000, 1), (40, 1), (0, 90)))
+    backend, inputs = create_backend("triton"), together.inputs()
+    pool = together.pool(inputs).to(CUDA)
+    query, key, value = (states.to(CUDA) for states in together.states(inputs))
+    step = backend.plan(inputs, together.block_size, CUDA)
+    step.store(key, value, pool[:, 1])
+    batch = step.attend(together.shape, query, key, value, pool[:, 1])
+    alone = replace(together, work=together.work[:1]).inputs(together.max_len)
+    own = backend.plan(replace(alone, block_table=inputs.block_table[:1]), together.block_size, CUDA)
+    assert torch.equal(own.attend(together.shape, query[:1], key[:1], value[:1], pool[:, 1]), batch[:1])
