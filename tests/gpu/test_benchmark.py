@@ -52,3 +52,13 @@ def test_a_dry_run_writes_every_part(tmp_path: Path) -> None:
     (handover,) = parts["handover"]["rows"]
     assert "error" not in handover, handover
     assert handover["ttft_ms"] > 0
+
+
+@pytest.mark.parametrize("name", ["gpu_common", "gpu_call1", "gpu_call2", "gpu_call3"])
+def test_the_scripts_for_a_lent_machine_can_be_read(name: str) -> None:
+    """Each part of a call has a time limit."""
+    script = Path(__file__).parents[2] / "benchmarks" / f"{name}.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    lines = [line for line in script.read_text().splitlines() if "python3 -m" in line]
+    known = ("part ", "python3 -m pip", "python3 -m zipfile")
+    assert all(line.strip().startswith(known) for line in lines)

