@@ -124,7 +124,7 @@ class FlashInferDecode:
         self._num_reqs, self._block_size, self._workspace = num_reqs, block_size, workspace
         empty = torch.zeros(num_reqs, dtype=torch.int32, device=workspace.device)
         self._slots, self._num_cleared = empty.clone().fill_(NO_SLOT), empty.clone()
-        self._buffers = (empty.new_zeros(num_reqs + 1), empty.new_zeros(num_reqs * max_blocks), empty.clone())
+        self._max_blocks = max_blocks
         ones = torch.ones(num_reqs, dtype=torch.int32)
         self._pages = Pages(torch.arange(num_reqs + 1, dtype=torch.int32), torch.zeros_like(ones), ones)
         self._planned: dict[LayerShape, tuple[Any, Tensor, Tensor]] = {}
@@ -155,7 +155,8 @@ class FlashInferDecode:
         """See AttentionStep. A layer's kind must have attended once before a graph is captured."""
         assert cache is not None
         if shape not in self._planned:
-            starts, indices, last = (buffer.clone() for buffer in self._buffers)
+            lengths = (self._num_reqs + 1, self._num_reqs * self._max_blocks, self._num_reqs)
+            starts, indices, last = (self._slots.new_zeros(length) for length in lengths)
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace,
                 _LAYOUT,

@@ -8,8 +8,12 @@ rows beside it.
 import triton
 import triton.language as tl
 
+_VECTORS = ["slots", "num_cleared", "tiles", "rows", "query_starts", "seq_lens", "tables"]
+_STRIDES = ["table_stride"]
+"""They differ from step to step: a kernel must not be compiled anew for those that are aligned, and those that are not."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VECTORS)
 def store_kernel(
     key,
     value,
@@ -84,7 +88,7 @@ def _fold(
     return new_highest, total * decay + tl.sum(weights, 1), mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VECTORS)
 def prefill_kernel(
     query,
     output,
@@ -151,7 +155,7 @@ def _split_of(
     return begin, tl.maximum(even, shortest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VECTORS)
 def decode_kernel(
     query,
     partial,
@@ -211,7 +215,7 @@ def decode_kernel(
         tl.store(partial + place[:, None] * head_dim + dim[None, :], mixed / total[:, None], mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VECTORS)
 def combine_kernel(
     output,
     partial,

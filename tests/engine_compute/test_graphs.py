@@ -8,65 +8,17 @@ import torch
 
 from engine.attention.backend import create_backend
 from engine.forward_graphs import GraphedForward, capture_sizes
-from engine.forward_plain import PlainForward
-from engine.models.loading import LoadedModel, load
+from engine.models.loading import load
 from engine.testing_graphs import RerunRecorder, StaticTorchBackend
-from tests.attention_cases import CPU, Case
+from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
-
-MAX_LEN = 96
-CASE = Case(head_dim=16, block_size=4, work=((1, 1), (15, 1), (16, 1), (30, 1), (7, 1), (3, 1)))
-NUM_BLOCKS = 64
-
-
-class Rig:
-    """The same model plain and graphed, a pool for each."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded, self.recorder = loaded, RerunRecorder()
-        self.plain = PlainForward(loaded.model, create_backend("torch"), CASE.block_size, CPU)
-        backend = StaticTorchBackend()
-        self.graphed = GraphedForward(
-            PlainForward(loaded.model, backend, CASE.block_size, CPU),
-            loaded.model,
-            backend,
-            self.recorder,
-            sizes=capture_sizes(6),
-            max_model_len=MAX_LEN,
-            block_size=CASE.block_size,
-            device=CPU,
-        )
-        self.pools = [
-            torch.full((NUM_BLOCKS, *CASE.pool(CASE.inputs()).shape[1:]), torch.nan) for _ in range(2)
-        ]
-        self.caches = [list(pool.unbind(1)) for pool in self.pools]
-        self.graphed.capture(self.caches[1])
-
-    def compare(self, case: Case) -> None:
-        """A step of both on the same pool gives the same states, and leaves a like pool."""
-        inputs = case.inputs(MAX_LEN)
-        for pool in self.pools:
-            pool[: case.num_blocks] = case.pool(inputs)
-        with torch.inference_mode():
-            expected = self.plain.forward(inputs, self.caches[0])
-            states = self.graphed.forward(inputs, self.caches[1])
-        torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(*self.pools, atol=1e-5, rtol=1e-4, equal_nan=True)
-
-    def replays(self) -> dict[int, int]:
-        """Replays of each size that had one."""
-        sizes = reversed(capture_sizes(6))
-        return {
-            size: recording.num_replays
-            for size, recording in zip(sizes, self.recorder.recordings, strict=True)
-            if recording.num_replays
-        }
+from tests.graph_rig import CASE, MAX_LEN, Rig
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     make_checkpoint(tmp_path, "mistral", sliding_window=20)
-    return Rig(load(tmp_path, "float32", None, CPU))
+    return Rig(load(tmp_path, "float32", None, CPU), StaticTorchBackend())
 
 
 def test_capture_sizes() -> None:

@@ -41,7 +41,10 @@ def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) 
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {name: _kind(name, constants, NAMES[dtype]) for name in names}
     aligned = [
-        n for n in names if signature[n].startswith("*") or (n.endswith("stride") and n != "table_stride")
+        n
+        for n in names
+        if (signature[n].startswith("*") and signature[n] != "*i32")
+        or (n.endswith("stride") and n != "table_stride")
     ]
     source = ASTSource(
         kernel,
@@ -54,6 +57,7 @@ def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) 
         "kernel": kernel.__name__,
         "dtype": NAMES[dtype],
         "head_dim": head_dim,
+        "varying": _varying(kernel),
         "shared": result.metadata.shared,
         "stack": _stack(result.asm["cubin"]),
         "tensor_cores": len(re.findall("mma.sync|wgmma.mma_async", result.asm["ptx"])),
@@ -67,6 +71,20 @@ def _kind(name: str, constants: dict[str, Any], dtype: str) -> str:
     if name in STATES:
         return f"*{dtype}"
     return FLOATS.get(name, "i32" if name.endswith("stride") else "*i32")
+
+
+def _varying(kernel: Any) -> list[str]:
+    """Pieces of a step's numbers, and their strides, of which some alignments would be compiled by themselves."""
+    return [
+        each.name
+        for each in kernel.params
+        if (each.name == "table_stride" and not each.do_not_specialize)
+        or (
+            _kind(each.name, {}, "") == "*i32"
+            and not each.is_constexpr
+            and not each.do_not_specialize_on_alignment
+        )
+    ]
 
 
 def _stack(cubin: bytes) -> int:

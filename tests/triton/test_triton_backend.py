@@ -4,14 +4,18 @@ Its matrix product takes no bfloat16: that is for `make gpu-check`.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.attention.backend import create_backend
+from engine.models.loading import load
 from engine.profiling import profile_inputs
 from engine.testing_graphs import RerunRecorder
 from tests.attention_cases import CPU, Case, assert_equals_torch, assert_replays_are_right, run
+from tests.checkpoints import make_checkpoint
+from tests.graph_rig import CASE, Rig
 
 pytestmark = [
     pytest.mark.triton,
@@ -75,3 +79,13 @@ def test_without_a_cache_requests_see_their_own_tokens() -> None:
     assert torch.equal(
         output, create_backend("torch").plan(inputs, 16, CPU).attend(case.shape, *states, None)
     )
+
+
+def test_a_model_computes_with_the_kernels(tmp_path: Path) -> None:
+    """Chunks and decodes, eager and replayed, equal the model by plain torch."""
+    make_checkpoint(tmp_path, "mistral", sliding_window=20)
+    rig = Rig(load(tmp_path, "float32", None, CPU), create_backend("triton"))
+    rig.compare(replace(CASE, work=((3, 1), (0, 9), (17, 5))))
+    rig.compare(CASE)
+    rig.compare(replace(CASE, work=CASE.work[:3]))
+    assert rig.replays() == {8: 1, 4: 1}

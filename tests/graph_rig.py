@@ -1,0 +1,57 @@
+"""A model with captured decode steps beside the same model without."""
+
+import torch
+
+from engine.attention.backend import AttentionBackend, create_backend
+from engine.forward_graphs import GraphedForward, capture_sizes
+from engine.forward_plain import PlainForward
+from engine.models.loading import LoadedModel
+from engine.testing_graphs import RerunRecorder
+from tests.attention_cases import CPU, Case
+
+MAX_LEN = 96
+CASE = Case(head_dim=16, block_size=4, work=((1, 1), (15, 1), (16, 1), (30, 1), (7, 1), (3, 1)))
+NUM_BLOCKS = 64
+
+
+class Rig:
+    """The same model by plain torch, and by a backend with graphs, each with a pool of its own."""
+
+    def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
+        self.loaded, self.recorder = loaded, RerunRecorder()
+        self.plain = PlainForward(loaded.model, create_backend("torch"), CASE.block_size, CPU)
+        self.graphed = GraphedForward(
+            PlainForward(loaded.model, backend, CASE.block_size, CPU),
+            loaded.model,
+            backend,
+            self.recorder,
+            sizes=capture_sizes(6),
+            max_model_len=MAX_LEN,
+            block_size=CASE.block_size,
+            device=CPU,
+        )
+        self.pools = [
+            torch.full((NUM_BLOCKS, *CASE.pool(CASE.inputs()).shape[1:]), torch.nan) for _ in range(2)
+        ]
+        self.caches = [list(pool.unbind(1)) for pool in self.pools]
+        self.graphed.capture(self.caches[1])
+
+    def compare(self, case: Case) -> None:
+        """A step of both on the same pool gives the same states, and leaves a like pool."""
+        inputs = case.inputs(MAX_LEN)
+        for pool in self.pools:
+            pool[: case.num_blocks] = case.pool(inputs)
+        with torch.inference_mode():
+            expected = self.plain.forward(inputs, self.caches[0])
+            states = self.graphed.forward(inputs, self.caches[1])
+        torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(*self.pools, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+    def replays(self) -> dict[int, int]:
+        """Replays of each size that had one."""
+        sizes = reversed(capture_sizes(6))
+        return {
+            size: recording.num_replays
+            for size, recording in zip(sizes, self.recorder.recordings, strict=True)
+            if recording.num_replays
+        }
