@@ -6,29 +6,20 @@ on the CPU with a tiny shape; its figures mean nothing.
 """
 
 import argparse
-import asyncio
 import gc
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 
 from benchmarks.facts import run_facts
-from benchmarks.gpu_checkpoint import write_checkpoint
 from benchmarks.gpu_shapes import LLAMA, QWEN, TINY, Ceilings, ModelShape
-from benchmarks.gpu_steps import RandomModel, Work, figures_of, measure_ceilings, timed_steps
-from benchmarks.kv_overlap import handed_over
-from contract.errors import SettingError
-from engine.attention.choice import choose_backend
+from benchmarks.gpu_steps import RandomModel, Work, figures_of, measure_ceilings, timed_steps, usable_backends
 
 PARTS = ("ceilings", "decode", "prefill", "handover")
-_ANSWER_ROOM = 64
-_BACKENDS = ("flashinfer", "triton", "torch")
 
 
 @dataclass(frozen=True)
@@ -68,6 +59,7 @@ def main() -> None:
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}")
     ceilings = measure_ceilings(plan.device, *plan.ceilings)
+    torch.cuda.empty_cache()
     shapes = [shape for shape in plan.shapes if given.models is None or shape.name in given.models.split(",")]
     for part in parts:
         _write(given.out, part, plan, ceilings, list(_rows(part, plan, shapes, ceilings)))
@@ -75,7 +67,11 @@ def main() -> None:
 
 def _rows(part: str, plan: Plan, shapes: list[ModelShape], ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     if part == "handover":
-        yield from _handovers(plan)
+        from benchmarks.gpu_handover import handovers  # the other parts need nothing of the services
+
+        given = (plan.handover_shape, plan.device, plan.prefill.length, plan.num_requests, plan.transports)
+        for row in handovers(*given):
+            yield _told(part, row)
     if part in ("decode", "prefill"):
         for shape in shapes:
             yield from _steps(part, plan, shape, ceilings)
@@ -109,47 +105,8 @@ def _steps(part: str, plan: Plan, shape: ModelShape, ceilings: Ceilings) -> Iter
                 yield _told(part, row | figures_of(seconds, bound, work.batch * work.num_tokens))
 
 
-def usable_backends(device: torch.device, head_dim: int) -> list[str]:
-    """Those that compute bfloat16 here, fastest first."""
-    usable = []
-    for name in _BACKENDS:
-        try:
-            usable.append(choose_backend(name, device, "bfloat16", head_dim))
-        except SettingError as error:
-            print(f"not measured: {error}", flush=True)
-    return usable
-
-
 def _can_capture(part: str, backend: str, device: torch.device) -> bool:
     return part == "decode" and backend != "torch" and device.type == "cuda"
-
-
-def _handovers(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Prefill and decode as processes on the one device. A transport that fails has its error in its row."""
-    length = plan.prefill.length
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), plan.handover_shape, length + _ANSWER_ROOM, plan.device)
-        options = ["--model", folder, "--device", plan.device.type, "--dtype", "bfloat16"]
-        options += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "16"]
-        options += ["--kv-cache-bytes", str(2**31 if plan.device.type == "cuda" else 2**24)]
-        for transport in plan.transports:
-            row = {"transport": transport, "model": plan.handover_shape.name, "length": length}
-            try:
-                found = asyncio.run(handed_over(transport, options, length, plan.num_requests))
-            except (AssertionError, TimeoutError, grpc.RpcError) as error:
-                yield _told("handover", row | {"error": str(error)[-4000:]})
-                continue
-            yield _told("handover", row | found | _shares(found["medians"]))
-
-
-def _shares(medians: dict[str, float]) -> dict[str, float]:
-    """Of the time until token 0, which does not wait for the transfer: what of it is exposed, and its copying."""
-    ttft = medians["queue"] + medians["prefill"]
-    return {
-        "ttft_ms": ttft * 1e3,
-        "exposed_share_of_ttft": medians["transfer_exposed"] / ttft,
-        "copying_share_of_ttft": medians["transfer_copying"] / ttft,
-    }
 
 
 def _told(part: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_shapes import Ceilings, ModelShape
+from contract.errors import SettingError
 from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
+from engine.attention.choice import choose_backend
 from engine.batch import InputBatch
 from engine.forward import ForwardPass
 from engine.forward_graphs import CudaRecorder, GraphedForward
@@ -28,6 +30,7 @@ from engine.scores import SamplingRow
 BLOCK_SIZE = 16
 _DEVIATION = 0.02
 _NUM_WARM_UPS = 3
+_BACKENDS = ("flashinfer", "triton", "torch")
 
 
 @dataclass(frozen=True)
@@ -176,3 +179,14 @@ def wait_for(device: torch.device) -> None:
     """Until the device has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def usable_backends(device: torch.device, head_dim: int) -> list[str]:
+    """Those that compute bfloat16 here, fastest first."""
+    usable = []
+    for name in _BACKENDS:
+        try:
+            usable.append(choose_backend(name, device, "bfloat16", head_dim))
+        except SettingError as error:
+            print(f"not measured: {error}", flush=True)
+    return usable

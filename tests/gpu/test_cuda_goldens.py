@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import usable_backends
+from benchmarks.gpu_steps import usable_backends
 from contract.requests import EngineRequest, SamplingParams
 from engine.client import InProcessClient
 from engine.settings import EngineSettings
