@@ -95,10 +95,10 @@ class KernelDecoder:
         return normed
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``."""
+        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32 that were rounded to bfloat16."""
         if self._weights.head is None:
             return self._model.logits(states)
-        output = torch.empty(len(states), self._config.vocab_size, dtype=torch.bfloat16)
+        output = torch.empty(len(states), self._config.vocab_size)
         self._kernels.linear(self._threads, self._weights.head, states.contiguous(), output)
         return output
 

@@ -26,9 +26,10 @@ typedef struct {
     size_t inputs, outputs;
 } Linear;
 
-typedef enum { PLAIN, RESIDUAL, GATED } Ending;  // store; add to what is there; store silu(first half) * second half
+// Store; store as float32; add to what is there; store silu(first half) * second half.
+typedef enum { PLAIN, WIDE, RESIDUAL, GATED } Ending;
 
-void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, bf16 *output, Ending ending);
+void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending);
 
 // sums[r][0..31] (+)= the products of rows of pairs with a packed panel, pair by pair. At most MAX_ROWS rows.
 void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums,

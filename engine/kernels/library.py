@@ -125,7 +125,7 @@ class Kernels:
         )
 
     def linear(self, pool: int, layer: CLinear, states: "Tensor", output: "Tensor") -> None:
-        """``[num_rows, inputs]`` to ``[num_rows, outputs]``."""
+        """``[num_rows, inputs]`` to float32 ``[num_rows, outputs]``, rounded to bfloat16."""
         self._library.kvbaton_linear(pool, layer, states.data_ptr(), len(states), output.data_ptr())
 
     def scratch_bytes(self, model: CModel) -> int:

@@ -121,5 +121,8 @@ void pool_run(Pool *pool, size_t num_items, Work work, const void *context) {
     atomic_store(&pool->left, (long)num_items);
     wake(pool);
     take_items(pool, 0);
-    while (atomic_load_explicit(&pool->done, memory_order_acquire) < (long)num_items) _mm_pause();
+    for (int spin = 0; atomic_load_explicit(&pool->done, memory_order_acquire) < (long)num_items; spin++) {
+        if (spin < SPINS) _mm_pause();
+        else sched_yield();  // who holds the last item may be waiting for this core
+    }
 }
