@@ -85,6 +85,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
         loaded.config,
         kernels,
         num_threads=settings.num_threads,
+        cores=settings.cores,
         block_size=settings.block_size,
         max_length=loaded.info.max_model_len,
     )

@@ -43,12 +43,13 @@ class KernelDecoder:
         kernels: Kernels,
         *,
         num_threads: int,
+        cores: Sequence[int] = (),
         block_size: int,
         max_length: int,
     ) -> None:
         self._kernels, self._config, self._block_size = kernels, config, block_size
         self._model = model
-        self._threads = kernels.start_threads(num_threads)
+        self._threads = kernels.start_threads(num_threads, cores[1:num_threads])
         self._weights = PackedWeights(model, config, max_length, kernels, self._threads)
         self._embedding = model.model.embed_tokens.weight
         scratch_bytes = kernels.scratch_bytes(self._weights.model) * num_threads
@@ -95,7 +96,7 @@ class KernelDecoder:
         return normed
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32 that were rounded to bfloat16."""
+        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""
         if self._weights.head is None:
             return self._model.logits(states)
         output = torch.empty(len(states), self._config.vocab_size)

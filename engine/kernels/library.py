@@ -98,8 +98,8 @@ class Kernels:
         library.kvbaton_decode.argtypes = (_pointer, ctypes.POINTER(CModel), ctypes.POINTER(CStep))
 
     def start_threads(self, num_threads: int, cores: Sequence[int] = ()) -> int:
-        """A pool of threads, the caller among them. cores: where the others are pinned. Raises MemoryError."""
-        own = (ctypes.c_int * num_threads)(*(cores or [-1] * num_threads))
+        """A pool of threads, the caller among them. cores: where each of the others is kept. Raises MemoryError."""
+        own = (ctypes.c_int * num_threads)(*cores, *[-1] * (num_threads - len(cores)))
         pool: int | None = self._library.kvbaton_pool(_size(num_threads), own)
         if pool is None:
             raise MemoryError(f"the system has no room for {num_threads} threads")
