@@ -5,7 +5,7 @@
 #include <string.h>
 #include "kernels.h"
 
-enum { CHUNKS_PER_THREAD = 6, NEAR = 8192, LINE = 64, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 96 };
+enum { ITEM_BYTES = 32768, NEAR = 8192, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 96 };
 
 #define ROWS(R)                                                                                                      \
     static void multiply_##R(const uint32_t *pairs, size_t stride, const char *weights, size_t num_pairs, float *sums, \
@@ -110,8 +110,8 @@ static void compute_item(const void *context, size_t item, size_t thread) {
 }
 
 void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending) {
-    size_t num_panels = (layer->outputs + PANEL - 1) / PANEL;
-    size_t num_items = pool_threads(pool) * CHUNKS_PER_THREAD, per_item = (num_panels + num_items - 1) / num_items;
+    size_t num_panels = (layer->outputs + PANEL - 1) / PANEL, panel_bytes = layer->inputs * PANEL * sizeof(bf16);
+    size_t per_item = panel_bytes < ITEM_BYTES ? ITEM_BYTES / panel_bytes : 1;
     Job job = {layer, input, output, num_rows, per_item, ending};
     pool_run(pool, (num_panels + per_item - 1) / per_item, compute_item, &job);
 }

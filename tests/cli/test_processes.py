@@ -1,7 +1,7 @@
 """Which processes ``up`` starts, and with which flags."""
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_workers_get_the_routers_address_and_the_settings_that_were_given() -> N
 
 
 def test_each_worker_has_cores_of_its_own_on_request() -> None:
-    def cores(**settings: int | bool) -> list[str | None]:
+    def cores(**settings: Any) -> list[str | None]:
         every = local_processes(UpSettings(**settings), Path("m"), Path("s"), cores=[2, 3, 5, 7, 8])
         return [flags(one.command({"router": ROUTER_FACTS})).get("--cores") for one in every]
 
