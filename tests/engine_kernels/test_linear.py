@@ -55,8 +55,8 @@ def test_a_row_is_the_same_bit_by_bit_beside_any_others(kernels: Kernels, thread
 
 def test_threads_share_two_thousand_pieces_of_work(kernels: Kernels, threads: int) -> None:
     """Each piece is done once, before the next begins; also where threads fall asleep between them."""
-    layer, _panels = packed(kernels, threads, random(320, 32))
-    states = random(2, 32)
+    layer, _panels = packed(kernels, threads, random(640, 512))
+    states = random(2, 512)
     expected = compute(kernels, threads, layer, states)
     room = torch.empty_like(expected)
     for number in range(2_000):
