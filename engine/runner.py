@@ -15,11 +15,11 @@ from torch import Tensor
 from contract.errors import InternalError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams, SamplingParams
-from engine.attention.backend import create_backend
 from engine.batch import InputBatch
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.drawn import spread
-from engine.inputs import IntVector, PreparedInputs, prepare_inputs
+from engine.forward import ForwardPass, forward_pass
+from engine.inputs import IntVector, prepare_inputs
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
@@ -51,8 +51,8 @@ class ModelRunner:
         )
         self._settings = settings
         self._probe = create_probe(self.device) if probe is None else probe
-        self._backend = create_backend("torch")
         self._loaded: LoadedModel | None = None
+        self._forward: ForwardPass | None = None
         self._memory: PagedKVMemory | None = None
         self._batch: InputBatch | None = None
         self._connector: RankConnector | None = None
@@ -75,6 +75,7 @@ class ModelRunner:
         self._probe.start()
         settings = self._settings
         self._loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device, self._group)
+        self._forward = forward_pass(self._loaded, settings, self.device)
 
     def get_model_info(self) -> ModelInfo:
         """``model_info`` for ``collective_rpc``."""
@@ -100,7 +101,7 @@ class ModelRunner:
         )
         inputs = profile_inputs(lengths)
         with torch.inference_mode():
-            hidden = self._forward(inputs, has_cache=False)
+            hidden = _ready(self._forward, "load_model").forward(inputs, None)
             if self.model_info.has_head:
                 logits = self._logits(hidden, inputs.query_start_loc[1:] - 1)
                 self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
@@ -177,6 +178,8 @@ class ModelRunner:
             self._connector.close()
         if self._memory is not None:
             self._memory.close()
+        if self._forward is not None:
+            self._forward.close()
         self._group.close()
 
     def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -189,7 +192,7 @@ class ModelRunner:
             if inputs.seq_lens[index] >= state.num_tokens and state.pooling is None
         ]
         watch = self._layer_watch(scheduled)
-        hidden = self._forward(inputs, has_cache=True, watch=watch)
+        hidden = _ready(self._forward, "load_model").forward(inputs, self.memory.layers, watch)
         logits = self._logits(hidden, inputs.query_start_loc[1:][drawing] - 1)
         if watch is not None:
             watch.computed()
@@ -222,19 +225,10 @@ class ModelRunner:
             return None
         return self._connector.watch_layers(scheduled.kv_connector_metadata)
 
-    def _forward(self, inputs: PreparedInputs, *, has_cache: bool, watch: LayerWatch | None = None) -> Tensor:
-        """The final hidden states ``[num_tokens, hidden_size]``, equal on all ranks."""
-        model = _ready(self._loaded, "load_model").model
-        step = self._backend.plan(inputs, self._settings.block_size, self.device)
-        input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
-        positions = torch.from_numpy(inputs.positions).to(self.device)
-        states: Tensor = model(input_ids, positions, step, self.memory.layers if has_cache else None, watch)
-        return states
-
     def _logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
         """``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 alone)."""
-        model = _ready(self._loaded, "load_model").model
-        return model.logits(hidden[torch.from_numpy(rows).to(self.device)])
+        forward = _ready(self._forward, "load_model")
+        return forward.logits(hidden[torch.from_numpy(rows).to(self.device)])
 
 
 def _undrawn(num_rows: int) -> Samples:

@@ -15,7 +15,8 @@ class EngineSettings:
 
     model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_model_len: None is the
     model's own. kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory /
-    workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: torch threads.
+    workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: that compute. cores: where
+    each of them is kept, if there are any (the process itself is kept there by whoever starts it).
     tensor_parallel_size: ranks that share the model, each in a process of its own where there are several; threads
     and (on the host) KV bytes are divided among them. rank_timeout_seconds: silence of a rank within a step, after
     which the engine ends. max_grammar_bytes, grammar_timeout_seconds: how long a grammar may be, and take to compile.
@@ -33,6 +34,7 @@ class EngineSettings:
     workers_on_host: int = 1
     enable_prefix_caching: bool = True
     num_threads: int = 1
+    cores: tuple[int, ...] = ()
     tensor_parallel_size: int = 1
     rank_timeout_seconds: float = 60.0
     remote_kv_timeout_seconds: float = 300.0

@@ -145,6 +145,14 @@ class CausalLM(LanguageModel):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return self._group.gather_columns(F.linear(states, head.weight))
 
+    def head_weight(self) -> Tensor | None:
+        """``[vocab_size, hidden_size]``; None without a head."""
+        if self._head is Head.NONE:
+            return None
+        weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
     def place(self, device: torch.device) -> None:
         """See LanguageModel."""
         self.model.frequencies = self.model.frequencies.to(device)

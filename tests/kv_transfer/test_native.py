@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.native.caches import last_cache_bytes
-from kv_transfer.native.compiling import compile_to, load_copy_blocks
+from kv_transfer.native.compiling import BLOCKS, load_copy_blocks
 
 MISSING = Path("no such library")
 
@@ -33,7 +33,7 @@ def test_the_last_cache_is_the_largest(tmp_path: Path) -> None:
 def test_what_lies_beside_the_source_is_taken_as_it_is(tmp_path: Path) -> None:
     """An image has no compiler, and no folder to keep anything in."""
     prebuilt, folder = tmp_path / "blocks.so", tmp_path / "cache"
-    compile_to(prebuilt)
+    BLOCKS.compile_to(prebuilt)
     assert load_copy_blocks(prebuilt, folder) is not None
     assert not folder.exists()
 

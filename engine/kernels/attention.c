@@ -1,0 +1,259 @@
+// Attention over the paged cache: each block is read once for all query heads and all tokens of a tile.
+//
+// A tile is some tokens of one request at all query heads of one KV head: its rows. It goes over the request's keys 64 at
+// a time (from position 0, so that a row's sums do not depend on its tile), packs them and their values as panels, and
+// lets the linear layers' kernel multiply; the softmax is the online one of FlashAttention (arXiv:2205.14135).
+#include <math.h>
+#include <string.h>
+#include "kernels.h"
+
+enum { ROWS_PER_TILE = 96, LINE = 64 };
+
+typedef struct {
+    const Model *model;
+    const Layer *layer;
+    const Step *step;
+    const bf16 *cache;
+    size_t group, tile_tokens;  // query heads of a KV head; tokens of a full tile
+    size_t to_values;           // from a key to its value, in elements
+    char *scratch;
+    size_t scratch_bytes;
+} Job;
+
+typedef struct {  // one thread's place to work
+    bf16 *queries, *keys, *values, *weights;
+    float *scores, *mixed, *top, *total;
+} Desk;
+
+typedef struct {
+    size_t request, first_token, num_tokens, kv_head, num_rows, first_position;
+} Tile;
+
+static size_t padded(size_t num_bytes) { return (num_bytes + LINE - 1) / LINE * LINE; }
+
+static size_t lay_out(const Model *model, char *at, Desk *desk) {
+    size_t group = model->num_heads / model->num_kv_heads, size = model->head_dim;
+    size_t rows = group > ROWS_PER_TILE ? group : ROWS_PER_TILE;
+    char *start = at;
+    desk->queries = (bf16 *)at, at += padded(rows * size * sizeof(bf16));
+    desk->keys = (bf16 *)at, at += padded(KEYS * size * sizeof(bf16));
+    desk->values = (bf16 *)at, at += padded(KEYS * size * sizeof(bf16));
+    desk->weights = (bf16 *)at, at += padded(rows * KEYS * sizeof(bf16));
+    desk->scores = (float *)at, at += padded(rows * KEYS * sizeof(float));
+    desk->mixed = (float *)at, at += padded(rows * size * sizeof(float));
+    desk->top = (float *)at, at += padded(rows * sizeof(float));
+    desk->total = (float *)at, at += padded(rows * sizeof(float));
+    return (size_t)(at - start);
+}
+
+size_t attention_scratch(const Model *model) {
+    Desk desk;
+    return lay_out(model, NULL, &desk);
+}
+
+// 16 rows of 16 words each become 16 columns.
+static void transpose(__m512i *row) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 8; i++) {
+        a[2 * i] = _mm512_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
+        a[2 * i + 1] = _mm512_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+        b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+        a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+        a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        row[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+        row[i + 8] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+    }
+}
+
+static void pack_keys(const bf16 *const *keys, bf16 *packed, size_t size) {
+    for (size_t from = 0; from < KEYS; from += 16)
+        for (size_t dim = 0; dim < size; dim += 32) {
+            __m512i words[16];
+            for (int i = 0; i < 16; i++) words[i] = _mm512_loadu_si512(keys[from + (size_t)i] + dim);
+            transpose(words);
+            for (size_t i = 0; i < 16; i++) _mm512_storeu_si512(packed + ((from / PANEL * size / 2 + dim / 2 + i) * PANEL + from % PANEL) * 2, words[i]);
+        }
+}
+
+static void pack_values(const bf16 *const *values, bf16 *packed, size_t size) {
+    const __m512i step = _mm512_set1_epi32(0x00010001);
+    __m512i low = _mm512_setr_epi32(0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007, 0x280008,
+                                    0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f);
+    __m512i high = _mm512_add_epi32(low, _mm512_slli_epi32(step, 4));
+    for (size_t key = 0; key < KEYS; key += 2)
+        for (size_t dim = 0; dim < size; dim += 32) {
+            __m512i even = _mm512_loadu_si512(values[key] + dim), odd = _mm512_loadu_si512(values[key + 1] + dim);
+            bf16 *to = packed + (dim / PANEL * (KEYS / 2) + key / 2) * PANEL * 2;
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(even, high, odd));
+        }
+}
+
+static const bf16 NOTHING[1024];
+
+static void prefetch(const bf16 *from, size_t num_bytes) {
+    for (size_t at = 0; at < num_bytes; at += LINE) _mm_prefetch((const char *)from + at, _MM_HINT_T0);
+}
+
+// Where the keys at positions from..from + 63 of the tile's request lie, nothing behind its end; asks memory for all of them.
+static void find_keys(const Job *job, const Tile *tile, size_t from, const bf16 **keys) {
+    const Step *step = job->step;
+    size_t size = job->model->head_dim, length = (size_t)step->seq_lens[tile->request], slots = step->block_size;
+    const int32_t *entry = step->block_table + tile->request * step->table_stride + from / slots;
+    size_t num_keys = length <= from ? 0 : length - from < KEYS ? length - from : KEYS, offset = from % slots;
+    for (size_t i = 0; i < num_keys; offset = 0, entry++) {
+        size_t now = slots - offset < num_keys - i ? slots - offset : num_keys - i;
+        const bf16 *head = job->cache + (size_t)*entry * step->block_stride + (tile->kv_head * slots + offset) * size;
+        prefetch(head, now * size * sizeof *head);
+        prefetch(head + job->to_values, now * size * sizeof *head);
+        for (size_t end = i + now; i < end; i++, head += size) keys[i] = head;
+    }
+    for (size_t i = num_keys; i < KEYS; i++) keys[i] = NOTHING;
+}
+
+static void pack(const Job *job, const bf16 **keys, const Desk *desk) {
+    size_t size = job->model->head_dim;
+    pack_keys(keys, desk->keys, size);
+    for (size_t i = 0; i < KEYS; i++)
+        if (keys[i] != NOTHING) keys[i] += job->to_values;
+    pack_values(keys, desk->values, size);
+}
+
+static void multiply_rows(const bf16 *rows, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums, size_t stride,
+                          int adds) {
+    size_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (size_t i = 0, row = 0; i < num_tiles; i++) {
+        size_t end = num_rows * (i + 1) / num_tiles;
+        multiply((const uint32_t *)rows + row * num_pairs, num_pairs, end - row, panel, num_pairs, sums + row * stride, stride, adds,
+                 (const char *)panel, 0);
+        row = end;
+    }
+}
+
+// Which of 64 keys from `from` on a token at `position` sees.
+static uint64_t visible(size_t position, size_t from, size_t window) {
+    if (position < from) return 0;
+    uint64_t seen = position - from >= KEYS - 1 ? ~0ull : (1ull << (position - from + 1)) - 1;
+    if (window && position >= window && position - window + 1 > from) {
+        size_t hidden = position - window + 1 - from;
+        seen &= hidden >= KEYS ? 0 : ~0ull << hidden;
+    }
+    return seen;
+}
+
+// One row's part of the online softmax: its scores become weights, and what it has mixed is scaled to the new top.
+static void weigh_row(const Job *job, const Desk *desk, size_t row, uint64_t seen) {
+    size_t size = job->model->head_dim;
+    __m512 score[4], top = _mm512_set1_ps(desk->top[row]), scale = _mm512_set1_ps(job->model->scale);
+    bf16 *weights = desk->weights + row * KEYS;
+    if (!seen) {
+        memset(weights, 0, KEYS * sizeof *weights);
+        return;
+    }
+    for (int v = 0; v < 4; v++) {
+        __mmask16 mask = (__mmask16)(seen >> (16 * v));
+        score[v] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, _mm512_loadu_ps(desk->scores + row * KEYS + v * 16), scale);
+        top = _mm512_max_ps(top, score[v]);
+    }
+    float new_top = _mm512_reduce_max_ps(top), old_top = desk->top[row];
+    __m512 sum = _mm512_setzero_ps(), wide_top = _mm512_set1_ps(new_top);
+    for (int v = 0; v < 4; v++) {
+        __m512 weight = exponential(_mm512_sub_ps(score[v], wide_top));
+        weight = _mm512_maskz_mov_ps((__mmask16)(seen >> (16 * v)), weight);
+        sum = _mm512_add_ps(sum, weight);
+        narrow(weights + v * 16, weight);
+    }
+    desk->top[row] = new_top;
+    if (new_top == old_top) {
+        desk->total[row] += _mm512_reduce_add_ps(sum);
+        return;
+    }
+    float shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(old_top - new_top)));
+    desk->total[row] = desk->total[row] * shrink + _mm512_reduce_add_ps(sum);
+    for (size_t i = 0; i < size; i += 16) {
+        float *mixed = desk->mixed + row * size + i;
+        _mm512_storeu_ps(mixed, _mm512_mul_ps(_mm512_loadu_ps(mixed), _mm512_set1_ps(shrink)));
+    }
+}
+
+static void take_queries(const Job *job, const Tile *tile, const Desk *desk) {
+    const Model *model = job->model;
+    size_t size = model->head_dim, row_size = (model->num_heads + 2 * model->num_kv_heads) * size;
+    for (size_t token = 0; token < tile->num_tokens; token++) {
+        const bf16 *from = job->step->qkv + (tile->first_token + token) * row_size + tile->kv_head * job->group * size;
+        memcpy(desk->queries + token * job->group * size, from, job->group * size * sizeof *from);
+    }
+    for (size_t row = 0; row < tile->num_rows; row++) desk->top[row] = -INFINITY, desk->total[row] = 0;
+    memset(desk->mixed, 0, tile->num_rows * size * sizeof *desk->mixed);
+}
+
+static void give_mixed(const Job *job, const Tile *tile, const Desk *desk) {
+    const Model *model = job->model;
+    size_t size = model->head_dim;
+    for (size_t row = 0; row < tile->num_rows; row++) {
+        size_t token = tile->first_token + row / job->group, head = tile->kv_head * job->group + row % job->group;
+        bf16 *to = job->step->mixed + (token * model->num_heads + head) * size;
+        __m512 share = _mm512_set1_ps(1.0f / desk->total[row]);
+        for (size_t i = 0; i < size; i += 16) narrow(to + i, _mm512_mul_ps(_mm512_loadu_ps(desk->mixed + row * size + i), share));
+    }
+}
+
+static void attend_tile(const Job *job, const Tile *tile, const Desk *desk) {
+    size_t size = job->model->head_dim, window = job->layer->window, last = tile->first_position + tile->num_tokens - 1;
+    size_t lowest = window && tile->first_position >= window ? tile->first_position - window + 1 : 0;
+    const bf16 *keys[KEYS], *next[KEYS];
+    find_keys(job, tile, lowest / KEYS * KEYS, next);
+    take_queries(job, tile, desk);
+    for (size_t from = lowest / KEYS * KEYS; from <= last; from += KEYS) {
+        memcpy(keys, next, sizeof keys);
+        if (from + KEYS <= last) find_keys(job, tile, from + KEYS, next);
+        pack(job, keys, desk);
+        for (size_t key = 0; key < KEYS; key += PANEL)
+            multiply_rows(desk->queries, tile->num_rows, desk->keys + key * size, size / 2, desk->scores + key, KEYS, 0);
+        for (size_t row = 0; row < tile->num_rows; row++)
+            weigh_row(job, desk, row, visible(tile->first_position + row / job->group, from, window));
+        for (size_t dim = 0; dim < size; dim += PANEL)
+            multiply_rows(desk->weights, tile->num_rows, desk->values + dim * KEYS, KEYS / 2, desk->mixed + dim, size, 1);
+    }
+    give_mixed(job, tile, desk);
+}
+
+static size_t tiles_of(const Job *job, size_t request) {
+    size_t num_tokens = (size_t)(job->step->query_start[request + 1] - job->step->query_start[request]);
+    return (num_tokens + job->tile_tokens - 1) / job->tile_tokens;
+}
+
+static void attend_item(const void *context, size_t item, size_t thread) {
+    const Job *job = context;
+    const Step *step = job->step;
+    size_t number = item / job->model->num_kv_heads, request = 0;
+    for (; number >= tiles_of(job, request); request++) number -= tiles_of(job, request);
+    size_t start = (size_t)step->query_start[request], from = start + number * job->tile_tokens;
+    size_t left = (size_t)step->query_start[request + 1] - from;
+    Tile tile = {request, from, left < job->tile_tokens ? left : job->tile_tokens, item % job->model->num_kv_heads, 0, 0};
+    tile.num_rows = tile.num_tokens * job->group;
+    tile.first_position = (size_t)step->positions[from];
+    Desk desk;
+    lay_out(job->model, job->scratch + thread * job->scratch_bytes, &desk);
+    attend_tile(job, &tile, &desk);
+}
+
+void attend(Pool *pool, const Model *model, const Layer *layer, const Step *step, const bf16 *cache) {
+    size_t group = model->num_heads / model->num_kv_heads, tokens = ROWS_PER_TILE / group;
+    Job job = {model, layer, step, cache, group, tokens ? tokens : 1,
+               model->num_kv_heads * step->block_size * model->head_dim, step->scratch, attention_scratch(model)};
+    size_t num_tiles = 0;
+    for (size_t request = 0; request < step->num_requests; request++) num_tiles += tiles_of(&job, request);
+    pool_run(pool, num_tiles * model->num_kv_heads, attend_item, &job);
+}

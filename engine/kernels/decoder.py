@@ -1,0 +1,133 @@
+"""A decoder whose forward pass is one call of the kernels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.connector import LayerWatch
+from engine.inputs import PreparedInputs
+from engine.kernels.library import CStep, Kernels, Stored
+from engine.kernels.packed import PackedWeights, addresses, null_caches
+from engine.models.config import DecoderConfig
+from engine.models.decoder import CausalLM
+
+_LINE = 64
+
+
+def why_unserved(config: DecoderConfig, dtype: str, device: torch.device, num_ranks: int) -> str | None:
+    """Why the kernels cannot compute this model; None where they can."""
+    if device.type != "cpu" or dtype != "bfloat16":
+        return f"they compute bfloat16 on the host, and this is {dtype} on {device.type}"
+    if num_ranks > 1:
+        return f"they compute whole models, and this one is divided among {num_ranks} ranks"
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+    }
+    odd = [f"{name} is {size}" for name, size in sizes.items() if size % 32]
+    return f"they take multiples of 32, and {odd[0]}" if odd else None
+
+
+class KernelDecoder:
+    """Owns the threads, the packed weights and the buffers of one model. ``close`` it.
+
+    Bit for bit, what a token's row computes does not depend on the rows beside it.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: DecoderConfig,
+        kernels: Kernels,
+        *,
+        num_threads: int,
+        cores: Sequence[int] = (),
+        block_size: int,
+        max_length: int,
+    ) -> None:
+        self._kernels, self._config, self._block_size = kernels, config, block_size
+        self._model = model
+        self._threads = kernels.start_threads(num_threads, cores[1:num_threads])
+        self._weights = PackedWeights(model, config, max_length, kernels, self._threads)
+        self._embedding = model.model.embed_tokens.weight
+        scratch_bytes = kernels.scratch_bytes(self._weights.model) * num_threads
+        self._scratch = torch.empty(scratch_bytes + _LINE, dtype=torch.uint8)
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self._widths = (
+            config.hidden_size,
+            config.hidden_size,
+            heads * config.head_dim,
+            config.num_heads * config.head_dim,
+            config.intermediate_size,
+        )
+        self._buffers = self._make_buffers(1)
+
+    def forward(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Tensor:
+        """Final hidden states ``[num_tokens, hidden_size]``, valid until the next call. Without caches nothing is kept."""
+        num_tokens = inputs.num_tokens
+        if num_tokens > len(self._buffers[0]):
+            self._buffers = self._make_buffers(num_tokens)
+        states, normed = self._buffers[0][:num_tokens], self._buffers[1][:num_tokens]
+        torch.index_select(self._embedding, 0, torch.from_numpy(inputs.input_ids), out=states)
+        layers = null_caches(self._config, self._block_size) if caches is None else caches
+        heard = _Heard(watch)
+        step = CStep(
+            num_tokens,
+            inputs.num_reqs,
+            self._block_size,
+            inputs.block_table.shape[1],
+            inputs.positions.ctypes.data,
+            inputs.query_start_loc.ctypes.data,
+            inputs.seq_lens.ctypes.data,
+            inputs.block_table.ctypes.data,
+            inputs.slot_mapping.ctypes.data,
+            addresses(layers),
+            layers[0].stride(0),
+            *(buffer.data_ptr() for buffer in self._buffers),
+            -(-self._scratch.data_ptr() // _LINE) * _LINE,
+            heard.callback,
+        )
+        self._kernels.decode(self._threads, self._weights.model, step)
+        heard.check()
+        return normed
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""
+        if self._weights.head is None:
+            return self._model.logits(states)
+        output = torch.empty(len(states), self._config.vocab_size)
+        self._kernels.linear(self._threads, self._weights.head, states.contiguous(), output)
+        return output
+
+    def close(self) -> None:
+        """End the threads."""
+        self._kernels.end_threads(self._threads)
+
+    def _make_buffers(self, num_rows: int) -> list[Tensor]:
+        return [torch.empty(num_rows, width, dtype=torch.bfloat16) for width in self._widths]
+
+
+class _Heard:
+    """Tells a watch which layers are stored, and keeps what it raises: C cannot pass it on."""
+
+    def __init__(self, watch: LayerWatch | None) -> None:
+        self._watch = watch
+        self._error: BaseException | None = None
+        self.callback = Stored() if watch is None else Stored(self._hear)
+
+    def check(self) -> None:
+        """Raise what the watch has raised."""
+        if self._error is not None:
+            raise self._error
+
+    def _hear(self, num_layers: int) -> None:
+        if self._watch is None or self._error is not None:
+            return
+        try:
+            self._watch.stored(num_layers)
+        except BaseException as error:  # noqa: BLE001 raised again by check
+            self._error = error

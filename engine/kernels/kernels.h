@@ -1,0 +1,96 @@
+// What the C files of this folder share. bf16 numbers are kept as uint16_t; sums are float32.
+//
+// Every row of a batch is computed in an order of its own that does not depend on the other rows: whatever runs
+// beside a request, and however its prompt is cut, its numbers are the same, bit by bit.
+#pragma once
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef uint16_t bf16;
+
+enum { PANEL = 32, MAX_ROWS = 12, KEYS = 64 };  // outputs of a packed panel, rows of a register tile, keys at once
+
+// Threads that share one piece of work after the other; the caller is one of them.
+typedef struct Pool Pool;
+typedef void (*Work)(const void *context, size_t item, size_t thread);
+Pool *kvbaton_pool(size_t num_threads, const int *cores);
+void kvbaton_end_pool(Pool *pool);
+size_t pool_threads(const Pool *pool);
+void pool_run(Pool *pool, size_t num_items, Work work, const void *context);
+
+// A linear layer whose weights are packed by kvbaton_pack.
+typedef struct {
+    const bf16 *weight;  // [panels][inputs / 2][PANEL][2]
+    const bf16 *bias;    // [panels * PANEL], or NULL
+    size_t inputs, outputs;
+} Linear;
+
+// Store; store as float32; add to what is there; store silu(first half) * second half.
+typedef enum { PLAIN, WIDE, RESIDUAL, GATED } Ending;
+
+void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending);
+
+// sums[r][0..31] (+)= the products of rows of pairs with a packed panel, pair by pair. At most MAX_ROWS rows.
+void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums,
+              size_t sums_stride, int adds, const char *ahead, size_t step);
+
+typedef struct {
+    const bf16 *input_norm, *post_norm, *query_norm, *key_norm;  // the last two [head_dim], or NULL
+    Linear qkv, output, gate_up, down;
+    size_t window;  // how many tokens a token sees; 0: all
+} Layer;
+
+typedef struct {
+    size_t hidden, intermediate, num_heads, num_kv_heads, head_dim, num_layers;
+    float eps, scale;
+    const Layer *layers;
+    const bf16 *final_norm;
+    const bf16 *cosines, *sines;  // of each position: [max_positions][head_dim / 2]
+} Model;
+
+// One forward pass. Arrays over tokens and requests are those of PreparedInputs.
+typedef struct {
+    size_t num_tokens, num_requests, block_size, table_stride;
+    const int32_t *positions, *query_start, *seq_lens, *block_table;
+    const int64_t *slots;
+    bf16 *const *caches;             // of each layer: [num_blocks][2][num_kv_heads][block_size][head_dim]
+    size_t block_stride;             // elements from a block to the next, in each of them
+    bf16 *states, *normed, *qkv, *mixed, *gated;
+    char *scratch;                   // attention_scratch() bytes for each thread
+    void (*stored)(size_t num_layers);  // called when the KV of so many layers is written; may be NULL
+} Step;
+
+size_t attention_scratch(const Model *model);
+void store_kv(Pool *pool, const Model *model, const Layer *layer, const Step *step, bf16 *cache);
+void attend(Pool *pool, const Model *model, const Layer *layer, const Step *step, const bf16 *cache);
+void norm_rows(Pool *pool, const bf16 *input, const bf16 *weight, bf16 *output, size_t num_rows, size_t size, float eps);
+void norm_row(const bf16 *input, const bf16 *weight, bf16 *output, size_t size, float eps);
+
+static inline __m512 widen(const bf16 *from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
+}
+
+static inline void narrow(bf16 *to, __m512 values) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+static inline __m512 rounded(__m512 values) {  // to bf16 and back
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)), 16));
+}
+
+// e to the power of x for x <= 0 (and -infinity): 2^n times a polynomial (Cephes' expf), 2 ulp.
+static inline __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // in this order NaN stays NaN
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}

@@ -1,0 +1,157 @@
+"""The C of this folder as Python sees it: structs of ``kernels.h``, and what may be called.
+
+``python -m engine.kernels.library FILE`` makes the library for an image without a compiler.
+"""
+
+import ctypes
+import logging
+import platform
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from native.compiling import CLibrary, NotCompiledError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+PANEL = 32
+"""Outputs that are packed together."""
+LIBRARY = CLibrary(
+    "kernels",
+    Path(__file__).parent,
+    (
+        *("-O3", "-std=gnu11", "-pthread"),
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
+    ),
+)
+_size, _pointer = ctypes.c_size_t, ctypes.c_void_p
+Stored = ctypes.CFUNCTYPE(None, _size)
+
+
+class CLinear(ctypes.Structure):
+    """``Linear``."""
+
+    _fields_: ClassVar = [("weight", _pointer), ("bias", _pointer), ("inputs", _size), ("outputs", _size)]
+
+
+class CLayer(ctypes.Structure):
+    """``Layer``."""
+
+    _fields_: ClassVar = [
+        *((name, _pointer) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *((name, CLinear) for name in ("qkv", "output", "gate_up", "down")),
+        ("window", _size),
+    ]
+
+
+class CModel(ctypes.Structure):
+    """``Model``."""
+
+    _fields_: ClassVar = [
+        *(
+            (name, _size)
+            for name in (
+                "hidden",
+                "intermediate",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "num_layers",
+            )
+        ),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("layers", ctypes.POINTER(CLayer)),
+        ("final_norm", _pointer),
+        ("cosines", _pointer),
+        ("sines", _pointer),
+    ]
+
+
+class CStep(ctypes.Structure):
+    """``Step``."""
+
+    _fields_: ClassVar = [
+        *((name, _size) for name in ("num_tokens", "num_requests", "block_size", "table_stride")),
+        *((name, _pointer) for name in ("positions", "query_start", "seq_lens", "block_table", "slots")),
+        ("caches", ctypes.POINTER(_pointer)),
+        ("block_stride", _size),
+        *((name, _pointer) for name in ("states", "normed", "qkv", "mixed", "gated", "scratch")),
+        ("stored", Stored),
+    ]
+
+
+class Kernels:
+    """The loaded library. Every call lets go of Python's lock."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.kvbaton_pool.restype = _pointer
+        library.kvbaton_scratch_bytes.restype = _size
+        library.kvbaton_end_pool.argtypes = (_pointer,)
+        library.kvbaton_pack.argtypes = (_pointer, _pointer, _pointer, *[_size] * 5)
+        library.kvbaton_linear.argtypes = (_pointer, ctypes.POINTER(CLinear), _pointer, _size, _pointer)
+        library.kvbaton_decode.argtypes = (_pointer, ctypes.POINTER(CModel), ctypes.POINTER(CStep))
+
+    def start_threads(self, num_threads: int, cores: Sequence[int] = ()) -> int:
+        """A pool of threads, the caller among them. cores: where each of the others is kept. Raises MemoryError."""
+        own = (ctypes.c_int * num_threads)(*cores, *[-1] * (num_threads - len(cores)))
+        pool: int | None = self._library.kvbaton_pool(_size(num_threads), own)
+        if pool is None:
+            raise MemoryError(f"the system has no room for {num_threads} threads")
+        return pool
+
+    def end_threads(self, pool: int) -> None:
+        """End the pool's threads; nothing of it may be used any more."""
+        self._library.kvbaton_end_pool(pool)
+
+    def pack(
+        self,
+        pool: int,
+        weight: "Tensor",
+        packed: "Tensor",
+        first: int = 0,
+        panel_outputs: int = PANEL,
+        panel_offset: int = 0,
+    ) -> None:
+        """Put ``weight [outputs, inputs]`` into panels: see ``kvbaton_pack``."""
+        weight = weight.contiguous()
+        self._library.kvbaton_pack(
+            pool, weight.data_ptr(), packed.data_ptr(), first, *weight.shape, panel_outputs, panel_offset
+        )
+
+    def linear(self, pool: int, layer: CLinear, states: "Tensor", output: "Tensor") -> None:
+        """``[num_rows, inputs]`` to float32 ``[num_rows, outputs]``, rounded to bfloat16."""
+        self._library.kvbaton_linear(pool, layer, states.data_ptr(), len(states), output.data_ptr())
+
+    def scratch_bytes(self, model: CModel) -> int:
+        """What each thread needs to work in."""
+        num_bytes: int = self._library.kvbaton_scratch_bytes(ctypes.byref(model))
+        return num_bytes
+
+    def decode(self, pool: int, model: CModel, step: CStep) -> None:
+        """All layers and the last norm: ``step.states`` to ``step.normed``."""
+        self._library.kvbaton_decode(pool, model, step)
+
+
+@cache
+def load_kernels() -> Kernels | None:
+    """The kernels; None where they cannot be had, which is logged once."""
+    try:
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise NotCompiledError(f"they are for x86-64, and this is {platform.machine()}")
+        library = LIBRARY.load()
+        if not library.kvbaton_is_served_here():
+            raise NotCompiledError("this processor has no AVX-512 with bfloat16 (avx512_bf16)")
+        return Kernels(library)
+    except (NotCompiledError, AttributeError) as error:
+        logger.warning("the decoder runs on plain torch, which takes two to four times as long: %s", error)
+        return None
+
+
+if __name__ == "__main__":
+    LIBRARY.compile_to(Path(sys.argv[1]))

@@ -1,0 +1,149 @@
+// Linear layers over packed bf16 weights: at the speed of memory for a few rows, of arithmetic for many.
+//
+// A panel of 32 outputs lies in memory as it is read: for each pair of inputs 2 vectors of 16 outputs. A register tile
+// of up to 12 rows x 32 outputs takes a pair with 24 dot-product instructions for 2 vector loads and 12 broadcasts.
+#include <string.h>
+#include "kernels.h"
+
+enum { ITEM_BYTES = 32768, NEAR = 8192, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 96 };
+
+#define ROWS(R)                                                                                                      \
+    static void multiply_##R(const uint32_t *pairs, size_t stride, const char *weights, size_t num_pairs, float *sums, \
+                             size_t sums_stride, int adds, const char *ahead, size_t step) {                         \
+        __m512 sum[R][2];                                                                                            \
+        for (int r = 0; r < R; r++)                                                                                  \
+            for (int v = 0; v < 2; v++)                                                                              \
+                sum[r][v] = adds ? _mm512_loadu_ps(sums + r * sums_stride + v * 16) : _mm512_setzero_ps();           \
+        for (size_t pair = 0; pair < num_pairs; pair++, weights += 128, ahead += step) {                             \
+            _mm_prefetch(ahead, _MM_HINT_T1);                                                                        \
+            _mm_prefetch(ahead + 64, _MM_HINT_T1);                                                                   \
+            __m512bh low = (__m512bh)_mm512_loadu_si512(weights), high = (__m512bh)_mm512_loadu_si512(weights + 64); \
+            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                   \
+                __m512bh input = (__m512bh)_mm512_set1_epi32((int)pairs[(size_t)r * stride + pair]);                 \
+                sum[r][0] = _mm512_dpbf16_ps(sum[r][0], input, low);                                                 \
+                sum[r][1] = _mm512_dpbf16_ps(sum[r][1], input, high);                                                \
+            }                                                                                                        \
+        }                                                                                                            \
+        for (int r = 0; r < R; r++)                                                                                  \
+            for (int v = 0; v < 2; v++) _mm512_storeu_ps(sums + r * sums_stride + v * 16, sum[r][v]);                \
+    }
+ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+
+typedef void (*Multiply)(const uint32_t *, size_t, const char *, size_t, float *, size_t, int, const char *, size_t);
+static const Multiply BY_ROWS[] = {NULL,       multiply_1, multiply_2, multiply_3,  multiply_4,  multiply_5, multiply_6,
+                                   multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12};
+
+void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums,
+              size_t sums_stride, int adds, const char *ahead, size_t step) {
+    BY_ROWS[num_rows](pairs, stride, (const char *)panel, num_pairs, sums, sums_stride, adds, ahead, step);
+}
+
+static __m512 silu(__m512 x) {
+    __m512 grown = exponential(_mm512_min_ps(x, _mm512_sub_ps(_mm512_setzero_ps(), x)));  // e^-|x|
+    __m512 one = _mm512_set1_ps(1.0f);
+    __m512 top = _mm512_mask_mov_ps(grown, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), one);
+    return _mm512_div_ps(_mm512_mul_ps(x, top), _mm512_add_ps(one, grown));
+}
+
+typedef struct {
+    const Linear *layer;
+    const bf16 *input;
+    void *output;
+    size_t num_rows, panels_per_item;
+    Ending ending;
+} Job;
+
+// Rounds as the reference does: the product, and each thing that is done with it.
+static void finish_row(const Job *job, size_t panel, size_t row, const float *sums) {
+    const Linear *layer = job->layer;
+    __m512 value[2];
+    for (int v = 0; v < 2; v++) {
+        value[v] = _mm512_loadu_ps(sums + v * 16);
+        if (layer->bias) value[v] = _mm512_add_ps(value[v], widen(layer->bias + panel * PANEL + v * 16));
+        value[v] = rounded(value[v]);
+    }
+    if (job->ending == GATED) {
+        bf16 *to = (bf16 *)job->output + row * (layer->outputs / 2) + panel * (PANEL / 2);
+        narrow(to, _mm512_mul_ps(rounded(silu(value[0])), value[1]));
+        return;
+    }
+    size_t at = row * layer->outputs + panel * PANEL, left = layer->outputs - panel * PANEL;
+    for (size_t v = 0; v < 2 && v * 16 < left; v++, at += 16) {
+        __mmask16 known = left - v * 16 >= 16 ? 0xffff : (__mmask16)((1u << (left - v * 16)) - 1);
+        bf16 *to = (bf16 *)job->output + at;
+        if (job->ending == WIDE) {
+            _mm512_mask_storeu_ps((float *)job->output + at, known, value[v]);
+            continue;
+        }
+        if (job->ending == RESIDUAL) value[v] = _mm512_add_ps(widen(to), value[v]);
+        _mm256_mask_storeu_epi16(to, known, (__m256i)_mm512_cvtneps_pbh(value[v]));
+    }
+}
+
+static void compute_panel(const Job *job, size_t panel, size_t first_row, size_t num_rows) {
+    size_t num_pairs = job->layer->inputs / 2, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const uint32_t *input = (const uint32_t *)job->input + first_row * num_pairs;
+    const bf16 *weight = job->layer->weight + panel * num_pairs * PANEL * 2;
+    size_t step = num_tiles == 1 ? 128 : 64;  // of several tiles the first two ask for the next part's lines
+    float sums[ROWS_AT_ONCE * PANEL];
+    for (size_t pair = 0; pair < num_pairs; pair += PAIRS_AT_ONCE) {
+        size_t now = num_pairs - pair < PAIRS_AT_ONCE ? num_pairs - pair : PAIRS_AT_ONCE;
+        const bf16 *part = weight + pair * PANEL * 2;
+        for (size_t tile = 0, row = 0; tile < num_tiles; tile++) {
+            size_t end = num_rows * (tile + 1) / num_tiles;
+            const char *ahead = (const char *)part + (num_tiles == 1 ? NEAR : now * (PANEL * 4 + tile * step));
+            multiply(input + row * num_pairs + pair, num_pairs, end - row, part, now, sums + row * PANEL, PANEL, pair > 0, ahead,
+                     tile * step < PANEL * 4 ? step : 0);
+            row = end;
+        }
+    }
+    for (size_t row = 0; row < num_rows; row++) finish_row(job, panel, first_row + row, sums + row * PANEL);
+}
+
+static void compute_item(const void *context, size_t item, size_t thread) {
+    (void)thread;
+    const Job *job = context;
+    size_t num_panels = (job->layer->outputs + PANEL - 1) / PANEL, from = item * job->panels_per_item;
+    for (size_t panel = from; panel < from + job->panels_per_item && panel < num_panels; panel++)
+        for (size_t row = 0; row < job->num_rows; row += ROWS_AT_ONCE)
+            compute_panel(job, panel, row, job->num_rows - row < ROWS_AT_ONCE ? job->num_rows - row : ROWS_AT_ONCE);
+}
+
+void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending) {
+    size_t num_panels = (layer->outputs + PANEL - 1) / PANEL, panel_bytes = layer->inputs * PANEL * sizeof(bf16);
+    size_t per_item = panel_bytes < ITEM_BYTES ? ITEM_BYTES / panel_bytes : 1;
+    Job job = {layer, input, output, num_rows, per_item, ending};
+    pool_run(pool, (num_panels + per_item - 1) / per_item, compute_item, &job);
+}
+
+// Rounded to bfloat16, and stored as float32.
+void kvbaton_linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, float *output) {
+    linear(pool, layer, input, num_rows, output, WIDE);
+}
+
+typedef struct {
+    const bf16 *weight;
+    bf16 *packed;
+    size_t first, num_outputs, inputs, panel_outputs, panel_offset;
+} Packing;
+
+static void pack_part(const void *context, size_t item, size_t thread) {
+    (void)thread;
+    const Packing *job = context;
+    size_t from = item * job->panel_outputs, num_pairs = job->inputs / 2;
+    for (size_t i = 0; i < job->panel_outputs && from + i < job->num_outputs; i++) {
+        size_t output = job->first + from + i, panel = output / job->panel_outputs;
+        size_t place = job->panel_offset + output % job->panel_outputs;
+        const uint32_t *source = (const uint32_t *)(job->weight + (from + i) * job->inputs);
+        uint32_t *target = (uint32_t *)job->packed + panel * num_pairs * PANEL + place;
+        for (size_t pair = 0; pair < num_pairs; pair++) target[pair * PANEL] = source[pair];
+    }
+}
+
+// Puts [num_outputs][inputs] into packed panels, as outputs first, first + 1, ... Of each panel it fills panel_outputs
+// outputs from panel_offset on: 32 and 0 for a layer alone, 16 and 0 or 16 for the two halves of a GATED one.
+void kvbaton_pack(Pool *pool, const bf16 *weight, bf16 *packed, size_t first, size_t num_outputs, size_t inputs,
+                  size_t panel_outputs, size_t panel_offset) {
+    Packing job = {weight, packed, first, num_outputs, inputs, panel_outputs, panel_offset};
+    pool_run(pool, (num_outputs + panel_outputs - 1) / panel_outputs, pack_part, &job);
+}

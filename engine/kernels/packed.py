@@ -1,0 +1,152 @@
+"""A model's weights, packed for the kernels in one piece of memory."""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine.kernels.library import PANEL, CLayer, CLinear, CModel, Kernels
+from engine.models.config import DecoderConfig
+from engine.models.decoder import CausalLM, DecoderLayer
+from engine.models.layers import RMSNorm
+from engine.models.rope import rotation
+
+_LINE = 64
+
+
+class PackedWeights:
+    """Owns a copy of every linear layer's weights in panels, and the structs that say where things are.
+
+    The copy lies in private huge pages where the system has them; what the model keeps (norms, the embedding) stays in
+    its checkpoint's memory map. ``model`` loses its linear layers' weights. max_length: positions to have angles for.
+    """
+
+    def __init__(
+        self, model: CausalLM, config: DecoderConfig, max_length: int, kernels: Kernels, pool: int
+    ) -> None:
+        self._kernels, self._pool = kernels, pool
+        self._free = _pages(_packed_bytes(model))
+        self._kept: list[Tensor] = []
+        layers = (CLayer * config.num_layers)()
+        for index, layer in enumerate(model.model.layers):
+            assert isinstance(layer, DecoderLayer)
+            layers[index] = self._layer(layer, config.sliding_windows[index])
+        head = model.head_weight()
+        self.head = None if head is None else self._packed([head])
+        angles = rotation(model.model.frequencies, torch.arange(max_length), torch.bfloat16)
+        cosines, sines = (self._address(table[:, 0, : config.head_dim // 2].contiguous()) for table in angles)
+        self.model = CModel(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.num_layers,
+            config.rms_norm_eps,
+            config.head_dim**-0.5,
+            layers,
+            self._address(model.model.norm.weight),
+            cosines,
+            sines,
+        )
+
+    def _layer(self, layer: DecoderLayer, window: int | None) -> CLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return CLayer(
+            self._address(layer.input_layernorm.weight),
+            self._address(layer.post_attention_layernorm.weight),
+            self._norm(attention.q_norm),
+            self._norm(attention.k_norm),
+            self._linear(projections),
+            self._linear([attention.o_proj]),
+            self._gated(mlp.gate_proj, mlp.up_proj),
+            self._linear([mlp.down_proj]),
+            window or 0,
+        )
+
+    def _linear(self, linears: Sequence[nn.Linear]) -> CLinear:
+        """One layer that computes what several do, one behind the other."""
+        packed = self._packed([linear.weight for linear in linears])
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        packed.bias = self._bias(torch.cat(biases), packed.outputs) if biases else None
+        _forget(linears)
+        return packed
+
+    def _packed(self, weights: Sequence[Tensor]) -> CLinear:
+        outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
+        packed, first = self._take(outputs, inputs), 0
+        for weight in weights:
+            self._kernels.pack(self._pool, weight, packed, first)
+            first += len(weight)
+        return CLinear(packed.data_ptr(), None, inputs, outputs)
+
+    def _gated(self, gate: nn.Linear, up: nn.Linear) -> CLinear:
+        """Of each panel the gate has the first half and the other the second."""
+        outputs, inputs, half = len(gate.weight) + len(up.weight), gate.in_features, PANEL // 2
+        packed, bias = self._take(outputs, inputs), None
+        self._kernels.pack(self._pool, gate.weight, packed, 0, half, 0)
+        self._kernels.pack(self._pool, up.weight, packed, 0, half, half)
+        if gate.bias is not None:
+            both = torch.stack((gate.bias.view(-1, half), up.bias.view(-1, half)), dim=1)
+            bias = self._bias(both.flatten(), outputs)
+        _forget((gate, up))
+        return CLinear(packed.data_ptr(), bias, inputs, outputs)
+
+    def _bias(self, bias: Tensor, outputs: int) -> int:
+        padded = torch.zeros(_panels(outputs) * PANEL, dtype=torch.bfloat16)
+        padded[:outputs] = bias
+        return self._address(padded)
+
+    def _norm(self, norm: nn.Module) -> int | None:
+        return self._address(norm.weight) if isinstance(norm, RMSNorm) else None
+
+    def _address(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _take(self, outputs: int, inputs: int) -> Tensor:
+        size = _panels(outputs) * PANEL * inputs
+        taken, self._free = self._free[:size], self._free[_rounded(size) :]
+        return taken
+
+
+def _forget(linears: Sequence[nn.Linear]) -> None:
+    for linear in linears:
+        linear.register_parameter("weight", None)
+
+
+def _panels(outputs: int) -> int:
+    return -(-outputs // PANEL)
+
+
+def _rounded(size: int) -> int:
+    """Elements up to the next cache line."""
+    return -(-size * 2 // _LINE) * _LINE // 2
+
+
+def _packed_bytes(model: CausalLM) -> int:
+    linears = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
+    weights = [*(linear.weight for linear in linears), model.head_weight()]
+    return sum((len(w) + PANEL) * w.shape[1] * 2 + _LINE for w in weights if w is not None)
+
+
+def _pages(num_bytes: int) -> Tensor:
+    """Fresh zeroed memory as bfloat16 numbers, page aligned."""
+    pages = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.bfloat16)
+
+
+def null_caches(config: DecoderConfig, block_size: int) -> list[Tensor]:
+    """A pool of one block for a forward pass whose KV nobody keeps."""
+    shape = (1, 2, config.num_kv_heads, block_size, config.head_dim)
+    return [torch.zeros(shape, dtype=torch.bfloat16)] * config.num_layers
+
+
+def addresses(tensors: Sequence[Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
+    """Where tensors lie, as C reads it."""
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

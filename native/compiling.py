@@ -1,0 +1,83 @@
+"""A folder of C sources becomes a library: compiled when it is first needed on a machine, and kept for this user.
+
+A library beside the sources is taken as it is: that is how an image without a compiler comes to it.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from native.settings import cache_folder
+
+_COMPILER = "cc"
+_ALWAYS = ("-fPIC", "-shared")
+_COMPILER_SECONDS = 120.0
+
+
+class NotCompiledError(Exception):
+    """There is no library; the words say why."""
+
+
+@dataclass(frozen=True)
+class CLibrary:
+    """The C files of one folder, as one library. options: of the compiler; headers count as sources."""
+
+    name: str
+    folder: Path
+    options: tuple[str, ...]
+
+    @property
+    def prebuilt(self) -> Path:
+        """Where a library that is shipped with the sources lies."""
+        return self.folder / f"{self.name}.so"
+
+    def load(
+        self, prebuilt: Path | None = None, kept_in: Path | None = None, compiler: str = _COMPILER
+    ) -> ctypes.CDLL:
+        """The library; kept in the user's cache folder where no other is named. Raises NotCompiledError."""
+        shipped = prebuilt or self.prebuilt
+        try:
+            library = shipped if shipped.is_file() else self._kept(kept_in or cache_folder(), compiler)
+            return ctypes.CDLL(str(library))
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            raise NotCompiledError(_why(error, compiler)) from error
+
+    def compile_to(self, target: Path, compiler: str = _COMPILER) -> None:
+        """Make the library; whoever opens ``target`` sees all of it or none. Raises OSError, SubprocessError."""
+        unready = target.with_suffix(f".{os.getpid()}.new")
+        sources = map(str, sorted(self.folder.glob("*.c")))
+        try:
+            command = (compiler, *self.options, *_ALWAYS, "-o", str(unready), *sources)
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILER_SECONDS)
+            unready.replace(target)
+        finally:
+            unready.unlink(missing_ok=True)
+
+    def _kept(self, folder: Path, compiler: str) -> Path:
+        """The library of these sources for this kind of machine, compiled unless it was before."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if info.st_uid != os.getuid() or info.st_mode & 0o022:
+            raise PermissionError(f"{folder} belongs to another user, or others may write to it")
+        library = folder / f"{self.name}-{self._made_of()}-{platform.machine()}.so"
+        if not library.exists():
+            self.compile_to(library, compiler)
+        return library
+
+    def _made_of(self) -> str:
+        made_of = hashlib.sha256(" ".join((*self.options, *_ALWAYS)).encode())
+        for file in sorted((*self.folder.glob("*.c"), *self.folder.glob("*.h"))):
+            made_of.update(file.read_bytes())
+        return made_of.hexdigest()[:16]
+
+
+def _why(error: Exception, compiler: str) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename == compiler:
+        return f"there is no C compiler ({compiler})"
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"the C compiler failed: {error.stderr.strip()}"
+    return str(error)

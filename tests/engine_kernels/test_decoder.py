@@ -1,0 +1,213 @@
+"""A forward pass of the kernels equals the plain decoder's, for every family and every kind of batch."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from contract.requests import SamplingParams
+from engine.attention.backend import create_backend
+from engine.batch import InputBatch
+from engine.inputs import PreparedInputs, prepare_inputs
+from engine.kernels.decoder import KernelDecoder, why_unserved
+from engine.kernels.library import Kernels
+from engine.models.decoder import CausalLM
+from engine.models.loading import LoadedModel, load
+from engine.outputs import NewRequestData, SchedulerOutput
+from tests.engine_kernels.conftest import MakeCheckpoint
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 120, 250
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "one head for all": ("llama", {"num_key_value_heads": 1, "num_attention_heads": 5, "hidden_size": 160}),
+    "window": ("mistral", {"sliding_window": 20}),
+    "wide window": ("mistral", {"sliding_window": 130}),
+    "qwen2": ("qwen2", {"head_dim": 64}),
+    "qwen3": ("qwen3", {"head_dim": 96}),
+}
+STEPS: list[dict[str, tuple[int, int]]] = [
+    {"a": (0, 50), "b": (0, 1), "c": (0, 200), "d": (0, 3)},
+    {"a": (50, 1), "b": (1, 40), "c": (200, 1), "d": (3, 13), "e": (0, 16)},
+    {"a": (51, 1), "b": (41, 1), "c": (201, 1), "d": (16, 1), "e": (16, 1)},
+    {"c": (202, 40), "d": (17, 1)},
+]
+"""Steps one after the other: request → (computed tokens, tokens in this step)."""
+
+
+class Sequences:
+    """Random tokens of some requests, and where their blocks lie."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(0)
+        free = generator.permutation(np.arange(1, NUM_BLOCKS)).tolist()
+        per_request = MAX_LEN // BLOCK_SIZE + 1
+        self.tokens = {name: generator.integers(0, 256, MAX_LEN).tolist() for name in "abcde"}
+        self.blocks = {name: [free.pop() for _ in range(per_request)] for name in "abcde"}
+
+    def inputs(self, step: dict[str, tuple[int, int]]) -> PreparedInputs:
+        scheduled = SchedulerOutput()
+        for name, (computed, count) in step.items():
+            known = self.tokens[name][: computed + count]
+            scheduled.scheduled_new_reqs.append(
+                NewRequestData(name, known, SamplingParams(), (self.blocks[name],), computed, len(known))
+            )
+            scheduled.num_scheduled_tokens[name] = count
+        batch = InputBatch(len(step), MAX_LEN + BLOCK_SIZE, BLOCK_SIZE)
+        batch.update(scheduled)
+        return prepare_inputs(batch, scheduled)
+
+
+def empty_pool(loaded: LoadedModel, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """What an earlier owner left is NaN; the null block is zero."""
+    config = loaded.config
+    shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    pool = torch.full(shape, torch.nan, dtype=dtype)
+    pool[0] = 0
+    return list(pool.unbind(1))
+
+
+def plain_forward(loaded: LoadedModel, inputs: PreparedInputs, pool: list[Tensor] | None) -> Tensor:
+    with torch.inference_mode():
+        step = create_backend("torch").plan(inputs, BLOCK_SIZE, CPU)
+        ids, positions = torch.from_numpy(inputs.input_ids), torch.from_numpy(inputs.positions)
+        states: Tensor = loaded.model(ids, positions, step, pool)
+        return states
+
+
+class Pair:
+    """The same checkpoint twice: computed by the kernels, and by torch in float32."""
+
+    def __init__(self, folder: Path, kernels: Kernels, num_threads: int = 2) -> None:
+        own = load(folder, "bfloat16", None, CPU)
+        assert isinstance(own.model, CausalLM)
+        self.config = own.config
+        self.decoder = KernelDecoder(
+            own.model,
+            own.config,
+            kernels,
+            num_threads=num_threads,
+            block_size=BLOCK_SIZE,
+            max_length=256,
+        )
+        self.exact = load(folder, "float32", None, CPU)
+        self.rounding = load(folder, "bfloat16", None, CPU)
+        self.pool = empty_pool(own)
+
+
+@pytest.fixture(params=MODELS)
+def pair(request: pytest.FixtureRequest, checkpoint: MakeCheckpoint, kernels: Kernels) -> Any:
+    family, overrides = MODELS[request.param]
+    made = Pair(checkpoint(family, **overrides), kernels)
+    yield made
+    made.decoder.close()
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def test_it_errs_no_more_than_torch_in_the_same_precision(pair: Pair) -> None:
+    """Beside float32, step by step through one pool; keys and values too, and blocks that nobody has are left alone."""
+    sequences = Sequences()
+    exact_pool, rounding_pool = empty_pool(pair.exact, torch.float32), empty_pool(pair.rounding)
+    for step in STEPS:
+        inputs = sequences.inputs(step)
+        exact = plain_forward(pair.exact, inputs, exact_pool)
+        rounded = plain_forward(pair.rounding, inputs, rounding_pool)
+        found = pair.decoder.forward(inputs, pair.pool)
+        assert distance(found, exact) < 1.25 * distance(rounded, exact) + 1e-3
+        logits, exact_logits = pair.decoder.logits(found[-3:]), pair.exact.model.logits(exact[-3:])
+        assert distance(logits, exact_logits) < 1.25 * distance(
+            pair.rounding.model.logits(rounded[-3:]), exact_logits
+        )
+    for own, exact_layer in zip(pair.pool, exact_pool, strict=True):
+        assert torch.equal(own.isnan(), exact_layer.isnan())
+        assert distance(own.nan_to_num(), exact_layer.nan_to_num()) < 0.02
+
+
+def test_how_a_prompt_is_cut_and_who_is_beside_it_changes_no_bit(pair: Pair) -> None:
+    sequences = Sequences()
+    whole = pair.decoder.forward(sequences.inputs({"c": (0, 230)}), pair.pool).clone()
+    kept = [layer[sequences.blocks["c"]].clone() for layer in pair.pool]
+    pool, found, cuts = empty_pool(pair.exact), [], (0, 1, 14, 77, 78, 79, 160, 229, 230)
+    for number, (start, end) in enumerate(pairwise(cuts)):
+        others = {"a": (0, number + 1)} if number % 2 else {}
+        inputs = sequences.inputs({**others, "c": (start, end - start)})
+        found.append(pair.decoder.forward(inputs, pool)[-(end - start) :].clone())
+    assert torch.equal(torch.cat(found), whole)
+    for layer, expected in zip(pool, kept, strict=True):
+        assert torch.equal(layer[sequences.blocks["c"]].nan_to_num(), expected.nan_to_num())
+
+
+def test_a_profile_run_needs_no_pool(pair: Pair) -> None:
+    inputs = Sequences().inputs({"a": (0, 30), "b": (0, 1)})
+    nowhere = np.zeros_like(inputs.block_table)
+    inputs = replace(inputs, block_table=nowhere, slot_mapping=np.zeros_like(inputs.slot_mapping))
+    assert pair.decoder.forward(inputs, None).shape == (31, pair.config.hidden_size)
+
+
+def test_nan_in_the_pool_reaches_the_answer(checkpoint: MakeCheckpoint, kernels: Kernels) -> None:
+    """Keys and values alike: the engine tells corrupt KV by its logits."""
+    pair, sequences = Pair(checkpoint("llama"), kernels), Sequences()
+    for half in (0, 1):
+        pair.decoder.forward(sequences.inputs({"a": (0, 40)}), pair.pool)
+        pair.pool[0][sequences.blocks["a"][1], half, 0, 3, 5] = torch.nan
+        assert pair.decoder.forward(sequences.inputs({"a": (40, 1)}), pair.pool).isnan().any()
+    pair.decoder.close()
+
+
+class Watch:
+    """Hears of layers, and may fail."""
+
+    def __init__(self, failing_at: int = 0) -> None:
+        self.heard: list[int] = []
+        self._failing_at = failing_at
+
+    def stored(self, num_layers: int) -> None:
+        self.heard.append(num_layers)
+        if num_layers == self._failing_at:
+            raise ValueError("the watch failed")
+
+    def computed(self) -> None:
+        """Nothing."""
+
+
+def test_a_watch_hears_of_every_layer_and_its_error_is_raised(
+    checkpoint: MakeCheckpoint, kernels: Kernels
+) -> None:
+    pair, inputs = Pair(checkpoint("llama"), kernels), Sequences().inputs({"a": (0, 20)})
+    watch, failing = Watch(), Watch(failing_at=1)
+    pair.decoder.forward(inputs, pair.pool, watch)
+    assert watch.heard == [1, 2]
+    with pytest.raises(ValueError, match="the watch failed"):
+        pair.decoder.forward(inputs, pair.pool, failing)
+    pair.decoder.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks", "overrides", "reason"),
+    [
+        ("bfloat16", 1, {}, None),
+        ("float32", 1, {}, "float32 on cpu"),
+        ("bfloat16", 2, {}, "2 ranks"),
+        ("bfloat16", 1, {"head_dim": 16}, "head_dim is 16"),
+        ("bfloat16", 1, {"intermediate_size": 100}, "intermediate_size is 100"),
+    ],
+)
+def test_what_they_cannot_compute_is_told(
+    checkpoint: MakeCheckpoint,
+    dtype: str,
+    num_ranks: int,
+    overrides: dict[str, int],
+    reason: str | None,
+) -> None:
+    config = load(checkpoint("llama", **overrides), dtype, None, CPU).config
+    found = why_unserved(config, dtype, CPU, num_ranks)
+    assert found is None if reason is None else reason in (found or "")
