@@ -228,7 +228,8 @@ class ModelRunner:
     def _logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
         """``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 alone)."""
         forward = _ready(self._forward, "load_model")
-        return forward.logits(hidden[torch.from_numpy(rows).to(self.device)])
+        is_all = len(rows) == len(hidden)  # in order, as they always are
+        return forward.logits(hidden if is_all else hidden[torch.from_numpy(rows).to(self.device)])
 
 
 def _undrawn(num_rows: int) -> Samples:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,8 +43,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     """
     raw = logits.to(torch.float32)
     scores = adjusted(raw, rows)
-    num_nans = _count_unusable(raw, scores)
-    token_ids: list[int | None] = [*_best(scores)]
+    best, is_usable = _best(scores)
+    token_ids: list[int | None] = [*best]
+    num_nans = [0] * len(rows) if is_usable and scores is raw else _count_unusable(raw, scores)
     random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and not num_nans[i]]
     rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // logits.shape[1])
     for start in range(0, len(random_rows), rows_at_once):
@@ -58,12 +60,17 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     return Samples(token_ids, num_nans, token_logprobs(raw, token_ids, wanted) if is_wanted else None)
 
 
-def _best(scores: Tensor) -> list[int]:
-    """The best token of each row, the lowest id among equals. On the host numpy finds it ten times as fast as torch."""
+def _best(scores: Tensor) -> tuple[list[int], bool]:
+    """The best token of each row, the lowest id among equals, and whether all these scores are numbers.
+
+    A NaN counts as the best. On the host numpy finds them ten times as fast as torch.
+    """
     if scores.device.type == "cpu":
-        found: list[int] = scores.numpy().argmax(axis=-1).tolist()
-        return found
-    return [int(token) for token in scores.argmax(dim=-1).tolist()]
+        found = scores.numpy().argmax(axis=-1)
+        values = scores.numpy()[np.arange(len(found)), found]
+        return found.tolist(), bool(np.isfinite(values).all())
+    top = scores.max(dim=-1)
+    return top.indices.tolist(), bool(top.values.isfinite().all())
 
 
 def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:

@@ -1,6 +1,8 @@
 """A decoder whose forward pass is one call of the kernels."""
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,6 +65,7 @@ class KernelDecoder:
             config.intermediate_size,
         )
         self._buffers = self._make_buffers(1)
+        self._pool: _Pool | None = None
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
@@ -73,7 +76,7 @@ class KernelDecoder:
             self._buffers = self._make_buffers(num_tokens)
         states, normed = self._buffers[0][:num_tokens], self._buffers[1][:num_tokens]
         torch.index_select(self._embedding, 0, torch.from_numpy(inputs.input_ids), out=states)
-        layers = null_caches(self._config, self._block_size) if caches is None else caches
+        pool = self._find(null_caches(self._config, self._block_size) if caches is None else caches)
         heard = _Heard(watch)
         step = CStep(
             num_tokens,
@@ -85,8 +88,8 @@ class KernelDecoder:
             inputs.seq_lens.ctypes.data,
             inputs.block_table.ctypes.data,
             inputs.slot_mapping.ctypes.data,
-            addresses(layers),
-            layers[0].stride(0),
+            pool.addresses,
+            pool.block_stride,
             *(buffer.data_ptr() for buffer in self._buffers),
             -(-self._scratch.data_ptr() // _LINE) * _LINE,
             heard.callback,
@@ -104,11 +107,25 @@ class KernelDecoder:
         return output
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let go of the pool."""
+        self._pool = None
         self._kernels.end_threads(self._threads)
+
+    def _find(self, caches: Sequence[Tensor]) -> "_Pool":
+        """Where the layers' caches are: worked out once for each pool."""
+        if self._pool is None or self._pool.caches is not caches:
+            self._pool = _Pool(caches, addresses(caches), caches[0].stride(0))
+        return self._pool
 
     def _make_buffers(self, num_rows: int) -> list[Tensor]:
         return [torch.empty(num_rows, width, dtype=torch.bfloat16) for width in self._widths]
+
+
+@dataclass(frozen=True)
+class _Pool:
+    caches: Sequence[Tensor]
+    addresses: "ctypes.Array[ctypes.c_void_p]"
+    block_stride: int
 
 
 class _Heard:
