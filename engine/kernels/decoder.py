@@ -53,7 +53,6 @@ class KernelDecoder:
         self._model = model
         self._threads = kernels.start_threads(num_threads, cores[1:num_threads])
         self._weights = PackedWeights(model, config, max_length, kernels, self._threads)
-        self._embedding = model.model.embed_tokens.weight
         scratch_bytes = kernels.scratch_bytes(self._weights.model) * num_threads
         self._scratch = torch.empty(scratch_bytes + _LINE, dtype=torch.uint8)
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -74,8 +73,6 @@ class KernelDecoder:
         num_tokens = inputs.num_tokens
         if num_tokens > len(self._buffers[0]):
             self._buffers = self._make_buffers(num_tokens)
-        states, normed = self._buffers[0][:num_tokens], self._buffers[1][:num_tokens]
-        torch.index_select(self._embedding, 0, torch.from_numpy(inputs.input_ids), out=states)
         pool = self._find(null_caches(self._config, self._block_size) if caches is None else caches)
         heard = _Heard(watch)
         step = CStep(
@@ -83,6 +80,7 @@ class KernelDecoder:
             inputs.num_reqs,
             self._block_size,
             inputs.block_table.shape[1],
+            inputs.input_ids.ctypes.data,
             inputs.positions.ctypes.data,
             inputs.query_start_loc.ctypes.data,
             inputs.seq_lens.ctypes.data,
@@ -96,7 +94,7 @@ class KernelDecoder:
         )
         self._kernels.decode(self._threads, self._weights.model, step)
         heard.check()
-        return normed
+        return self._buffers[1][:num_tokens]
 
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""

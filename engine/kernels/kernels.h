@@ -45,14 +45,14 @@ typedef struct {
     size_t hidden, intermediate, num_heads, num_kv_heads, head_dim, num_layers;
     float eps, scale;
     const Layer *layers;
-    const bf16 *final_norm;
+    const bf16 *final_norm, *embedding;  // [hidden], [vocab_size][hidden]
     const bf16 *cosines, *sines;  // of each position: [max_positions][head_dim / 2]
 } Model;
 
 // One forward pass. Arrays over tokens and requests are those of PreparedInputs.
 typedef struct {
     size_t num_tokens, num_requests, block_size, table_stride;
-    const int32_t *positions, *query_start, *seq_lens, *block_table;
+    const int32_t *input_ids, *positions, *query_start, *seq_lens, *block_table;
     const int64_t *slots;
     bf16 *const *caches;             // of each layer: [num_blocks][2][num_kv_heads][block_size][head_dim]
     size_t block_stride;             // elements from a block to the next, in each of them
@@ -65,6 +65,7 @@ size_t attention_scratch(const Model *model);
 void store_kv(Pool *pool, const Model *model, const Layer *layer, const Step *step, bf16 *cache);
 void attend(Pool *pool, const Model *model, const Layer *layer, const Step *step, const bf16 *cache);
 void norm_rows(Pool *pool, const bf16 *input, const bf16 *weight, bf16 *output, size_t num_rows, size_t size, float eps);
+void embed(Pool *pool, const Model *model, const Step *step);
 void norm_row(const bf16 *input, const bf16 *weight, bf16 *output, size_t size, float eps);
 
 static inline __m512 widen(const bf16 *from) {

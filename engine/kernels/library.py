@@ -66,9 +66,7 @@ class CModel(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("layers", ctypes.POINTER(CLayer)),
-        ("final_norm", _pointer),
-        ("cosines", _pointer),
-        ("sines", _pointer),
+        *((name, _pointer) for name in ("final_norm", "embedding", "cosines", "sines")),
     ]
 
 
@@ -77,7 +75,10 @@ class CStep(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, _size) for name in ("num_tokens", "num_requests", "block_size", "table_stride")),
-        *((name, _pointer) for name in ("positions", "query_start", "seq_lens", "block_table", "slots")),
+        *(
+            (name, _pointer)
+            for name in ("input_ids", "positions", "query_start", "seq_lens", "block_table", "slots")
+        ),
         ("caches", ctypes.POINTER(_pointer)),
         ("block_stride", _size),
         *((name, _pointer) for name in ("states", "normed", "qkv", "mixed", "gated", "scratch")),
@@ -134,7 +135,7 @@ class Kernels:
         return num_bytes
 
     def decode(self, pool: int, model: CModel, step: CStep) -> None:
-        """All layers and the last norm: ``step.states`` to ``step.normed``."""
+        """All layers and the last norm: ``step.input_ids`` to ``step.normed``."""
         self._library.kvbaton_decode(pool, model, step)
 
 

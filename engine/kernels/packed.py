@@ -48,6 +48,7 @@ class PackedWeights:
             config.head_dim**-0.5,
             layers,
             self._address(model.model.norm.weight),
+            self._address(model.model.embed_tokens.weight),
             cosines,
             sines,
         )
