@@ -1,6 +1,8 @@
 """How far the reading of weights is: a bar on a terminal, elsewhere a line in the log every few seconds."""
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -18,7 +20,7 @@ _LOG_SECONDS = 5.0
 class LoadProgress:
     """Counts the bytes of weights that are in their place; a last line says how many there were, and how long it took.
 
-    console: where the bar is drawn if it is a terminal, standard error if None. clock: in seconds.
+    console: where the bar is drawn if it is a terminal, standard error if None and ``has_terminal``. clock: in seconds.
     """
 
     def __init__(
@@ -27,7 +29,7 @@ class LoadProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        console = console or Console(stderr=True)
+        console = console or Console(stderr=True, force_terminal=has_terminal())
         self._total, self._done = total_bytes, 0
         self._clock = clock
         self._start = self._logged = clock()
@@ -68,6 +70,14 @@ class LoadProgress:
     def _speed(self) -> str:
         seconds = self._seconds()
         return f", {_gib(round(self._done / seconds))}/s" if seconds else ""
+
+
+def has_terminal() -> bool:
+    """Whether standard error is a terminal that this process has for itself: supervised workers share theirs."""
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
 
 
 def _gib(num_bytes: int) -> str:

@@ -5,7 +5,6 @@ comparing logits with transformers' own attention.
 """
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from contract.errors import KvbatonError, SettingError
+from engine.load_progress import has_terminal
 from engine.models.config import ModelShape, RawConfig, unserved
 from engine.models.paged_attention import ASKING, AskedMask, Survey, attach, register
 from engine.models.self_check import Reference, difference, tolerance
@@ -158,7 +158,7 @@ def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
 def _progress_bar_on_terminals_alone() -> Iterator[None]:
     progress: Any = transformers_logging
     was_on = progress.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
+    if not has_terminal():
         progress.disable_progress_bar()
     try:
         yield

@@ -2,6 +2,8 @@
 
 import io
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,22 @@ def test_a_terminal_shows_a_bar(caplog: pytest.LogCaptureFixture) -> None:
         progress.advance(3 * GIB)
     assert "3.0/8.0 GiB" in written.getvalue()
     assert caplog.messages == ["weights: 3.00 GiB in 60.0 s, 0.05 GiB/s"]
+
+
+def test_a_supervised_process_has_no_terminal_of_its_own() -> None:
+    """The first one is in front on a terminal of its own; what it starts in a session of its own, as workers are, is not."""
+    tell = "from engine.load_progress import has_terminal; print(has_terminal(), file=sys.stderr)"
+    again = f"subprocess.run([sys.executable, '-c', 'import sys; {tell}'], start_new_session=True)"
+    start = f"import subprocess, sys; {tell}; {again}"
+    done = subprocess.run(
+        [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", sys.executable, "-c", start],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_all_weights_are_counted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
