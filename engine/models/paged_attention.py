@@ -38,7 +38,8 @@ _WITHOUT_MEANING = frozenset(
 """Arguments that a layer may give beside those of ``_attend``: they change nothing of a causal forward pass."""
 _FAR = 2**20
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskFunction = Callable[..., Any]
+"""Of tensors: batch, head, the query's position, the key's."""
 
 
 @dataclass(frozen=True)

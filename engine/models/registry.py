@@ -59,7 +59,11 @@ def find_architecture(raw: RawConfig) -> Architecture | None:
     name = architecture_name(raw)
     found = (ARCHITECTURES | _FOR_TESTS).get(str(name))
     if found is None and not _is_of_transformers(name):
-        missing = "" if find_spec("transformers") else " (which is not installed: pip install transformers)"
+        missing = (
+            ""
+            if find_spec("transformers")
+            else " (which is not installed: pip install 'kvbaton[transformers]')"
+        )
         raise SettingError(
             f"the model's architecture is {name!r}; the served ones are {', '.join(ARCHITECTURES)}, and every "
             f"...ForCausalLM of transformers{missing}",

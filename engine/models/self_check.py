@@ -27,7 +27,8 @@ _BLOCK_SIZE = 4
 _BLOCKS = ([3, 1, 5], [2, 6, 4])
 _NUM_BLOCKS = 7
 _FLOAT32_TOLERANCE = 1e-3
-_HALF_TOLERANCE = 0.1
+_HALF_TOLERANCE = 0.25
+"""24 random layers come to 0.04, with experts to 0.11; what is computed wrongly lies near 1."""
 _HALF_SHARE = 0.75
 """Of the tokens that must be within the tolerance in 16 bits, where rounding may send a token to another expert."""
 

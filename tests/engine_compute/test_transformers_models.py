@@ -9,12 +9,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from contract.errors import SettingError
 from contract.requests import EngineRequest, SamplingParams
+from engine.attention.backend import LayerShape
 from engine.client import InProcessClient
+from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
+from engine.models.paged_attention import AskedMask, LayerCall, Survey
 from engine.models.self_check import Reference, difference, tolerance
 from engine.models.transformers_model import TransformersModel
 from engine.ranks.local import LocalRankGroup, MeetingPlace
@@ -155,6 +159,21 @@ def test_what_would_be_wrong_is_refused(
     with pytest.raises(SettingError, match=f"{name}ForCausalLM is not served.*({reason})") as caught:
         load_on_cpu(folder)
     assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(("masked", "named"), [(5, 5), (5, 6), (5, None), (None, 5), (None, None)])
+def test_the_mask_must_be_the_one_that_the_attention_names(masked: int | None, named: int | None) -> None:
+    """Only what the attention names reaches the backend; windows are too long to be tried out."""
+    mask = AskedMask(causal_mask_function if masked is None else sliding_window_causal_mask_function(masked))
+    states = torch.zeros(2, 1, 4)
+    call = LayerCall(0, LayerShape(1.0, named), states, states, states, mask, {})
+    survey = Survey("OurForCausalLM")
+    if masked == named:
+        survey.attend(call)
+        assert survey.result(1, 9, 7) == ModelShape(9, 1, 1, 4, 7)
+    else:
+        with pytest.raises(SettingError, match=rf"OurForCausalLM is not served: .* \({named}\)"):
+            survey.attend(call)
 
 
 def test_a_configuration_that_speaks_against_it(tmp_path: Path) -> None:
