@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -77,7 +76,7 @@ def main() -> None:
     )
     runs = [asyncio.run(_run(settings)) for _ in range(arguments.runs)]
     figures = {
-        "command": " ".join(sys.argv),
+        "settings": {"dtype": arguments.dtype, "num_threads": arguments.num_threads},
         "checkpoint_mib": sum(file.stat().st_size for file in arguments.checkpoint.glob("*.safetensors"))
         / _MIB,
         "kv_cache_mib": arguments.kv_cache_bytes / _MIB,
