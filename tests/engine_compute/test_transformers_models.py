@@ -189,6 +189,13 @@ def test_a_configuration_that_speaks_against_it(tmp_path: Path) -> None:
         load_on_cpu(folder)
 
 
+def test_code_beside_the_weights_is_not_run(tmp_path: Path) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    (folder / "own.py").write_text("raise SystemExit('this has been run')")
+    change_config(folder, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    assert type(load_on_cpu(folder).model) is TransformersModel
+
+
 def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     folder = make_foreign_checkpoint(tmp_path, "olmo2")
     change_config(folder, num_hidden_layers=3)
