@@ -12,6 +12,7 @@ from engine.connector import LayerWatch
 from engine.inputs import PreparedInputs
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.library import load_kernels
+from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
@@ -69,7 +70,7 @@ class PlainForward:
 def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> ForwardPass:
     """The kernels where they can compute this model here, else plain torch; which of them is logged."""
     plain = PlainForward(loaded.model, create_backend("torch"), settings.block_size, device)
-    if not isinstance(loaded.model, CausalLM):
+    if not isinstance(loaded.model, CausalLM) or not isinstance(loaded.config, DecoderConfig):
         return plain
     reason = why_unserved(loaded.config, loaded.info.dtype, device, settings.tensor_parallel_size)
     if reason is not None:

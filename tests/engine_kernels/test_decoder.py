@@ -16,6 +16,7 @@ from engine.batch import InputBatch
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.library import Kernels
+from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel, load
 from engine.outputs import NewRequestData, SchedulerOutput
@@ -86,7 +87,7 @@ class Pair:
 
     def __init__(self, folder: Path, kernels: Kernels, num_threads: int = 2) -> None:
         own = load(folder, "bfloat16", None, CPU)
-        assert isinstance(own.model, CausalLM)
+        assert isinstance(own.model, CausalLM) and isinstance(own.config, DecoderConfig)
         self.config = own.config
         self.decoder = KernelDecoder(
             own.model,
@@ -209,5 +210,6 @@ def test_what_they_cannot_compute_is_told(
     reason: str | None,
 ) -> None:
     config = load(checkpoint("llama", **overrides), dtype, None, CPU).config
+    assert isinstance(config, DecoderConfig)
     found = why_unserved(config, dtype, CPU, num_ranks)
     assert found is None if reason is None else reason in (found or "")
