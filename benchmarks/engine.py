@@ -23,8 +23,9 @@ from typing import Any
 from benchmarks.ceilings import Ceilings, Weights, measure_ceilings
 from benchmarks.facts import RESULTS, write_result
 from benchmarks.peers.work import Load
-from benchmarks.rows import ROWS, Row, Sizes, compared, quiet_sample, share_equal, summary
+from benchmarks.rows import ROWS, Row, Sizes, compared, quiet_sample, share_equal
 from benchmarks.runners import Order, Program, Runner, RunnerError, random_prompts
+from benchmarks.samples import summary
 
 OURS = Program("kvbaton", "benchmarks.peers.kvbaton_engine")
 REFERENCE = "transformers"

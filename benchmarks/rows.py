@@ -1,7 +1,6 @@
 """The rows of ``benchmarks.engine``: what is asked of every engine, what the seconds mean, and how engines compare."""
 
 import random
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 from benchmarks.ceilings import Ceilings, Weights
 from benchmarks.others import watch_use
 from benchmarks.runners import Order, Runner, random_prompts
+from benchmarks.samples import sample
 
-MAX_OTHER_CORES = 0.1
 _PREFILLS_OF_A_SAMPLE = 4
 
 
@@ -79,25 +78,11 @@ def quiet_sample(
 ) -> list[dict[str, Any]]:
     """Samples of one turn, until one was not disturbed or ``max_repeats`` more were; which is which is told."""
     samples: list[dict[str, Any]] = []
-    while len(samples) <= max_repeats:
+    while not samples or (not samples[-1]["is_quiet"] and len(samples) <= max_repeats):
         with runner.turn(), watch_use() as use:
             value = row.sample(lambda order: float(runner.run(order)["seconds"]), sizes, rng)
-        is_quiet = use.other_cores <= MAX_OTHER_CORES
-        samples.append({"value": value, "other_cores": round(use.other_cores, 3), "is_quiet": is_quiet})
-        if is_quiet:
-            break
+        samples.append(sample(value, use))
     return samples
-
-
-def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median over the quiet samples, or, said so, over all where none was quiet; with all of them."""
-    quiet = [sample["value"] for sample in samples if sample["is_quiet"]]
-    return {
-        "median": statistics.median(quiet or [sample["value"] for sample in samples]),
-        "is_quiet": bool(quiet),
-        "num_dropped": len(samples) - len(quiet) if quiet else 0,
-        "samples": samples,
-    }
 
 
 def compared(row: Row, found: Mapping[str, dict[str, Any]], ours: str, limit: float) -> dict[str, Any]:

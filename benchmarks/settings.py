@@ -19,3 +19,8 @@ def environment_of(module: str, cores: tuple[int, ...]) -> dict[str, str]:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
     return own
+
+
+def service_environment() -> dict[str, str]:
+    """This one without settings of a service, so that the shipped defaults are what is measured."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith("KVBATON_")}
