@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.ceilings import Ceilings, Weights, measure_ceilings
 from benchmarks.facts import RESULTS, write_result
+from benchmarks.others import end_on_sigterm
 from benchmarks.peers.work import Load
 from benchmarks.rows import ROWS, Row, Sizes, compared, quiet_sample, share_equal
 from benchmarks.runners import Order, Program, Runner, RunnerError, random_prompts
@@ -56,6 +57,7 @@ class Plan:
 
 def main() -> None:
     """Measure at every number of threads, write the figures, print the tables."""
+    end_on_sigterm()
     given = _arguments()
     config = json.loads((given.model / "config.json").read_text())
     pythons = {name: getattr(given, f"{name}_python") or sys.executable for name in PEERS}

@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.facts import RESULTS, write_result
 from benchmarks.goodput import all_maps, draw
 from benchmarks.load import Load, Outcome, quiet_run, run_load, seconds_alone
+from benchmarks.others import end_on_sigterm
 from benchmarks.samples import MAX_OTHER_CORES
 from benchmarks.servers import Server, kvbaton_server, vllm_server
 
@@ -46,6 +47,7 @@ class Plan:
 
 def main() -> None:
     """Measure, write the figures and the picture, print the table."""
+    end_on_sigterm()
     given = _arguments()
     config = json.loads((given.model / "config.json").read_text())
     plan = Plan(

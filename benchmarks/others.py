@@ -1,5 +1,7 @@
 """How much of the machine others took while something was measured, and what the measured processes took."""
 
+import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +40,11 @@ def watch_use() -> Iterator[Use]:
     use.wall_seconds = time.monotonic() - begin
     use.own_cpu_seconds = cpu_seconds(tree(root)) - own
     use.other_cpu_seconds = _busy_seconds() - busy - use.own_cpu_seconds
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends this process as Ctrl-C does: what it started is stopped first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

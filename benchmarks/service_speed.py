@@ -27,7 +27,7 @@ import aiohttp
 from benchmarks.engine import OURS
 from benchmarks.facts import RESULTS, write_result
 from benchmarks.gaps import percentile
-from benchmarks.others import Use, watch_use
+from benchmarks.others import Use, end_on_sigterm, watch_use
 from benchmarks.peers.work import Load, Prompts
 from benchmarks.runners import Order, Runner, random_prompts
 from benchmarks.samples import sample, summary
@@ -53,6 +53,7 @@ class Plan:
 
 def main() -> None:
     """Measure, write the figures, print them."""
+    end_on_sigterm()
     given = _arguments()
     config = json.loads((given.model / "config.json").read_text())
     plan = Plan(

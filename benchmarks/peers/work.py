@@ -5,13 +5,17 @@ seconds and the tokens that it took. Standard output is kept for answers: what a
 Only the standard library is used here, since every environment must have it.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ Start = Callable[[Load], tuple[Generate, dict[str, Any]]]
 
 def run_peer(start: Start) -> None:
     """Load, then answer orders until standard input ends."""
+    _die_with_parent()
     answers = _kept_output()
     begin = time.perf_counter()
     generate, facts = start(Load(**json.loads(sys.stdin.readline())))
@@ -55,6 +60,12 @@ def _timed(generate: Generate, order: dict[str, Any]) -> dict[str, Any]:
     if lengths != {num_tokens}:
         raise ValueError(f"asked for {num_tokens} tokens, got {sorted(lengths)}")
     return {"seconds": seconds, "token_ids": found if order["wants_tokens"] else None}
+
+
+def _die_with_parent() -> None:
+    """A stopped process would stay for ever where the one that lets it go on was killed."""
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError("prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _kept_output() -> TextIO:
