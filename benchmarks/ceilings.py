@@ -24,7 +24,7 @@ _LIBRARY = CLibrary("read", Path(__file__).parent / "native", ("-O3", "-march=na
 _LANES = 64
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MATRIX = (1024, 896, 4864)
-_NUM_MATRICES = 12
+_NUM_MATRICES = 2
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,10 @@ from benchmarks.goodput import all_maps, draw
 from benchmarks.load import Load, Outcome, quiet_run, run_load, seconds_alone
 from benchmarks.others import end_on_sigterm
 from benchmarks.samples import MAX_OTHER_CORES
-from benchmarks.servers import Server, kvbaton_server, vllm_server
+from benchmarks.servers import Server, Start, kvbaton_server, vllm_server
 
 OURS, AGGREGATED, VLLM = "prefill 1, decode 1", "both 1", "vLLM"
 _PROMPTS_ALONE = 5
-Start = Callable[[Path], AbstractAsyncContextManager[Server]]
-"""A folder for logs → a running server."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Runner:
     def __init__(
         self, program: Program, load: Load, log: Path, cores: tuple[int, ...], time_limit: float
     ) -> None:
-        self.name, self._log, self._time_limit = program.name, log, time_limit
+        self.name, self._log, self.time_limit = program.name, log, time_limit
         begin = time.perf_counter()
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -74,7 +74,7 @@ class Runner:
             self.close()
             raise
         self.start_seconds = time.perf_counter() - begin
-        self._signal(signal.SIGSTOP)
+        self._stop()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -83,7 +83,7 @@ class Runner:
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            self._stop()
 
     def run(self, order: Order) -> dict[str, Any]:
         """``seconds`` and ``token_ids``; within its turn. Raises RunnerError."""
@@ -98,6 +98,7 @@ class Runner:
         """End it and what it started."""
         started = _children(self._process.pid)
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         self._signal(signal.SIGCONT)
@@ -106,6 +107,7 @@ class Runner:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
         for child in started:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -113,7 +115,7 @@ class Runner:
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        guard = threading.Timer(self._time_limit, self._process.kill)
+        guard = threading.Timer(self.time_limit, self._process.kill)
         guard.start()
         try:
             with suppress(BrokenPipeError):
@@ -123,9 +125,15 @@ class Runner:
         finally:
             guard.cancel()
         if not line:
-            raise RunnerError(f"{self.name} ended or took over {self._time_limit:g} s; see {self._log}")
+            raise RunnerError(f"{self.name} ended or took over {self.time_limit:g} s; see {self._log}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _stop(self) -> None:
+        """Returns when it has stopped, or ended: a signal that was sent need not have been heard."""
+        self._signal(signal.SIGSTOP)
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in tree(self._process.pid):

@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,10 @@ class Server:
     model: str
     root: int
     pids: Mapping[str, int] = field(default_factory=dict)
+
+
+Start = Callable[[Path], AbstractAsyncContextManager[Server]]
+"""A folder for logs → a running server."""
 
 
 @asynccontextmanager

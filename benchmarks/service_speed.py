@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,9 @@ from benchmarks.facts import RESULTS, write_result
 from benchmarks.gaps import percentile
 from benchmarks.others import Use, end_on_sigterm, watch_use
 from benchmarks.peers.work import Load, Prompts
-from benchmarks.runners import Order, Runner, random_prompts
+from benchmarks.runners import Order, Program, Runner, random_prompts
 from benchmarks.samples import sample, summary
-from benchmarks.servers import Server, kvbaton_server
+from benchmarks.servers import Server, Start, kvbaton_server
 from benchmarks.streams import Stream, stream
 
 
@@ -65,22 +65,24 @@ def main() -> None:
         num_single=given.num_single,
     )
     with tempfile.TemporaryDirectory(prefix="kvbaton-service-speed-") as folder:
-        found = asyncio.run(measure_service(plan, Path(folder)))
+        found = asyncio.run(measure_service(plan, OURS, partial(_service, plan), Path(folder)))
     command = shlex.join([Path(sys.executable).name, "-m", "benchmarks.service_speed", *sys.argv[1:]])
     figures = {"command": command, "model": given.model.name, **found}
     path = write_result(f"service_speed_{given.model.name}", figures, given.results)
     sys.stdout.write(f"{table(figures)}\n{path}\n")
 
 
-async def measure_service(plan: Plan, folder: Path) -> dict[str, Any]:
-    """Throughput in turns, then first tokens one at a time. Raises RunnerError, ServerError, StreamError."""
+async def measure_service(plan: Plan, program: Program, start: Start, folder: Path) -> dict[str, Any]:
+    """Throughput in turns, then first tokens one at a time. Raises RunnerError, ServerError, StreamError.
+
+    program: the engine alone. start: the service.
+    """
     cores = tuple(sorted(os.sched_getaffinity(0)))[-plan.num_threads :]
     load = Load(str(plan.model), len(cores), 2048, plan.at_once, str(folder))
-    arguments = ("--both", "1", "--num-threads", str(plan.num_threads), "--dtype", "bfloat16")
     rng, offline, served = random.Random(), list[dict[str, Any]](), list[dict[str, Any]]()
-    with closing(Runner(OURS, load, folder / "engine.log", cores, plan.time_limit)) as runner:
+    with closing(Runner(program, load, folder / "engine.log", cores, plan.time_limit)) as runner:
         async with (
-            kvbaton_server(folder, plan.model, *arguments, time_limit=plan.time_limit) as server,
+            start(folder) as server,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
         ):
             asked = _Asked(plan, rng, server, session)
@@ -98,6 +100,11 @@ async def measure_service(plan: Plan, folder: Path) -> dict[str, Any]:
         "service_over_offline": through["median"] / alone["median"],
         "added_to_ttft_ms": {"p50": percentile(added, 0.5), "p99": percentile(added, 0.99), "samples": added},
     }
+
+
+def _service(plan: Plan, folder: Path) -> AbstractAsyncContextManager[Server]:
+    arguments = ("--both", "1", "--num-threads", str(plan.num_threads), "--dtype", "bfloat16")
+    return kvbaton_server(folder, plan.model, *arguments, time_limit=plan.time_limit)
 
 
 class _Asked:
