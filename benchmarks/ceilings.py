@@ -31,12 +31,14 @@ _NUM_MATRICES = 2
 class Weights:
     """Of a checkpoint: the bytes that one decode step reads, and the weights that a token is multiplied with.
 
-    num_in_head: those of them that only a token that draws another is multiplied with.
+    num_in_head: those of them that only a token that draws another is multiplied with. linears: the shapes of all of them,
+    ``(outputs, inputs)``.
     """
 
     num_bytes: int
     num_multiplied: int
     num_in_head: int
+    linears: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, model: Path) -> "Weights":
@@ -49,6 +51,7 @@ class Weights:
             num_bytes=sum(2 * prod(shape) for shape in shapes.values()),
             num_multiplied=sum(prod(shape) for shape in shapes.values() if len(shape) > 1),
             num_in_head=prod(head),
+            linears=tuple((shape[0], shape[1]) for shape in shapes.values() if len(shape) == 2),
         )
 
 

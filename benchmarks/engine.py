@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.ceilings import Ceilings, Weights, measure_ceilings
 from benchmarks.facts import RESULTS, write_result
+from benchmarks.onednn import PackedLinears
 from benchmarks.others import end_on_sigterm
 from benchmarks.peers.work import Load
 from benchmarks.rows import ROWS, Row, Sizes, compared, quiet_sample, share_equal
@@ -84,14 +85,18 @@ def measure_engines(plan: Plan, num_threads: int) -> dict[str, Any]:
     """All rows at this number of threads. An engine that fails is left out, and said so; ours raises RunnerError."""
     weights, seed = Weights.of(plan.model), random.SystemRandom().getrandbits(32)
     failed: dict[str, str] = {}
+    linears = PackedLinears(weights.linears)
     with ExitStack() as stack:
         runners = _started(plan, num_threads, stack, failed)
         answers = _greedy_answers(runners, plan.sizes, random.Random(seed), failed)
         samples: dict[str, dict[str, list[dict[str, Any]]]] = {row.name: {} for row in plan.rows}
+        packed: dict[str, list[dict[str, Any]]] = {row.name: [] for row in plan.rows if row.batch}
         ceilings: list[Ceilings] = []
         for number in range(plan.rounds):
             ceilings.append(measure_ceilings(num_threads, plan.probe_bytes))
             for row in plan.rows:
+                if row.batch:
+                    packed[row.name].append(linears.sample(row.batch, num_threads))
                 turns = runners[number % len(runners) :] + runners[: number % len(runners)]
                 for runner in turns:
                     _take_turn(
@@ -102,7 +107,8 @@ def measure_engines(plan: Plan, num_threads: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "ceilings": {"used": asdict(best), "rounds": [asdict(one) for one in ceilings]},
-        "weights": asdict(weights),
+        "weights": {"num_bytes": weights.num_bytes, "num_multiplied": weights.num_multiplied},
+        "packed_linears_of_onednn": {name: summary(taken) for name, taken in packed.items()},
         "engines": engines,
         "left_out": failed,
         "rows": {
@@ -145,6 +151,10 @@ def _threads_table(number: str, found: Mapping[str, Any]) -> str:
     lines.append(["start, s", *(f"{one['start_seconds']:.1f}" for one in engines), *rest])
     lines.append(["peak memory, GB", *(f"{one['peak_bytes'] / 1e9:.1f}" for one in engines), *rest])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    for name, bound in found["packed_linears_of_onednn"].items():
+        text += (
+            f"\n\nThe linear layers alone, by oneDNN with packed weights, {name}: {_median(bound)} tokens/s."
+        )
     return text + "".join(f"\n\n{name} is left out: {why}" for name, why in found["left_out"].items())
 
 

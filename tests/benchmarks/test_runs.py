@@ -94,6 +94,7 @@ def test_engines_side_by_side(tmp_path: Path) -> None:
         }
         assert row["best_peer"] == "transformers"
     assert found["engines"]["kvbaton"]["share_equal_to_transformers"] == 1.0
+    assert len(found["packed_linears_of_onednn"]["8 at once"]["samples"]) == 2
     text = engine.table({"threads": {"1": json.loads(json.dumps(found))}})
     assert "| equal greedy tokens | 100% | 100% |" in text
     assert "vllm is left out: vllm ended" in text
