@@ -8,6 +8,8 @@ import numpy as np
 
 from benchmarks.streams import Stream
 
+_LARGEST = 50
+
 
 @dataclass(frozen=True)
 class Latency:
@@ -38,6 +40,7 @@ def of_chats(chats: Sequence[Stream], wall_seconds: float) -> dict[str, Any]:
         "itl_p99": percentile(gaps, 0.99),
         "itl_p999": percentile(gaps, 0.999),
         "itl_max": max(gaps, default=None),
+        "largest_gaps": sorted(gaps, reverse=True)[:_LARGEST],
         "worst_gap_per_chat_p50": percentile(worst, 0.5),
         "num_gaps_over_2x": sum(gap > 2 * median for gap in gaps),
         "num_gaps_over_3x": sum(gap > 3 * median for gap in gaps),

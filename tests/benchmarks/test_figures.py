@@ -103,6 +103,7 @@ def test_gaps_between_tokens() -> None:
     found = of_chats([steady, stalled], wall_seconds=3.0)
     assert found["itl_p50"] == pytest.approx(100.0)
     assert found["itl_max"] == pytest.approx(400.0)
+    assert found["largest_gaps"][:2] == pytest.approx([400.0, 250.0])
     assert (found["num_gaps"], found["num_gaps_over_2x"], found["num_gaps_over_3x"]) == (6, 2, 1)
     assert found["worst_gap_per_chat_p50"] == pytest.approx(250.0)
     assert found["tokens_per_second"] == pytest.approx(4.0)
