@@ -41,17 +41,19 @@ def all_maps(runs: Mapping[str, Sequence[Outcome]]) -> tuple[dict[str, Map], lis
     return {name: goodput_map(outcomes, ttfts, tpots) for name, outcomes in runs.items()}, ttfts, tpots
 
 
-def difference(ours: Map, others: Sequence[Map]) -> Map:
-    """Ours less the best of the others; what nobody meets stays None, what only one meets counts from 0."""
+def difference(ours: Map, others: Sequence[Map], step: float) -> Map:
+    """Ours less the best of the others; goals that one meets with the chats alone and the other not at all count a ``step``.
 
-    def cell(own: float | None, best: list[float | None]) -> float | None:
-        rates = [rate for rate in best if rate is not None]
-        return None if own is None and not rates else (own or 0.0) - max(rates, default=0.0)
+    What nobody meets stays None.
+    """
 
-    return [
-        [cell(own, list(best)) for own, *best in zip(*rows, strict=True)]
-        for rows in zip(ours, *others, strict=True)
-    ]
+    def cell(*rates: float | None) -> float | None:
+        if all(rate is None for rate in rates):
+            return None
+        own, *best = (-step if rate is None else rate for rate in rates)
+        return own - max(best, default=-step)
+
+    return [[cell(*rates) for rates in zip(*rows, strict=True)] for rows in zip(ours, *others, strict=True)]
 
 
 def draw(
@@ -64,8 +66,9 @@ def draw(
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    gain = difference(maps[ours], [found for name, found in maps.items() if name != ours])
-    highest = max((rate for found in maps.values() for row in found for rate in row if rate), default=1.0)
+    rates = [rate for found in maps.values() for row in found for rate in row if rate] or [1.0]
+    highest = max(rates)
+    gain = difference(maps[ours], [found for name, found in maps.items() if name != ours], min(rates))
     panels = [(name, found, "viridis", 0.0) for name, found in maps.items()]
     panels.append((f"{ours}: more (blue) or less (red)", gain, "RdBu", -highest))
     columns = min(2, len(panels))

@@ -137,7 +137,8 @@ def test_goodput_is_the_highest_rate_that_meets_both_goals() -> None:
 
 
 def test_where_ours_wins_and_loses() -> None:
-    assert difference([[1.0, None, None]], [[[0.5, 0.2, None]], [[None, 0.1, None]]]) == [[0.5, -0.2, None]]
+    ours, others = [[1.0, None, None, 0.0]], [[[0.5, 0.25, None, None]], [[None, 0.125, None, None]]]
+    assert difference(ours, others, step=0.125) == [[0.5, -0.375, None, 0.125]]
 
 
 def test_configurations_are_compared_at_one_rate() -> None:
