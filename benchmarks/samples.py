@@ -10,9 +10,14 @@ MAX_OTHER_CORES = 0.1
 
 
 def sample(value: float, use: Use) -> dict[str, Any]:
-    """A figure with what others did meanwhile."""
+    """A figure with how many cores others, and ours, kept busy meanwhile."""
     other_cores = use.other_cores
-    return {"value": value, "other_cores": round(other_cores, 3), "is_quiet": other_cores <= MAX_OTHER_CORES}
+    return {
+        "value": value,
+        "other_cores": round(other_cores, 3),
+        "own_cores": round(use.own_cores, 3),
+        "is_quiet": other_cores <= MAX_OTHER_CORES,
+    }
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
