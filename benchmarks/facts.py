@@ -24,10 +24,10 @@ def run_facts() -> dict[str, Any]:
     }
 
 
-def write_result(name: str, figures: dict[str, Any]) -> Path:
-    """Write ``figures`` with this run's facts to ``results/<name>.json``."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write_result(name: str, figures: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write ``figures`` with this run's facts to ``<name>.json`` in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({**run_facts(), "figures": figures}, indent=2) + "\n")
     return path
 

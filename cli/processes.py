@@ -1,7 +1,7 @@
 """Which processes ``up`` starts, and with which flags."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,9 @@ from cli.arguments import to_arguments
 from cli.child_settings import from_file
 from cli.model import model_name
 from cli.settings import LocalSettings, available_cores, child_environment
+from contract.errors import SettingError
 from contract.identity import Role
+from worker.cores import show_cores
 from worker.launch import Facts, ProcessSpec
 
 ROUTER = "router"
@@ -30,8 +32,13 @@ _WORKER_FLAGS = (
 )
 
 
-def local_processes(settings: LocalSettings, model: Path, secret_file: Path) -> list[ProcessSpec]:
-    """The router first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``."""
+def local_processes(
+    settings: LocalSettings, model: Path, secret_file: Path, cores: Sequence[int] | None = None
+) -> list[ProcessSpec]:
+    """The router first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
+
+    cores: what they share; None is what this process may use. Raises SettingError where there are too few to pin.
+    """
     name = settings.served_model_name or model_name(settings.model)
     shared = {
         "model": model,
@@ -40,12 +47,14 @@ def local_processes(settings: LocalSettings, model: Path, secret_file: Path) -> 
         "log_level": settings.log_level,
     }
     pools = dict(zip((Role.PREFILL, Role.DECODE, Role.BOTH), settings.pools, strict=True))
-    num_workers = sum(pools.values())
+    num_workers, cores = sum(pools.values()), available_cores() if cores is None else cores
+    num_threads = settings.num_threads or max(1, len(cores) // num_workers)
+    own_cores = iter(_cores_of_each(cores, num_threads, num_workers) if settings.pin_cores else ())
     worker_flags = {
         **shared,
         **{flag: getattr(settings, flag) for flag in _WORKER_FLAGS},
         "workers_on_host": num_workers,
-        "num_threads": settings.num_threads or max(1, available_cores() // num_workers),
+        "num_threads": num_threads,
         "admin": _LOOPBACK,
     }
     given = from_file(settings, Role.ROUTER)
@@ -56,9 +65,21 @@ def local_processes(settings: LocalSettings, model: Path, secret_file: Path) -> 
         flags = _without(worker_flags, given)
         for index in range(count):
             worker = f"{role.value}-{index}"
-            command = _worker_command(role, {**flags, "worker_id": worker})
+            cores_flag = _without({"cores": next(own_cores, None)}, given)
+            command = _worker_command(role, {**flags, **cores_flag, "worker_id": worker})
             specs.append(ProcessSpec(worker, role, command, needs=(ROUTER,), env=child_environment(given)))
     return specs
+
+
+def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> list[str]:
+    if num_threads * num_workers > len(cores):
+        raise SettingError(
+            f"pin_cores: {num_workers} workers of {num_threads} threads need {num_threads * num_workers} cores, and there "
+            f"are {len(cores)}; lower num_threads or leave it unset",
+            param="pin_cores",
+        )
+    starts = range(0, num_threads * num_workers, num_threads)
+    return [show_cores(cores[start : start + num_threads]) for start in starts]
 
 
 def _router_command(

@@ -96,6 +96,8 @@ class LocalSettings(CommandSettings):
     """Do without CUDA graphs: decode steps are slower, and start-up is faster."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of each worker; unset: the machine's cores shared evenly."""
+    pin_cores: bool = False
+    """Keep each worker to cores of its own, as many as it has threads; for machines with nothing else to do."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes (on CUDA: devices) of each worker that share the model's weights and KV heads."""
     http: Address = "127.0.0.1:8000"
@@ -300,8 +302,8 @@ def _as_variable(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def available_cores() -> int:
+def available_cores() -> list[int]:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from contract.errors import SettingError
+from engine.load_progress import LoadProgress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_NAME = "lm_head.weight"
@@ -128,22 +129,28 @@ def load_weights(
 
     part_of: which part of a tensor to read; None is all of it.
 
-    Weights that are in ``dtype`` already stay backed by the memory map on the host, so that several workers of one
-    machine share them. Raises SettingError that names missing, unexpected and misshapen tensors.
+    Each tensor is read once and put in its place before the next. Weights that are in ``dtype`` already stay backed by the
+    memory map on the host, so that several workers of one machine share them, and are read when they are first computed
+    with. Raises SettingError that names missing, unexpected and misshapen tensors, before anything is read.
     """
     wanted = dict(model.named_parameters())
     found = {name for name in checkpoint.names() if not name.endswith(_IGNORED_SUFFIX)}
     _refuse("misses", set(wanted) - found)
     _refuse("has unexpected", found - set(wanted))
-    for name, parameter in wanted.items():
-        part = part_of(name)
-        asked = list(parameter.shape) if part is None else part.whole_shape(parameter.shape)
+    parts = {name: part_of(name) for name in wanted}
+    for name, part in parts.items():
+        shape = wanted[name].shape
+        asked = list(shape) if part is None else part.whole_shape(shape)
         if (found_shape := checkpoint.shape(name)) != asked:
             raise _bad(f"tensor {name} is {found_shape}; config.json asks for {asked}")
-        tensor = checkpoint.tensor(name) if part is None else checkpoint.part(name, part)
-        owner = model.get_submodule(name.rpartition(".")[0])
-        loaded = tensor.to(device=device, dtype=dtype).contiguous()
-        owner.register_parameter(name.rpartition(".")[2], nn.Parameter(loaded, requires_grad=False))
+    num_bytes = dtype.itemsize * sum(parameter.numel() for parameter in wanted.values())
+    with LoadProgress(num_bytes) as progress:
+        for name, part in parts.items():
+            tensor = checkpoint.tensor(name) if part is None else checkpoint.part(name, part)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            loaded = tensor.to(device=device, dtype=dtype).contiguous()
+            owner.register_parameter(name.rpartition(".")[2], nn.Parameter(loaded, requires_grad=False))
+            progress.advance(loaded.nbytes)
 
 
 def _refuse(what: str, names: set[str]) -> None:

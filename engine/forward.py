@@ -15,6 +15,7 @@ from engine.forward_plain import PlainForward
 from engine.inputs import PreparedInputs
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.library import load_kernels
+from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel
 from engine.settings import EngineSettings
@@ -52,7 +53,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     config, info = loaded.config, loaded.info
     backend = create_backend(choose_backend(settings.attention_backend, device, info.dtype, config.head_dim))
     plain = PlainForward(loaded.model, backend, settings.block_size, device)
-    if not isinstance(loaded.model, CausalLM):
+    if not isinstance(loaded.model, CausalLM) or not isinstance(loaded.config, DecoderConfig):
         return plain
     if device.type == "cuda":
         if (reason := _why_eager(settings)) is not None:
@@ -68,7 +69,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
             block_size=settings.block_size,
             device=device,
         )
-    return _by_kernels(loaded, loaded.model, settings, device) or plain
+    return _by_kernels(loaded, loaded.model, loaded.config, settings, device) or plain
 
 
 def _why_eager(settings: EngineSettings) -> str | None:
@@ -80,9 +81,13 @@ def _why_eager(settings: EngineSettings) -> str | None:
 
 
 def _by_kernels(
-    loaded: LoadedModel, model: CausalLM, settings: EngineSettings, device: torch.device
+    loaded: LoadedModel,
+    model: CausalLM,
+    config: DecoderConfig,
+    settings: EngineSettings,
+    device: torch.device,
 ) -> KernelDecoder | None:
-    reason = why_unserved(loaded.config, loaded.info.dtype, device, settings.tensor_parallel_size)
+    reason = why_unserved(config, loaded.info.dtype, device, settings.tensor_parallel_size)
     if settings.attention_backend != "auto":
         reason = f"attention_backend is {settings.attention_backend}"
     if reason is not None:
@@ -95,9 +100,10 @@ def _by_kernels(
     torch.set_num_threads(1)  # they have their own
     return KernelDecoder(
         model,
-        loaded.config,
+        config,
         kernels,
         num_threads=settings.num_threads,
+        cores=settings.cores,
         block_size=settings.block_size,
         max_length=loaded.info.max_model_len,
     )

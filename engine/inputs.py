@@ -66,17 +66,18 @@ def prepare_inputs(batch: InputBatch, scheduled: SchedulerOutput) -> PreparedInp
     rows = np.array([batch.row_of(req_id) for req_id in req_ids], dtype=np.int32)
     counts = np.array(list(scheduled.num_scheduled_tokens.values()), dtype=np.int32)
     computed = np.array([batch.requests[req_id].num_computed_tokens for req_id in req_ids], dtype=np.int32)
-    query_start_loc = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    query_start_loc = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start_loc[1:])
 
     request_indices = np.repeat(rows, counts)
     starts = np.repeat(query_start_loc[:-1] - computed, counts)
-    positions = np.arange(query_start_loc[-1], dtype=np.int32) - starts.astype(np.int32)
+    positions = np.arange(query_start_loc[-1], dtype=np.int32) - starts
+    block_indices, block_offsets = np.divmod(positions, np.int32(batch.block_size))
     max_len, max_blocks = batch.token_table.shape[1], batch.block_table.shape[1]
     wide = request_indices.astype(np.int64)
     token_indices = wide * max_len + positions
-    block_table_indices = wide * max_blocks + positions // batch.block_size
+    block_table_indices = wide * max_blocks + block_indices
     block_numbers = batch.block_table.ravel()[block_table_indices]
-    block_offsets = positions % batch.block_size
     seq_lens = computed + counts
     max_query_len = int(counts.max())
     shared = (max_query_len, max_query_len)

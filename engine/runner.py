@@ -231,6 +231,8 @@ class ModelRunner:
     def _logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
         """``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 alone)."""
         forward = _ready(self._forward, "load_model")
+        if len(rows) == len(hidden):  # in order, as they always are
+            return forward.logits(hidden)
         (indices,) = on_device([rows], self.device)
         return forward.logits(hidden[indices])
 

@@ -16,7 +16,8 @@ class EngineSettings:
 
     model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_model_len: None is the
     model's own. kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory /
-    workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: torch threads.
+    workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: that compute. cores: where
+    each of them is kept, if there are any (the process itself is kept there by whoever starts it).
     tensor_parallel_size: ranks that share the model, each in a process of its own where there are several; threads
     and (on the host) KV bytes are divided among them. rank_timeout_seconds: silence of a rank within a step, after
     which the engine ends. attention_backend: see ``engine.attention.choice``. enforce_eager: no CUDA graphs.
@@ -35,6 +36,7 @@ class EngineSettings:
     workers_on_host: int = 1
     enable_prefix_caching: bool = True
     num_threads: int = 1
+    cores: tuple[int, ...] = ()
     attention_backend: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1

@@ -77,6 +77,7 @@ class StaticTorchDecode:
     ) -> Tensor:
         """See AttentionStep. What no token is in yet is not looked at: it may be NaN."""
         assert cache is not None
+        assert shape.softcap is None
         first_slots = torch.arange(self._tables.shape[1], device=cache.device) * self._block_size
         tables = torch.where(first_slots < self._seq_lens[:, None], self._tables, 0)
         keys, values = cache[tables].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)

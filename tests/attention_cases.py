@@ -39,13 +39,14 @@ class Case:
     head_dim: int = 64
     block_size: int = 16
     window: int | None = None
+    softcap: float | None = None
     dtype: torch.dtype = torch.float32
     work: Work = MIXED
 
     @property
     def shape(self) -> LayerShape:
         """Of every layer."""
-        return LayerShape(self.head_dim**-0.5, self.window)
+        return LayerShape(self.head_dim**-0.5, self.window, self.softcap)
 
     def inputs(self, max_len: int | None = None) -> PreparedInputs:
         """The step's; blocks lie scattered over the pool, and each request has one that it does not use yet."""

@@ -36,6 +36,56 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
+_FOREIGN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {"sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {"sliding_window": 9}),
+    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM, {}),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {}),
+    "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM, {}),
+    "granite": (
+        transformers.GraniteConfig,
+        transformers.GraniteForCausalLM,
+        {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+    ),
+    "cohere2": (
+        transformers.Cohere2Config,
+        transformers.Cohere2ForCausalLM,
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.5},
+    ),
+    "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM, {}),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, {}),
+    "opt": (
+        transformers.OPTConfig,
+        transformers.OPTForCausalLM,
+        {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    ),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 4}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+}
+FOREIGN_FAMILIES = tuple(_FOREIGN)
+"""Decoders that are none of ours: transformers computes them."""
+
+
+def make_foreign_checkpoint(
+    folder: Path, family: str, seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """As ``make_checkpoint``, of one of FOREIGN_FAMILIES."""
+    config_class, model_class, fields = _FOREIGN[family]
+    config = config_class(**{**_SHAPE, **fields, **overrides})
+    return write_checkpoint(folder, model_class(config), seed, dtype)
 
 
 def make_checkpoint(
@@ -57,6 +107,18 @@ def make_checkpoint(
     """
     config_class, model_class = _CLASSES[family]
     model = model_class(config_class(**{**_SHAPE, **overrides}))
+    return write_checkpoint(folder, model, seed, dtype, max_shard_size, is_bare)
+
+
+def write_checkpoint(
+    folder: Path,
+    model: Any,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | None = None,
+    is_bare: bool = False,
+) -> Path:
+    """Give ``model`` random weights and write it, with a tokenizer beside it; see ``make_checkpoint``."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -144,6 +206,6 @@ def _byte_characters() -> dict[int, str]:
 
 def _random_weights(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     noise = torch.randn(shape, generator=generator)
-    if len(shape) == 2:
-        return noise if "embed_tokens" in name else noise * shape[1] ** -0.5 * 1.5
+    if len(shape) > 1:
+        return noise if "embed_tokens" in name else noise * shape[-1] ** -0.5 * 1.5
     return 0.2 * noise if name.endswith("bias") else 1.0 + 0.2 * noise

@@ -10,6 +10,7 @@ from contract.requests import MAX_GRAMMAR_BYTES
 from engine.settings import EngineSettings
 from kv_transfer.settings import TransferSettings, TransportName
 from serving.settings import Address, Settings, read_secret_file
+from worker.cores import parse_cores
 
 
 class WorkerSettings(Settings):
@@ -65,7 +66,9 @@ class WorkerSettings(Settings):
     enable_prefix_caching: bool = True
     """Keep the KV of finished prompts for prompts that begin alike."""
     num_threads: int = Field(default=1, ge=1)
-    """Threads of torch."""
+    """Threads that compute the model."""
+    cores: str | None = None
+    """Cores that the worker's processes are kept to, as 0-3,8; each thread that computes has one of them. Unset: any."""
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """What computes attention; auto: on CUDA FlashInfer where it is installed, else Triton; on the CPU kernels or torch."""
     enforce_eager: bool = False
@@ -90,6 +93,15 @@ class WorkerSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_cores(self) -> Self:
+        num_cores = len(self.core_numbers)
+        if self.cores is not None and num_cores < self.num_threads:
+            raise ValueError(
+                f"cores is {self.cores!r}, {num_cores} for num_threads {self.num_threads}: name more"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_lease(self) -> Self:
         if self.lease_seconds < self.peer_timeout_seconds:
             raise ValueError(
@@ -97,6 +109,11 @@ class WorkerSettings(Settings):
                 f" ({self.peer_timeout_seconds}) or more, else leases end between two signs of life"
             )
         return self
+
+    @property
+    def core_numbers(self) -> tuple[int, ...]:
+        """The cores to run on; empty: any."""
+        return () if self.cores is None else parse_cores(self.cores)
 
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none."""
@@ -117,6 +134,7 @@ class WorkerSettings(Settings):
             workers_on_host=self.workers_on_host,
             enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
+            cores=self.core_numbers,
             attention_backend=self.attention_backend,
             enforce_eager=self.enforce_eager,
             tensor_parallel_size=self.tensor_parallel_size,

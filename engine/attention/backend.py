@@ -14,10 +14,14 @@ from engine.inputs import PreparedInputs
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What differs between layers: the scale of the scores, and how many tokens a token sees (None: all)."""
+    """What differs between layers: the scale of the scores, and how many tokens a token sees (None: all).
+
+    softcap: scores become softcap × tanh(score / softcap) after scaling (Gemma 2); None leaves them.
+    """
 
     scale: float
     sliding_window: int | None
+    softcap: float | None = None
 
 
 class AttentionStep(Protocol):

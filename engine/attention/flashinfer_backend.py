@@ -191,6 +191,7 @@ def _plan_options(shape: LayerShape, query: Tensor, cache: Tensor) -> dict[str, 
     return {
         "window_left": -1 if shape.sliding_window is None else shape.sliding_window - 1,
         "sm_scale": shape.scale,
+        "logits_soft_cap": shape.softcap,
         "q_data_type": query.dtype,
         "kv_data_type": cache.dtype,
     }

@@ -113,15 +113,7 @@ class PrefillRow:
     def mix(self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Query ``[tokens, heads, head_dim]`` over key and value ``[kv_heads, seq_len, head_dim]``, into ``output``."""
         mask = self._mask(shape.sliding_window)
-        mixed = scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            key[None],
-            value[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=shape.scale,
-            enable_gqa=query.shape[1] != key.shape[0],
-        )
+        mixed = _mixed(shape, query.transpose(0, 1)[None], key[None], value[None], mask)
         output.copy_(mixed[0].transpose(0, 1))
 
     def _mask(self, window: int | None) -> Tensor | None:
@@ -160,15 +152,36 @@ class DecodeGroup:
         if shape.sliding_window not in self._masks:
             visible = _visible(self._slots, self._positions[:, None], shape.sliding_window)
             self._masks[shape.sliding_window] = visible[:, None, None, :]
-        mixed = scaled_dot_product_attention(
-            query[self.tokens][:, :, None],
-            key,
-            value,
-            attn_mask=self._masks[shape.sliding_window],
-            scale=shape.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        mixed = _mixed(shape, query[self.tokens][:, :, None], key, value, self._masks[shape.sliding_window])
         output[self.tokens] = mixed[:, :, 0]
+
+
+def _mixed(shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention over ``[batch, heads, tokens, head_dim]``; mask as of ``PrefillRow``, None is the causal square."""
+    if shape.softcap is not None:
+        return _mixed_with_softcap(shape.scale, shape.softcap, query, key, value, mask)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=shape.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _mixed_with_softcap(
+    scale: float, softcap: float, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """In the order of transformers' eager attention; torch's own knows no soft cap."""
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    return weights.to(query.dtype) @ value
 
 
 def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,7 @@ class TritonStep:
             shape.scale * math.log2(math.e),
             group=query.shape[1] // cache.shape[2],
             window=shape.sliding_window or 0,
+            cap=_cap(shape),
             block_size=self._block_size,
             precision=precision_of(cache.dtype),
             **sizes,
@@ -123,6 +124,7 @@ class TritonStep:
             shape.scale * math.log2(math.e),
             group=group,
             heads=_power_of_two(group),
+            cap=_cap(shape),
             block_size=self._block_size,
             precision=precision_of(cache.dtype),
             **sizes,
@@ -260,6 +262,11 @@ def sizes_of(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     return {
         "head_dim": head_dim, "dims": dims, "tokens": tokens, "parts": QUERY_TILE // tokens, "tile": tile, **launch
     }  # fmt: skip
+
+
+def _cap(shape: LayerShape) -> float:
+    """Of scores in base 2; 0 is none."""
+    return 0.0 if shape.softcap is None else shape.softcap * math.log2(math.e)
 
 
 def precision_of(dtype: torch.dtype) -> str:

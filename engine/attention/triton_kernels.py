@@ -60,6 +60,7 @@ def _fold(
     block_stride,
     scale,
     window: tl.constexpr,
+    cap: tl.constexpr,
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
     dims: tl.constexpr,
@@ -75,6 +76,8 @@ def _fold(
     key_mask = is_there[None, :] & (dim < head_dim)[:, None]
     key = tl.load(places[None, :] + dim[:, None], mask=key_mask, other=0.0)
     scores = tl.dot(query, key, input_precision=precision) * scale
+    if cap > 0.0:
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # cap × tanh(scores / cap)
     is_seen = is_there[None, :] & (positions[None, :] <= query_positions[:, None])
     if window > 0:
         is_seen = is_seen & (positions[None, :] > query_positions[:, None] - window)
@@ -105,6 +108,7 @@ def prefill_kernel(
     scale,
     group: tl.constexpr,
     window: tl.constexpr,
+    cap: tl.constexpr,
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
     dims: tl.constexpr,
@@ -137,7 +141,7 @@ def prefill_kernel(
     for start in range(begin, end, tile):
         highest, total, mixed = _fold(
             states, positions, highest, total, mixed, start, seq_len, table, keys, kv_stride, block_stride,
-            scale, window, block_size, head_dim, dims, tile, precision,
+            scale, window, cap, block_size, head_dim, dims, tile, precision,
         )  # fmt: skip
     total = tl.where(own < count, total, 1.0)
     tl.store(output + places, (mixed / total[:, None]).to(output.dtype.element_ty), mask=mask)
@@ -174,6 +178,7 @@ def decode_kernel(
     group: tl.constexpr,
     heads: tl.constexpr,
     window: tl.constexpr,
+    cap: tl.constexpr,
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
     dims: tl.constexpr,
@@ -208,7 +213,7 @@ def decode_kernel(
         for start in range(first, tl.minimum(first + length, seq_len), tile):
             highest, total, mixed = _fold(
                 states, positions, highest, total, mixed, start, seq_len, table, keys, kv_stride, block_stride,
-                scale, window, block_size, head_dim, dims, tile, precision,
+                scale, window, cap, block_size, head_dim, dims, tile, precision,
             )  # fmt: skip
         place = (index.to(tl.int64) * tl.num_programs(0) * group + head) * num_splits + split
         tl.store(logs + place, highest + tl.log2(total), mask=member < group)

@@ -14,8 +14,9 @@ static void run_layer(Pool *pool, const Model *model, size_t number, const Step 
     linear(pool, &layer->down, step->gated, step->num_tokens, step->states, RESIDUAL);
 }
 
-// Embedded tokens in step->states become the layers' result, normed, in step->normed.
+// Tokens become the layers' result, normed, in step->normed.
 void kvbaton_decode(Pool *pool, const Model *model, const Step *step) {
+    embed(pool, model, step);
     for (size_t layer = 0; layer < model->num_layers; layer++) run_layer(pool, model, layer, step);
     norm_rows(pool, step->states, model->final_norm, step->normed, step->num_tokens, model->hidden, model->eps);
 }

@@ -1,6 +1,8 @@
 """A decoder whose forward pass is one call of the kernels."""
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,14 +45,14 @@ class KernelDecoder:
         kernels: Kernels,
         *,
         num_threads: int,
+        cores: Sequence[int] = (),
         block_size: int,
         max_length: int,
     ) -> None:
         self._kernels, self._config, self._block_size = kernels, config, block_size
         self._model = model
-        self._threads = kernels.start_threads(num_threads)
+        self._threads = kernels.start_threads(num_threads, cores[1:num_threads])
         self._weights = PackedWeights(model, config, max_length, kernels, self._threads)
-        self._embedding = model.model.embed_tokens.weight
         scratch_bytes = kernels.scratch_bytes(self._weights.model) * num_threads
         self._scratch = torch.empty(scratch_bytes + _LINE, dtype=torch.uint8)
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -62,6 +64,7 @@ class KernelDecoder:
             config.intermediate_size,
         )
         self._buffers = self._make_buffers(1)
+        self._pool: _Pool | None = None
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
@@ -70,35 +73,34 @@ class KernelDecoder:
         num_tokens = inputs.num_tokens
         if num_tokens > len(self._buffers[0]):
             self._buffers = self._make_buffers(num_tokens)
-        states, normed = self._buffers[0][:num_tokens], self._buffers[1][:num_tokens]
-        torch.index_select(self._embedding, 0, torch.from_numpy(inputs.input_ids), out=states)
-        layers = null_caches(self._config, self._block_size) if caches is None else caches
+        pool = self._find(null_caches(self._config, self._block_size) if caches is None else caches)
         heard = _Heard(watch)
         step = CStep(
             num_tokens,
             inputs.num_reqs,
             self._block_size,
             inputs.block_table.shape[1],
+            inputs.input_ids.ctypes.data,
             inputs.positions.ctypes.data,
             inputs.query_start_loc.ctypes.data,
             inputs.seq_lens.ctypes.data,
             inputs.block_table.ctypes.data,
             inputs.slot_mapping.ctypes.data,
-            addresses(layers),
-            layers[0].stride(0),
+            pool.addresses,
+            pool.block_stride,
             *(buffer.data_ptr() for buffer in self._buffers),
             -(-self._scratch.data_ptr() // _LINE) * _LINE,
             heard.callback,
         )
         self._kernels.decode(self._threads, self._weights.model, step)
         heard.check()
-        return normed
+        return self._buffers[1][:num_tokens]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``."""
+        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""
         if self._weights.head is None:
             return self._model.logits(states)
-        output = torch.empty(len(states), self._config.vocab_size, dtype=torch.bfloat16)
+        output = torch.empty(len(states), self._config.vocab_size)
         self._kernels.linear(self._threads, self._weights.head, states.contiguous(), output)
         return output
 
@@ -106,11 +108,25 @@ class KernelDecoder:
         """Nothing."""
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let go of the pool."""
+        self._pool = None
         self._kernels.end_threads(self._threads)
+
+    def _find(self, caches: Sequence[Tensor]) -> "_Pool":
+        """Where the layers' caches are: worked out once for each pool."""
+        if self._pool is None or self._pool.caches is not caches:
+            self._pool = _Pool(caches, addresses(caches), caches[0].stride(0))
+        return self._pool
 
     def _make_buffers(self, num_rows: int) -> list[Tensor]:
         return [torch.empty(num_rows, width, dtype=torch.bfloat16) for width in self._widths]
+
+
+@dataclass(frozen=True)
+class _Pool:
+    caches: Sequence[Tensor]
+    addresses: "ctypes.Array[ctypes.c_void_p]"
+    block_stride: int
 
 
 class _Heard:

@@ -26,9 +26,10 @@ typedef struct {
     size_t inputs, outputs;
 } Linear;
 
-typedef enum { PLAIN, RESIDUAL, GATED } Ending;  // store; add to what is there; store silu(first half) * second half
+// Store; store as float32; add to what is there; store silu(first half) * second half.
+typedef enum { PLAIN, WIDE, RESIDUAL, GATED } Ending;
 
-void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, bf16 *output, Ending ending);
+void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending);
 
 // sums[r][0..31] (+)= the products of rows of pairs with a packed panel, pair by pair. At most MAX_ROWS rows.
 void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums,
@@ -44,14 +45,14 @@ typedef struct {
     size_t hidden, intermediate, num_heads, num_kv_heads, head_dim, num_layers;
     float eps, scale;
     const Layer *layers;
-    const bf16 *final_norm;
+    const bf16 *final_norm, *embedding;  // [hidden], [vocab_size][hidden]
     const bf16 *cosines, *sines;  // of each position: [max_positions][head_dim / 2]
 } Model;
 
 // One forward pass. Arrays over tokens and requests are those of PreparedInputs.
 typedef struct {
     size_t num_tokens, num_requests, block_size, table_stride;
-    const int32_t *positions, *query_start, *seq_lens, *block_table;
+    const int32_t *input_ids, *positions, *query_start, *seq_lens, *block_table;
     const int64_t *slots;
     bf16 *const *caches;             // of each layer: [num_blocks][2][num_kv_heads][block_size][head_dim]
     size_t block_stride;             // elements from a block to the next, in each of them
@@ -64,6 +65,7 @@ size_t attention_scratch(const Model *model);
 void store_kv(Pool *pool, const Model *model, const Layer *layer, const Step *step, bf16 *cache);
 void attend(Pool *pool, const Model *model, const Layer *layer, const Step *step, const bf16 *cache);
 void norm_rows(Pool *pool, const bf16 *input, const bf16 *weight, bf16 *output, size_t num_rows, size_t size, float eps);
+void embed(Pool *pool, const Model *model, const Step *step);
 void norm_row(const bf16 *input, const bf16 *weight, bf16 *output, size_t size, float eps);
 
 static inline __m512 widen(const bf16 *from) {

@@ -66,9 +66,7 @@ class CModel(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("layers", ctypes.POINTER(CLayer)),
-        ("final_norm", _pointer),
-        ("cosines", _pointer),
-        ("sines", _pointer),
+        *((name, _pointer) for name in ("final_norm", "embedding", "cosines", "sines")),
     ]
 
 
@@ -77,7 +75,10 @@ class CStep(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, _size) for name in ("num_tokens", "num_requests", "block_size", "table_stride")),
-        *((name, _pointer) for name in ("positions", "query_start", "seq_lens", "block_table", "slots")),
+        *(
+            (name, _pointer)
+            for name in ("input_ids", "positions", "query_start", "seq_lens", "block_table", "slots")
+        ),
         ("caches", ctypes.POINTER(_pointer)),
         ("block_stride", _size),
         *((name, _pointer) for name in ("states", "normed", "qkv", "mixed", "gated", "scratch")),
@@ -98,8 +99,8 @@ class Kernels:
         library.kvbaton_decode.argtypes = (_pointer, ctypes.POINTER(CModel), ctypes.POINTER(CStep))
 
     def start_threads(self, num_threads: int, cores: Sequence[int] = ()) -> int:
-        """A pool of threads, the caller among them. cores: where the others are pinned. Raises MemoryError."""
-        own = (ctypes.c_int * num_threads)(*(cores or [-1] * num_threads))
+        """A pool of threads, the caller among them. cores: where each of the others is kept. Raises MemoryError."""
+        own = (ctypes.c_int * num_threads)(*cores, *[-1] * (num_threads - len(cores)))
         pool: int | None = self._library.kvbaton_pool(_size(num_threads), own)
         if pool is None:
             raise MemoryError(f"the system has no room for {num_threads} threads")
@@ -125,7 +126,7 @@ class Kernels:
         )
 
     def linear(self, pool: int, layer: CLinear, states: "Tensor", output: "Tensor") -> None:
-        """``[num_rows, inputs]`` to ``[num_rows, outputs]``."""
+        """``[num_rows, inputs]`` to float32 ``[num_rows, outputs]``, rounded to bfloat16."""
         self._library.kvbaton_linear(pool, layer, states.data_ptr(), len(states), output.data_ptr())
 
     def scratch_bytes(self, model: CModel) -> int:
@@ -134,7 +135,7 @@ class Kernels:
         return num_bytes
 
     def decode(self, pool: int, model: CModel, step: CStep) -> None:
-        """All layers and the last norm: ``step.states`` to ``step.normed``."""
+        """All layers and the last norm: ``step.input_ids`` to ``step.normed``."""
         self._library.kvbaton_decode(pool, model, step)
 
 

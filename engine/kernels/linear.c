@@ -5,7 +5,7 @@
 #include <string.h>
 #include "kernels.h"
 
-enum { CHUNKS_PER_THREAD = 6, NEAR = 8192, LINE = 64, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 96 };
+enum { ITEM_BYTES = 32768, NEAR = 8192, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 96 };
 
 #define ROWS(R)                                                                                                      \
     static void multiply_##R(const uint32_t *pairs, size_t stride, const char *weights, size_t num_pairs, float *sums, \
@@ -48,7 +48,7 @@ static __m512 silu(__m512 x) {
 typedef struct {
     const Linear *layer;
     const bf16 *input;
-    bf16 *output;
+    void *output;
     size_t num_rows, panels_per_item;
     Ending ending;
 } Job;
@@ -63,16 +63,20 @@ static void finish_row(const Job *job, size_t panel, size_t row, const float *su
         value[v] = rounded(value[v]);
     }
     if (job->ending == GATED) {
-        bf16 *to = job->output + row * (layer->outputs / 2) + panel * (PANEL / 2);
+        bf16 *to = (bf16 *)job->output + row * (layer->outputs / 2) + panel * (PANEL / 2);
         narrow(to, _mm512_mul_ps(rounded(silu(value[0])), value[1]));
         return;
     }
-    bf16 *to = job->output + row * layer->outputs + panel * PANEL;
-    size_t left = layer->outputs - panel * PANEL;
-    for (size_t v = 0; v < 2 && v * 16 < left; v++) {
-        if (job->ending == RESIDUAL) value[v] = _mm512_add_ps(widen(to + v * 16), value[v]);
+    size_t at = row * layer->outputs + panel * PANEL, left = layer->outputs - panel * PANEL;
+    for (size_t v = 0; v < 2 && v * 16 < left; v++, at += 16) {
         __mmask16 known = left - v * 16 >= 16 ? 0xffff : (__mmask16)((1u << (left - v * 16)) - 1);
-        _mm256_mask_storeu_epi16(to + v * 16, known, (__m256i)_mm512_cvtneps_pbh(value[v]));
+        bf16 *to = (bf16 *)job->output + at;
+        if (job->ending == WIDE) {
+            _mm512_mask_storeu_ps((float *)job->output + at, known, value[v]);
+            continue;
+        }
+        if (job->ending == RESIDUAL) value[v] = _mm512_add_ps(widen(to), value[v]);
+        _mm256_mask_storeu_epi16(to, known, (__m256i)_mm512_cvtneps_pbh(value[v]));
     }
 }
 
@@ -105,15 +109,16 @@ static void compute_item(const void *context, size_t item, size_t thread) {
             compute_panel(job, panel, row, job->num_rows - row < ROWS_AT_ONCE ? job->num_rows - row : ROWS_AT_ONCE);
 }
 
-void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, bf16 *output, Ending ending) {
-    size_t num_panels = (layer->outputs + PANEL - 1) / PANEL;
-    size_t num_items = pool_threads(pool) * CHUNKS_PER_THREAD, per_item = (num_panels + num_items - 1) / num_items;
+void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending) {
+    size_t num_panels = (layer->outputs + PANEL - 1) / PANEL, panel_bytes = layer->inputs * PANEL * sizeof(bf16);
+    size_t per_item = panel_bytes < ITEM_BYTES ? ITEM_BYTES / panel_bytes : 1;
     Job job = {layer, input, output, num_rows, per_item, ending};
     pool_run(pool, (num_panels + per_item - 1) / per_item, compute_item, &job);
 }
 
-void kvbaton_linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, bf16 *output) {
-    linear(pool, layer, input, num_rows, output, PLAIN);
+// Rounded to bfloat16, and stored as float32.
+void kvbaton_linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, float *output) {
+    linear(pool, layer, input, num_rows, output, WIDE);
 }
 
 typedef struct {

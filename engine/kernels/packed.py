@@ -48,6 +48,7 @@ class PackedWeights:
             config.head_dim**-0.5,
             layers,
             self._address(model.model.norm.weight),
+            self._address(model.model.embed_tokens.weight),
             cosines,
             sines,
         )
@@ -135,7 +136,7 @@ def _packed_bytes(model: CausalLM) -> int:
 
 def _pages(num_bytes: int) -> Tensor:
     """Fresh zeroed memory as bfloat16 numbers, page aligned."""
-    pages = mmap.mmap(-1, num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.bfloat16)

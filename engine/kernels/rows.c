@@ -2,7 +2,7 @@
 #include <string.h>
 #include "kernels.h"
 
-enum { TOKENS_PER_ITEM = 4, FEW_ROWS = 4 };
+enum { TOKENS_PER_ITEM = 4 };
 
 // As the reference rounds: the normed row to bf16, then its product with the weight.
 void norm_row(const bf16 *input, const bf16 *weight, bf16 *output, size_t size, float eps) {
@@ -34,6 +34,24 @@ static void norm_some(const void *context, size_t item, size_t thread) {
 void norm_rows(Pool *pool, const bf16 *input, const bf16 *weight, bf16 *output, size_t num_rows, size_t size, float eps) {
     Norms job = {input, weight, output, num_rows, size, eps};
     pool_run(pool, (num_rows + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM, norm_some, &job);
+}
+
+typedef struct {
+    const Model *model;
+    const Step *step;
+} Embeds;
+
+static void embed_some(const void *context, size_t item, size_t thread) {
+    (void)thread;
+    const Embeds *job = context;
+    size_t size = job->model->hidden;
+    for (size_t token = item * TOKENS_PER_ITEM; token < (item + 1) * TOKENS_PER_ITEM && token < job->step->num_tokens; token++)
+        memcpy(job->step->states + token * size, job->model->embedding + (size_t)job->step->input_ids[token] * size, size * sizeof(bf16));
+}
+
+void embed(Pool *pool, const Model *model, const Step *step) {
+    Embeds job = {model, step};
+    pool_run(pool, (step->num_tokens + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM, embed_some, &job);
 }
 
 static void rotate(bf16 *head, const bf16 *cosines, const bf16 *sines, size_t size) {

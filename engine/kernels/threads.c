@@ -1,29 +1,35 @@
 // A few threads that take items of one piece of work after the other.
 //
-// Nobody waits for a thread that has not begun: work is over when its items are done, whoever did them. So a thread that
-// the system has put aside delays a step by the one item that it holds, not by its turn.
+// Each has a share of neighbouring items, since memory is read fastest in order, and takes from the others' shares when
+// its own is gone. Nobody waits for a thread that has not begun: work is over when its items are done, whoever did them.
+// So a thread that the system has put aside delays a step by the one item that it holds, not by its share.
 #define _GNU_SOURCE
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #include "kernels.h"
 
 enum { LINE = 64, SPINS = 4000 };  // bytes of a cache line; pauses before an idle thread sleeps (some 50 microseconds)
 
-struct Pool {
+typedef struct {
     _Alignas(LINE) atomic_long left;  // items that nobody has taken; 0 or less: none
-    _Alignas(LINE) atomic_long done;
+    size_t end;
+    _Alignas(LINE) atomic_long done;  // items that the share's thread has done, of whichever share
+} Share;
+
+struct Pool {
     _Alignas(LINE) _Atomic uint32_t turn;  // counts pieces of work: what a sleeper waits for
     atomic_int sleepers, is_ending;
-    _Alignas(LINE) Work work;  // these three hold still while an item of theirs is not done
+    _Alignas(LINE) Work work;  // this and the shares' ends hold still while an item is not done
     const void *context;
-    size_t num_items;
     size_t num_threads;
     pthread_t *threads;
+    Share *shares;
 };
 
 typedef struct {
@@ -37,11 +43,14 @@ static void futex(_Atomic uint32_t *word, int operation, uint32_t value) {
 }
 
 static void take_items(Pool *pool, size_t thread) {
-    while (atomic_load_explicit(&pool->left, memory_order_relaxed) > 0) {
-        long left = atomic_fetch_sub(&pool->left, 1);
-        if (left <= 0) return;
-        pool->work(pool->context, pool->num_items - (size_t)left, thread);
-        atomic_fetch_add(&pool->done, 1);
+    for (size_t next = 0; next < pool->num_threads; next++) {
+        Share *share = &pool->shares[(thread + next) % pool->num_threads];
+        while (atomic_load_explicit(&share->left, memory_order_relaxed) > 0) {
+            long left = atomic_fetch_sub(&share->left, 1);
+            if (left <= 0) break;
+            pool->work(pool->context, share->end - (size_t)left, thread);
+            atomic_fetch_add(&pool->shares[thread].done, 1);
+        }
     }
 }
 
@@ -84,7 +93,9 @@ Pool *kvbaton_pool(size_t num_threads, const int *cores) {
     Pool *pool = aligned_alloc(LINE, sizeof *pool);
     if (!pool) return NULL;
     *pool = (Pool){.num_threads = 1, .threads = calloc(num_threads, sizeof(pthread_t))};
-    for (size_t number = 1; pool->threads && number < num_threads; number++) {
+    pool->shares = aligned_alloc(LINE, num_threads * sizeof(Share));
+    if (pool->shares) memset(pool->shares, 0, num_threads * sizeof(Share));
+    for (size_t number = 1; pool->threads && pool->shares && number < num_threads; number++) {
         Birth *birth = malloc(sizeof *birth);
         if (birth) *birth = (Birth){pool, number, cores[number - 1]};
         if (!birth || pthread_create(&pool->threads[number], NULL, live, birth)) {
@@ -93,7 +104,7 @@ Pool *kvbaton_pool(size_t num_threads, const int *cores) {
         }
         pool->num_threads++;
     }
-    if (pool->num_threads == num_threads) return pool;
+    if (pool->shares && pool->num_threads == num_threads) return pool;
     kvbaton_end_pool(pool);
     return NULL;
 }
@@ -103,10 +114,18 @@ void kvbaton_end_pool(Pool *pool) {
     wake(pool);
     for (size_t number = 1; number < pool->num_threads; number++) pthread_join(pool->threads[number], NULL);
     free(pool->threads);
+    free(pool->shares);
     free(pool);
 }
 
 size_t pool_threads(const Pool *pool) { return pool->num_threads; }
+
+static long num_done(const Pool *pool) {
+    long sum = 0;
+    for (size_t thread = 0; thread < pool->num_threads; thread++)
+        sum += atomic_load_explicit(&pool->shares[thread].done, memory_order_acquire);
+    return sum;
+}
 
 // Returns when all items are done.
 void pool_run(Pool *pool, size_t num_items, Work work, const void *context) {
@@ -116,10 +135,16 @@ void pool_run(Pool *pool, size_t num_items, Work work, const void *context) {
     }
     pool->work = work;
     pool->context = context;
-    pool->num_items = num_items;
-    atomic_store(&pool->done, 0);
-    atomic_store(&pool->left, (long)num_items);
+    for (size_t thread = 0; thread < pool->num_threads; thread++) {
+        pool->shares[thread].end = num_items * (thread + 1) / pool->num_threads;
+        atomic_store_explicit(&pool->shares[thread].done, 0, memory_order_relaxed);
+    }
+    for (size_t thread = 0, from = 0; thread < pool->num_threads; from = pool->shares[thread++].end)
+        atomic_store(&pool->shares[thread].left, (long)(pool->shares[thread].end - from));
     wake(pool);
     take_items(pool, 0);
-    while (atomic_load_explicit(&pool->done, memory_order_acquire) < (long)num_items) _mm_pause();
+    for (int spin = 0; num_done(pool) < (long)num_items; spin++) {
+        if (spin < SPINS) _mm_pause();
+        else sched_yield();  // who holds the last item may be waiting for this core
+    }
 }

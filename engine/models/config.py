@@ -11,21 +11,27 @@ RawConfig = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class ModelShape:
+    """What the engine must know of any decoder: its vocabulary, its KV, and how many positions it has."""
+
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelShape):
     """A decoder of the Llama family with the variations that its relatives need.
 
     qkv_bias, output_bias: biases of the q/k/v and of the output projection. qk_norm: RMSNorm over each head's query
     and key (Qwen3). sliding_windows: per layer, how many tokens a token sees, itself included; None is all.
     """
 
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -49,6 +55,11 @@ class DecoderConfig:
 def bad_config(what: str) -> SettingError:
     """The error for a config.json that cannot be served."""
     return SettingError(f"the model's config.json: {what}", param="model")
+
+
+def unserved(architecture: str, reason: str) -> SettingError:
+    """The error for a decoder of transformers that would not answer rightly here."""
+    return SettingError(f"model: transformers' {architecture} is not served: {reason}", param="model")
 
 
 def positive_int(raw: RawConfig, name: str, default: int | None = None) -> int:

@@ -16,10 +16,10 @@ from engine.checkpoint import (
     read_eos_token_ids,
     resolve_dtype,
 )
-from engine.models.config import DecoderConfig, RawConfig, bad_config
+from engine.models.config import DecoderConfig, ModelShape, RawConfig, bad_config
 from engine.models.info import ModelInfo
 from engine.models.language_model import Head, LanguageModel
-from engine.models.registry import find_architecture
+from engine.models.registry import architecture_name, find_architecture
 from engine.models.sharding import config_of_rank, part_of
 from engine.ranks.group import RankGroup, SingleRank
 
@@ -29,7 +29,7 @@ class LoadedModel:
     """One rank's part of a model, with its weights on the device. config: of that part; info: of the whole."""
 
     model: LanguageModel
-    config: DecoderConfig
+    config: ModelShape
     info: ModelInfo
 
 
@@ -50,9 +50,11 @@ def load(
     group = group or SingleRank()
     raw = read_config(folder)
     architecture = find_architecture(raw)
+    if architecture is None:
+        return _load_from_transformers(folder, raw, dtype, max_model_len, device, group)
     config = architecture.read_config(raw)
     of_rank = config_of_rank(config, group.size)
-    length = _model_length(max_model_len, config)
+    length = _model_length(max_model_len, config.max_position_embeddings)
     checkpoint = Checkpoint(folder)
     name = resolve_dtype(dtype, raw, checkpoint)
     with torch.device("meta"):
@@ -62,15 +64,44 @@ def load(
         model = architecture.build(of_rank, head, group)
     load_weights(model, checkpoint, DTYPES[name], device, lambda tensor: part_of(tensor, group))
     model.place(device)
-    info = ModelInfo(
-        vocab_size=config.vocab_size,
+    info = _info(folder, raw, config.vocab_size, length, name, head is not Head.NONE)
+    return LoadedModel(model.eval(), of_rank, info)
+
+
+def _load_from_transformers(
+    folder: Path,
+    raw: RawConfig,
+    dtype: str,
+    max_model_len: int | None,
+    device: torch.device,
+    group: RankGroup,
+) -> LoadedModel:
+    from engine.models.transformers_loading import TransformersCheckpoint
+
+    architecture = str(architecture_name(raw))
+    if group.size > 1:
+        raise SettingError(
+            f"tensor_parallel_size is {group.size}; {architecture} is computed by transformers, on one rank alone",
+            param="tensor_parallel_size",
+        )
+    name = resolve_dtype(dtype, raw, Checkpoint(folder))
+    found = TransformersCheckpoint(folder, raw, architecture)
+    length = _model_length(max_model_len, found.num_positions)
+    model, shape = found.load(DTYPES[name], device)
+    return LoadedModel(model, shape, _info(folder, raw, shape.vocab_size, length, name, has_head=True))
+
+
+def _info(
+    folder: Path, raw: RawConfig, vocab_size: int, length: int, dtype: str, has_head: bool
+) -> ModelInfo:
+    return ModelInfo(
+        vocab_size=vocab_size,
         max_model_len=length,
         eos_token_ids=read_eos_token_ids(folder, raw),
-        fingerprint=model_fingerprint(folder, name),
-        dtype=name,
-        has_head=head is not Head.NONE,
+        fingerprint=model_fingerprint(folder, dtype),
+        dtype=dtype,
+        has_head=has_head,
     )
-    return LoadedModel(model.eval(), of_rank, info)
 
 
 def _head(folder: Path, config: DecoderConfig, checkpoint: Checkpoint) -> Head:
@@ -92,8 +123,7 @@ def _refuse_own_code(raw: RawConfig) -> None:
         )
 
 
-def _model_length(setting: int | None, config: DecoderConfig) -> int:
-    limit = config.max_position_embeddings
+def _model_length(setting: int | None, limit: int) -> int:
     if setting is not None and setting > limit:
         raise SettingError(
             f"max_model_len is {setting}; the model has {limit} positions, so it must lie in 2..{limit}",

@@ -1,7 +1,9 @@
 """Architecture name → how to read its configuration, and the model; their modules are imported when they are asked for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 from contract.errors import SettingError
@@ -46,17 +48,35 @@ _FOR_TESTS = {
 }
 
 
-def find_architecture(raw: RawConfig) -> Architecture:
-    """What ``architectures`` in config.json names. Raises SettingError that lists the served names."""
+def architecture_name(raw: RawConfig) -> str | None:
+    """The first of ``architectures`` in config.json; None where there is none."""
     names = raw.get("architectures") or []
-    name = names[0] if isinstance(names, list) and names else None
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
+def find_architecture(raw: RawConfig) -> Architecture | None:
+    """Ours of that name; None for a decoder of transformers. Raises SettingError that lists the served names."""
+    name = architecture_name(raw)
     found = (ARCHITECTURES | _FOR_TESTS).get(str(name))
-    if found is None:
+    if found is None and not _is_of_transformers(name):
+        missing = (
+            ""
+            if find_spec("transformers")
+            else " (which is not installed: pip install 'kvbaton[transformers]')"
+        )
         raise SettingError(
-            f"the model's architecture is {name!r}; the served ones are {', '.join(ARCHITECTURES)}",
+            f"the model's architecture is {name!r}; the served ones are {', '.join(ARCHITECTURES)}, and every "
+            f"...ForCausalLM of transformers{missing}",
             param="model",
         )
     return found
+
+
+def _is_of_transformers(name: str | None) -> bool:
+    if name is None or find_spec("transformers") is None:
+        return False
+    is_decoder = cast(Callable[[str], bool], _found("engine.models.transformers_loading:is_decoder"))
+    return is_decoder(name)
 
 
 def _found(place: str) -> object:

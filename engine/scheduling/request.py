@@ -1,6 +1,7 @@
 """The scheduler's state of one request: where it is in its life, its tokens, and how much of them is computed."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from contract.block_hash import BlockHash, block_hash, full_block_hashes
 from contract.errors import ErrorKind
@@ -115,7 +116,7 @@ class Request:
             structured_output_request=matcher.fork() if matcher else None,
         )
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The engine's own name for this choice of this attempt."""
         return self.asked.key

@@ -1,7 +1,7 @@
 """Which processes ``up`` starts, and with which flags."""
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -9,6 +9,7 @@ from cli.arguments import parse, to_arguments
 from cli.processes import local_processes
 from cli.settings import LocalSettings, ServeSettings, UpSettings
 from cli.workers import PrefillCommand
+from contract.errors import SettingError
 from contract.identity import Role
 from kv_transfer.settings import TransportName
 from worker.launch import ProcessSpec
@@ -63,6 +64,18 @@ def test_workers_get_the_routers_address_and_the_settings_that_were_given() -> N
     assert (given["--max-num-seqs"], given["--num-threads"], given["--dtype"]) == ("3", "2", "float32")
     assert given["--workers-on-host"] == "2"
     assert "--kv-cache-bytes" not in given
+
+
+def test_each_worker_has_cores_of_its_own_on_request() -> None:
+    def cores(**settings: Any) -> list[str | None]:
+        every = local_processes(UpSettings(**settings), Path("m"), Path("s"), cores=[2, 3, 5, 7, 8])
+        return [flags(one.command({"router": ROUTER_FACTS})).get("--cores") for one in every]
+
+    assert cores() == [None] * 3
+    assert cores(pin_cores=True) == [None, "2,3", "5,7"]
+    assert cores(pin_cores=True, prefill=1, decode=2, num_threads=1) == [None, "2", "3", "5"]
+    with pytest.raises(SettingError, match="2 workers of 3 threads need 6 cores, and there are 5"):
+        cores(pin_cores=True, num_threads=3)
 
 
 def test_a_restarted_router_takes_its_earlier_ports() -> None:

@@ -68,9 +68,9 @@ def pool_with_garbage(inputs: PreparedInputs) -> Tensor:
     return cache
 
 
-def expected_output(inputs: PreparedInputs, query: Tensor, cache: Tensor, window: int | None) -> Tensor:
+def expected_output(inputs: PreparedInputs, query: Tensor, cache: Tensor, shape: LayerShape) -> Tensor:
     """Token by token, head by head, from a cache that already holds the step's KV."""
-    output = torch.empty_like(query)
+    output, window = torch.empty_like(query), shape.sliding_window
     for token in range(inputs.num_tokens):
         row = int(np.searchsorted(inputs.query_start_loc, token, side="right")) - 1
         position = int(inputs.positions[token])
@@ -83,25 +83,30 @@ def expected_output(inputs: PreparedInputs, query: Tensor, cache: Tensor, window
             kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
             keys = torch.stack([cache[block, 0, kv_head, offset] for block, offset in places])
             values = torch.stack([cache[block, 1, kv_head, offset] for block, offset in places])
-            output[token, head] = ((keys @ query[token, head]) * SCALE).softmax(0) @ values
+            scores = (keys @ query[token, head]) * shape.scale
+            if shape.softcap is not None:
+                scores = shape.softcap * torch.tanh(scores / shape.softcap)
+            output[token, head] = scores.softmax(0) @ values
     return output
 
 
 @settings(max_examples=40, deadline=None)
-@given(work=rows, window=windows)
-@example(work=[(9, 1), (14, 1), (0, 3)], window=None)
-def test_mixed_batches_equal_the_loop(work: list[tuple[int, int]], window: int | None) -> None:
-    """C15: chunks and decodes, any order, grouped-query heads, windows; stale NaN in the pool never shows."""
-    inputs = make_inputs(work)
+@given(work=rows, window=windows, softcap=st.sampled_from([None, 0.3]))
+@example(work=[(9, 1), (14, 1), (0, 3)], window=None, softcap=None)
+def test_mixed_batches_equal_the_loop(
+    work: list[tuple[int, int]], window: int | None, softcap: float | None
+) -> None:
+    """C15: chunks and decodes, any order, grouped-query heads, windows, soft caps; stale NaN never shows."""
+    inputs, shape = make_inputs(work), LayerShape(SCALE, window, softcap)
     query, key, value = random_states(inputs)
     cache = pool_with_garbage(inputs)
     step = create_backend("torch").plan(inputs, BLOCK_SIZE, CPU)
     step.store(key, value, cache)
-    output = step.attend(LayerShape(SCALE, window), query, key, value, cache)
+    output = step.attend(shape, query, key, value, cache)
     for token, (block, offset) in enumerate(zip(inputs.block_numbers, inputs.block_offsets, strict=True)):
         assert torch.equal(cache[block, 0, :, offset], key[token])
         assert torch.equal(cache[block, 1, :, offset], value[token])
-    torch.testing.assert_close(output, expected_output(inputs, query, cache, window), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(output, expected_output(inputs, query, cache, shape), atol=1e-5, rtol=1e-4)
 
 
 def test_a_fresh_block_is_cleared_behind_its_tokens() -> None:

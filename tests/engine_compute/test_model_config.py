@@ -29,7 +29,9 @@ def config_of(family: str = "Llama", **fields: Any) -> Any:
 
 def read_config(fields: dict[str, Any]) -> Any:
     raw = {**BASE, **fields}
-    return find_architecture(raw).read_config(raw)
+    architecture = find_architecture(raw)
+    assert architecture is not None
+    return architecture.read_config(raw)
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -58,7 +60,11 @@ def test_variations_of_the_families() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM"),
+        (
+            {"architectures": ["BertModel"]},
+            "BertModel.*LlamaForCausalLM, MistralForCausalLM.*of transformers$",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
         ({"architectures": []}, "architecture is None"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),

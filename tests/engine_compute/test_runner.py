@@ -1,6 +1,8 @@
 """One rank, step by step: who gets a token, in which order things happen, dtypes, NaN, log probabilities."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -308,9 +310,21 @@ def test_devices_that_are_not_there(setting: str, words: str) -> None:
     assert caught.value.param == "device"
 
 
-def test_the_engine_does_not_import_transformers() -> None:
+def test_only_what_serves_models_of_transformers_imports_it() -> None:
     files = list(Path(engine.__file__).parent.rglob("*.py"))
     assert len(files) > 20
-    assert [
-        file for file in files if re.search(r"(?m)^\s*(import|from) transformers", file.read_text())
-    ] == []
+    importing = [file for file in files if re.search(r"(?m)^\s*(import|from) transformers", file.read_text())]
+    assert {file.stem for file in importing} == {
+        "paged_attention",
+        "transformers_loading",
+        "transformers_model",
+    }
+
+
+def test_a_model_of_ours_is_loaded_without_transformers(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    program = (
+        "import sys, torch; from pathlib import Path; from engine.models.loading import load;"
+        f"load(Path({str(folder)!r}), 'auto', None, torch.device('cpu')); assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

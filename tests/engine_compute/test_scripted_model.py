@@ -13,6 +13,7 @@ import torch
 from contract.errors import SettingError
 from contract.requests import EngineRequest, SamplingParams
 from engine.client import InProcessClient
+from engine.models.config import DecoderConfig
 from engine.models.loading import load
 from engine.models.sharding import config_of_rank
 from engine.settings import EngineSettings
@@ -169,6 +170,7 @@ async def test_through_an_engine_that_chunks_caches_and_preempts(model: Path) ->
 
 def test_it_runs_on_one_rank_alone(model: Path) -> None:
     loaded = load(model, "auto", None, torch.device("cpu"))
+    assert isinstance(loaded.config, DecoderConfig)
     with pytest.raises(SettingError, match="num_key_value_heads 1") as caught:
         config_of_rank(loaded.config, 2)
     assert caught.value.param == "tensor_parallel_size"

@@ -15,9 +15,12 @@ MakeCheckpoint = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def kernels() -> Kernels:
-    """The compiled library; these tests are for machines that have it."""
+    """The compiled library, which must be there wherever the processor has the instructions."""
+    processor = Path("/proc/cpuinfo")
+    if not processor.exists() or "avx512_bf16" not in processor.read_text():
+        pytest.skip("this processor has no avx512_bf16")
     loaded = load_kernels()
-    assert loaded is not None, "no kernels here"
+    assert loaded is not None, "the kernels do not compile here"
     return loaded
 
 

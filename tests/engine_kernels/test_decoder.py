@@ -16,13 +16,14 @@ from engine.batch import InputBatch
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.library import Kernels
+from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel, load
 from engine.outputs import NewRequestData, SchedulerOutput
 from tests.engine_kernels.conftest import MakeCheckpoint
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 120, 250
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 81, 250
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -44,10 +45,11 @@ STEPS: list[dict[str, tuple[int, int]]] = [
 class Sequences:
     """Random tokens of some requests, and where their blocks lie."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
         generator = np.random.default_rng(0)
-        free = generator.permutation(np.arange(1, NUM_BLOCKS)).tolist()
-        per_request = MAX_LEN // BLOCK_SIZE + 1
+        per_request = MAX_LEN // block_size + 1
+        free = np.random.default_rng(1).permutation(np.arange(1, 5 * per_request + 1)).tolist()
+        self.block_size, self.num_blocks = block_size, len(free) + 1
         self.tokens = {name: generator.integers(0, 256, MAX_LEN).tolist() for name in "abcde"}
         self.blocks = {name: [free.pop() for _ in range(per_request)] for name in "abcde"}
 
@@ -59,15 +61,20 @@ class Sequences:
                 NewRequestData(name, known, SamplingParams(), (self.blocks[name],), computed, len(known))
             )
             scheduled.num_scheduled_tokens[name] = count
-        batch = InputBatch(len(step), MAX_LEN + BLOCK_SIZE, BLOCK_SIZE)
+        batch = InputBatch(len(step), MAX_LEN + self.block_size, self.block_size)
         batch.update(scheduled)
         return prepare_inputs(batch, scheduled)
 
 
-def empty_pool(loaded: LoadedModel, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """What an earlier owner left is NaN; the null block is zero."""
+def empty_pool(
+    loaded: LoadedModel,
+    dtype: torch.dtype = torch.bfloat16,
+    num_blocks: int = NUM_BLOCKS,
+    size: int = BLOCK_SIZE,
+) -> list[Tensor]:
+    """What an earlier owner left is NaN; the null block is zero. size: of a block."""
     config = loaded.config
-    shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, size, config.head_dim)
     pool = torch.full(shape, torch.nan, dtype=dtype)
     pool[0] = 0
     return list(pool.unbind(1))
@@ -84,16 +91,18 @@ def plain_forward(loaded: LoadedModel, inputs: PreparedInputs, pool: list[Tensor
 class Pair:
     """The same checkpoint twice: computed by the kernels, and by torch in float32."""
 
-    def __init__(self, folder: Path, kernels: Kernels, num_threads: int = 2) -> None:
+    def __init__(
+        self, folder: Path, kernels: Kernels, num_threads: int = 2, block_size: int = BLOCK_SIZE
+    ) -> None:
         own = load(folder, "bfloat16", None, CPU)
-        assert isinstance(own.model, CausalLM)
+        assert isinstance(own.model, CausalLM) and isinstance(own.config, DecoderConfig)
         self.config = own.config
         self.decoder = KernelDecoder(
             own.model,
             own.config,
             kernels,
             num_threads=num_threads,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             max_length=256,
         )
         self.exact = load(folder, "float32", None, CPU)
@@ -144,6 +153,20 @@ def test_how_a_prompt_is_cut_and_who_is_beside_it_changes_no_bit(pair: Pair) -> 
     assert torch.equal(torch.cat(found), whole)
     for layer, expected in zip(pool, kept, strict=True):
         assert torch.equal(layer[sequences.blocks["c"]].nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 64, 256])
+def test_the_size_of_blocks_changes_no_bit(
+    checkpoint: MakeCheckpoint, kernels: Kernels, block_size: int
+) -> None:
+    folder, found = checkpoint("mistral", sliding_window=130), []
+    for size in (BLOCK_SIZE, block_size):
+        pair, sequences = Pair(folder, kernels, block_size=size), Sequences(size)
+        pool = empty_pool(pair.exact, num_blocks=sequences.num_blocks, size=size)
+        steps = [pair.decoder.forward(sequences.inputs(step), pool).clone() for step in STEPS]
+        found.append(torch.cat(steps))
+        pair.decoder.close()
+    assert torch.equal(*found)
 
 
 def test_a_profile_run_needs_no_pool(pair: Pair) -> None:
@@ -209,5 +232,6 @@ def test_what_they_cannot_compute_is_told(
     reason: str | None,
 ) -> None:
     config = load(checkpoint("llama", **overrides), dtype, None, CPU).config
+    assert isinstance(config, DecoderConfig)
     found = why_unserved(config, dtype, CPU, num_ranks)
     assert found is None if reason is None else reason in (found or "")

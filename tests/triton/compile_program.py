@@ -34,7 +34,7 @@ def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) 
         else {}
     )
     constants = {
-        **sizes, "group": 7, "heads": 16, "window": 1000, "block_size": 16, "num_splits": NUM_SPLITS,
+        **sizes, "group": 7, "heads": 16, "window": 1000, "cap": 50.0, "block_size": 16, "num_splits": NUM_SPLITS,
         "shortest": SHORTEST_SPLIT, "precision": precision_of(dtype),
     }  # fmt: skip
     names = kernel.arg_names

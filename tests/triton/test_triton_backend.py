@@ -30,6 +30,7 @@ SHAPES = {
     "all heads": Case(num_heads=24, num_kv_heads=1, head_dim=16, block_size=1),
     "gemma": Case(num_heads=2, num_kv_heads=1, head_dim=256, block_size=32),
     "window": Case(window=20),
+    "soft cap": Case(softcap=1.5, window=40),
     "long window": Case(window=500, block_size=8),
     "window of one": Case(window=1),
     "half": Case(dtype=torch.float16, head_dim=128),

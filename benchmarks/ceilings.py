@@ -1,0 +1,138 @@
+"""What the machine allows an engine: how fast memory is read, and how fast torch multiplies bfloat16 matrices.
+
+A decode step reads every weight that it multiplies once, so it takes at least ``weight_bytes`` over the bandwidth, and at
+least its floating-point operations over the matrix rate. What the KV cache adds is left out: the limit is a little generous.
+"""
+
+import ctypes
+import json
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from native.compiling import CLibrary
+
+_LIBRARY = CLibrary("read", Path(__file__).parent / "native", ("-O3", "-march=native"))
+_LANES = 64
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MATRIX = (1024, 896, 4864)
+_NUM_MATRICES = 2
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of a checkpoint: the bytes that one decode step reads, and the weights that a token is multiplied with.
+
+    num_in_head: those of them that only a token that draws another is multiplied with. linears: the shapes of all of them,
+    ``(outputs, inputs)``.
+    """
+
+    num_bytes: int
+    num_multiplied: int
+    num_in_head: int
+    linears: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, model: Path) -> "Weights":
+        """Read off the headers of the folder's safetensors files. An embedding that is no head is looked up, not read."""
+        shapes = {name: shape for file in model.glob("*.safetensors") for name, shape in _shapes(file)}
+        head = shapes.get(_HEAD, shapes[_EMBEDDING])
+        if _HEAD in shapes:
+            del shapes[_EMBEDDING]
+        return cls(
+            num_bytes=sum(2 * prod(shape) for shape in shapes.values()),
+            num_multiplied=sum(prod(shape) for shape in shapes.values() if len(shape) > 1),
+            num_in_head=prod(head),
+            linears=tuple((shape[0], shape[1]) for shape in shapes.values() if len(shape) == 2),
+        )
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """One round's best: bytes of memory read and floating-point operations of bfloat16 products, each per second."""
+
+    read_bytes: float
+    flops: float
+
+    def seconds_per_step(self, weights: Weights, num_rows: int) -> float:
+        """The least that a step of ``num_rows`` tokens takes, with memory and arithmetic perfectly overlapped."""
+        by_memory = weights.num_bytes / self.read_bytes
+        by_arithmetic = 2 * weights.num_multiplied * num_rows / self.flops
+        return max(by_memory, by_arithmetic)
+
+    def prompt_tokens_per_second(self, weights: Weights) -> float:
+        """The most prompt tokens that can be computed in a second, attention left out."""
+        return self.flops / (2 * (weights.num_multiplied - weights.num_in_head))
+
+
+def measure_ceilings(num_threads: int, num_bytes: int = 2**30, repeats: int = 5) -> Ceilings:
+    """Raises NotCompiledError without a C compiler."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return Ceilings(_read_bytes(num_threads, num_bytes, repeats), _flops(repeats))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _read_bytes(num_threads: int, num_bytes: int, repeats: int) -> float:
+    read = _LIBRARY.load().read_words
+    read.restype = ctypes.c_uint64
+    read.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    words = np.ones(num_bytes // 8, dtype=np.uint64)
+    share = len(words) // num_threads // _LANES * _LANES
+
+    def part(index: int) -> None:
+        read(words.ctypes.data + index * share * 8, share)
+
+    seconds = min(_side_by_side(part, num_threads) for _ in range(repeats))
+    return share * 8 * num_threads / seconds
+
+
+def _side_by_side(work: Callable[[int], Any], num_threads: int) -> float:
+    """Seconds in which every thread has done its part."""
+    barrier = threading.Barrier(num_threads + 1)
+
+    def run(index: int) -> None:
+        barrier.wait()
+        work(index)
+        barrier.wait()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    begin = time.perf_counter()
+    barrier.wait()
+    seconds = time.perf_counter() - begin
+    for thread in threads:
+        thread.join()
+    return seconds
+
+
+def _flops(repeats: int) -> float:
+    rows, inputs, outputs = _MATRIX
+    states = torch.ones(rows, inputs, dtype=torch.bfloat16)
+    weights = [torch.ones(outputs, inputs, dtype=torch.bfloat16) for _ in range(_NUM_MATRICES)]
+    seconds = []
+    for _ in range(repeats + 1):  # the first one is a warm-up
+        begin = time.perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(states, weight)
+        seconds.append(time.perf_counter() - begin)
+    return 2.0 * rows * inputs * outputs * len(weights) / min(seconds[1:])
+
+
+def _shapes(file: Path) -> list[tuple[str, list[int]]]:
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header: dict[str, Any] = json.loads(opened.read(length))
+    return [(name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"]

@@ -1,0 +1,228 @@
+"""``python -m benchmarks.interference --model DIR --vllm-python PYTHON``: what prompts do to running answers.
+
+Four closed-loop chats, and long prompts at a fixed rate: none, one every five seconds, and a sweep up to 60 % of what one
+core can prefill, which is measured first. Three servers get the same load one after the other: one prefill and one decode
+worker with a core each; one aggregated worker with two threads, with the chunk size that a small search finds best; and the
+server of vLLM. To ``results/interference_<model>.json``, and beside it a picture of the goodput over (TTFT, TPOT) goals,
+where matplotlib is installed (the extra ``benchmarks``). Only ratios are claims.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.facts import RESULTS, write_result
+from benchmarks.goodput import all_maps, draw
+from benchmarks.load import Load, Outcome, quiet_run, run_load, seconds_alone
+from benchmarks.others import end_on_sigterm
+from benchmarks.samples import MAX_OTHER_CORES
+from benchmarks.servers import Server, Start, kvbaton_server, vllm_server
+
+OURS, AGGREGATED, VLLM = "prefill 1, decode 1", "both 1", "vLLM"
+_PROMPTS_ALONE = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run. load: at the rate that the servers are compared at. shares: of one core's prefill, for the sweep."""
+
+    load: Load
+    shares: tuple[float, ...]
+    chunks: tuple[int, ...]
+    search_seconds: float
+    max_repeats: int
+
+
+def main() -> None:
+    """Measure, write the figures and the picture, print the table."""
+    end_on_sigterm()
+    given = _arguments()
+    config = json.loads((given.model / "config.json").read_text())
+    plan = Plan(
+        load=Load(vocab_size=config["vocab_size"], rate=given.rate, seconds=given.seconds),
+        shares=tuple(float(share) for share in given.shares.split(",") if share),
+        chunks=tuple(int(chunk) for chunk in given.chunks.split(",")),
+        search_seconds=given.search_seconds,
+        max_repeats=given.max_repeats,
+    )
+    starts = _starts(given)
+    with tempfile.TemporaryDirectory(prefix="kvbaton-interference-") as folder:
+        found, runs = asyncio.run(measure_interference(plan, starts, Path(folder)))
+    name = f"interference_{given.model.name}"
+    command = shlex.join([Path(sys.executable).name, "-m", "benchmarks.interference", *sys.argv[1:]])
+    path = write_result(name, {"command": command, "model": given.model.name, **found}, given.results)
+    sys.stdout.write(f"{table(found)}\n{path}\n")
+    if importlib.util.find_spec("matplotlib"):
+        picture = given.results / f"goodput_{given.model.name}.png"
+        draw(*all_maps(runs), OURS, picture)
+        sys.stdout.write(f"{picture}\n")
+
+
+async def measure_interference(
+    plan: Plan, starts: dict[str, Callable[..., Start]], folder: Path
+) -> tuple[dict[str, Any], dict[str, list[Outcome]]]:
+    """Figures, and the outcomes of each configuration by rate. ``starts[AGGREGATED]`` wants a chunk size."""
+    async with starts[OURS]()(folder) as server:
+        alone = await seconds_alone(server, plan.load, _PROMPTS_ALONE)
+        capacity = 1 / sorted(alone)[len(alone) // 2]
+        rates = sorted({0.0, plan.load.rate, *(share * capacity for share in plan.shares)})
+        runs = {OURS: await _sweep(server, plan, rates)}
+    search = {chunk: await _searched(starts[AGGREGATED](chunk), plan, folder) for chunk in plan.chunks}
+    best = min(search, key=lambda chunk: float(search[chunk]["chats"]["itl_p999"]))
+    others = {AGGREGATED: starts[AGGREGATED](best)}
+    others |= {name: start() for name, start in starts.items() if name not in (OURS, AGGREGATED)}
+    for name, start in others.items():
+        async with start(folder) as server:
+            await seconds_alone(server, plan.load, 1)
+            runs[name] = await _sweep(server, plan, rates)
+    figures = {
+        "one_core_prompts_per_second": capacity,
+        "seconds_alone": alone,
+        "compared_at": plan.load.rate,
+        "chunk_search": {"best": best, "runs": search},
+        "runs": {name: [one.figures for one in outcomes] for name, outcomes in runs.items()},
+    }
+    return {**figures, "over": compared(figures)}, runs
+
+
+async def _searched(start: Start, plan: Plan, folder: Path) -> dict[str, Any]:
+    """The load that servers are compared at, for a shorter time."""
+    async with start(folder) as server:
+        await seconds_alone(server, plan.load, 1)
+        return (await run_load(server, replace(plan.load, seconds=plan.search_seconds))).figures
+
+
+async def _sweep(server: Server, plan: Plan, rates: Sequence[float]) -> list[Outcome]:
+    return [await quiet_run(server, replace(plan.load, rate=rate), plan.max_repeats) for rate in rates]
+
+
+def compared(figures: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Ours over each other configuration at the rate that they are compared at."""
+    at = {name: _at_rate(runs, figures["compared_at"]) for name, runs in figures["runs"].items()}
+    ours = at[OURS]
+
+    def over(other: dict[str, Any], part: str, name: str) -> float | None:
+        one, two = ours[part][name], other[part][name]
+        return one / two if one and two else None
+
+    return {
+        name: {
+            "itl_p999": over(other, "chats", "itl_p999"),
+            "itl_p99": over(other, "chats", "itl_p99"),
+            "worst_gap_per_chat_p50": over(other, "chats", "worst_gap_per_chat_p50"),
+            "long_ttft_p50": over(other, "long_prompts", "ttft_p50"),
+            "tokens_per_second": over(other, "chats", "tokens_per_second"),
+        }
+        for name, other in at.items()
+        if name != OURS
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    """All runs as Markdown, in milliseconds."""
+    head = [
+        "configuration", "long prompts/s", "chat tokens/s", "ITL p50", "p99", "p99.9", "max",
+        "worst gap per chat, p50", "gaps over 2x, 3x", "long TTFT p50", "client, router, server cores",
+    ]  # fmt: skip
+    lines = [head, ["---"] * len(head)]
+    for name, runs in figures["runs"].items():
+        lines += [[f"{name}{_noise(run)}", *_cells(run)] for run in runs]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    ratios = "\n".join(
+        f"- {OURS} over {name}: "
+        + ", ".join(f"{what} {_number(value, '.2f')}" for what, value in found.items())
+        for name, found in figures["over"].items()
+    )
+    best, capacity = figures["chunk_search"]["best"], figures["one_core_prompts_per_second"]
+    return (
+        f"{text}\n\nAt {figures['compared_at']:g} long prompts per second:\n\n{ratios}\n\nOne core prefills"
+        f" {capacity:.2f} of the long prompts per second; {AGGREGATED} runs with the best chunk size, {best} tokens."
+    )
+
+
+def _cells(run: dict[str, Any]) -> list[str]:
+    chats, cores = run["chats"], run["cores"]
+    names = ("tokens_per_second", "itl_p50", "itl_p99", "itl_p999", "itl_max", "worst_gap_per_chat_p50")
+    return [
+        f"{run['load']['rate']:.2f}",
+        *(_number(chats[name], ".1f") for name in names),
+        f"{chats['num_gaps_over_2x']}, {chats['num_gaps_over_3x']} of {chats['num_gaps']}",
+        _number(run["long_prompts"]["ttft_p50"], ".0f"),
+        ", ".join(_number(cores.get(name), ".2f") for name in ("client", "router", "server")),
+    ]
+
+
+def _noise(run: dict[str, Any]) -> str:
+    return "" if run["other_cores"] <= MAX_OTHER_CORES else " (noisy)"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _at_rate(runs: list[dict[str, Any]], rate: float) -> dict[str, Any]:
+    return next(run for run in runs if run["load"]["rate"] == rate)
+
+
+def _starts(given: argparse.Namespace) -> dict[str, Callable[..., Start]]:
+    limit, model = given.time_limit, given.model.absolute()
+
+    def kvbaton(*arguments: str) -> Start:
+        def start(folder: Path) -> AbstractAsyncContextManager[Server]:
+            return kvbaton_server(folder, model, "--dtype", "bfloat16", *arguments, time_limit=limit)
+
+        return start
+
+    def aggregated(chunk: int) -> Start:
+        threads = ("--num-threads", str(given.threads))
+        return kvbaton("--both", "1", *threads, "--max-num-batched-tokens", str(chunk))
+
+    def vllm(folder: Path) -> AbstractAsyncContextManager[Server]:
+        chunk = ("--max-num-batched-tokens", "128", "--max-num-seqs", "64")
+        return vllm_server(folder, model, given.vllm_python, *chunk, time_limit=limit)
+
+    starts: dict[str, Callable[..., Start]] = {
+        OURS: partial(kvbaton, "--prefill", "1", "--decode", "1", "--num-threads", "1"),
+        AGGREGATED: aggregated,
+    }
+    return starts | ({VLLM: lambda: vllm} if given.vllm_python else {})
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
+    parser.add_argument("--vllm-python", help="Python of the environment that has vLLM; left out without it")
+    parser.add_argument(
+        "--rate", type=float, default=0.2, help="long prompts per second that servers are compared at"
+    )
+    parser.add_argument("--shares", default="0.15,0.3,0.45,0.6", help="of one core's prefill, for the sweep")
+    parser.add_argument(
+        "--chunks", default="64,128,256,512", help="chunk sizes that the aggregated worker tries"
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--search-seconds", type=float, default=30.0, help="of each load of the search")
+    parser.add_argument("--threads", type=int, default=2, help="of the aggregated worker")
+    parser.add_argument("--max-repeats", type=int, default=2, help="of a load that others disturbed")
+    parser.add_argument(
+        "--time-limit", type=float, default=240.0, help="seconds that a server may take to start"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of the figures and of the picture"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

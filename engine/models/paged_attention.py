@@ -1,0 +1,200 @@
+"""transformers' attention interface, answered by the paged KV cache.
+
+A model of transformers looks its attention up by a name, in a registry that transformers owns. ``register`` puts two names
+there, once per process: under SERVING a layer attends through the step that runs, under ASKING it tells what it would
+do. Either way the layer's module has what answers it as its attribute ``paged_attention``, which ``attach`` sets.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from contract.errors import InternalError
+from engine.attention.backend import AttentionStep, LayerShape
+from engine.connector import LayerWatch
+from engine.models.config import ModelShape, unserved
+
+SERVING = "kvbaton"
+ASKING = "kvbaton_asking"
+_ATTRIBUTE = "paged_attention"
+_WITHOUT_MEANING = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+    }
+)
+"""Arguments that a layer may give beside those of ``_attend``: they change nothing of a causal forward pass."""
+_FAR = 2**20
+
+MaskFunction = Callable[..., Any]
+"""Of tensors: batch, head, the query's position, the key's."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one layer gives to its attention; query, key and value are ``[num_tokens, heads, head_dim]``."""
+
+    layer: int
+    shape: LayerShape
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: object
+    others: dict[str, Any]
+
+
+class Answer(Protocol):
+    """Computes a layer's attention."""
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """The mixed values, of the shape of the query."""
+
+
+def register() -> None:
+    """Make both names known to transformers; a second call changes nothing."""
+    for name in (SERVING, ASKING):
+        AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(ASKING, _asked_mask)
+
+
+def attach(model: nn.Module, answer: Answer) -> None:
+    """Have ``answer`` asked by every layer of ``model`` from now on."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, _ATTRIBUTE, answer)
+
+
+class PagedAttention:
+    """Attends in the step that runs. Owns the step, the caches and the watch while it does."""
+
+    def __init__(self) -> None:
+        self._running: tuple[AttentionStep, Sequence[Tensor] | None, LayerWatch | None] | None = None
+
+    @contextmanager
+    def during(
+        self, step: AttentionStep, caches: Sequence[Tensor] | None, watch: LayerWatch | None
+    ) -> Iterator[None]:
+        """Attend by ``step`` until the end of the block."""
+        self._running = (step, caches, watch)
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Store the tokens' KV, say so, and mix what they see."""
+        if self._running is None:
+            raise InternalError("a layer attends while no step runs")
+        step, caches, watch = self._running
+        cache = None if caches is None else caches[call.layer]
+        if cache is not None:
+            step.store(call.key, call.value, cache)
+        if watch is not None:
+            watch.stored(call.layer + 1)
+        return step.attend(call.shape, call.query, call.key, call.value, cache)
+
+
+class Survey:
+    """Writes down what every layer asks for; raises SettingError for what the paged cache cannot answer."""
+
+    def __init__(self, architecture: str) -> None:
+        self._architecture = architecture
+        self._calls: list[LayerCall] = []
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """No attention, but the query back."""
+        if reason := _why_unserved(call):
+            raise unserved(self._architecture, reason)
+        self._calls.append(call)
+        return call.query
+
+    def result(self, num_layers: int, vocab_size: int, num_positions: int) -> ModelShape:
+        """The model's shape. ``num_layers``: by its configuration."""
+        layers = [call.layer for call in self._calls]
+        if layers != list(range(num_layers)):
+            raise unserved(
+                self._architecture,
+                f"its {num_layers} layers ask transformers' attention interface {len(layers)} times; each must do so "
+                "once, in their order (recurrent and linear layers have no paged KV)",
+            )
+        shapes = {tuple(call.key.shape[1:]) for call in self._calls}
+        if len(shapes) > 1:
+            raise unserved(self._architecture, f"its layers have keys of different shapes, {sorted(shapes)}")
+        num_kv_heads, head_dim = shapes.pop()
+        return ModelShape(vocab_size, num_layers, num_kv_heads, head_dim, num_positions)
+
+
+@dataclass(frozen=True)
+class AskedMask:
+    """The mask that a model wants, as a function of (batch, head, query position, key position)."""
+
+    function: MaskFunction
+
+    def sees(self, query: int, key: int) -> bool:
+        """Whether the token at ``query`` sees the one at ``key``."""
+        nought = torch.tensor(0)
+        return bool(self.function(nought, nought, torch.tensor(query), torch.tensor(key)))
+
+
+def _why_unserved(call: LayerCall) -> str | None:
+    if unknown := sorted(set(call.others) - _WITHOUT_MEANING):
+        return f"its attention takes {unknown[0]!r}, which is not known here"
+    if call.others.get("is_causal") is False:
+        return "its attention sees later tokens"
+    if call.key.shape != call.value.shape:
+        return f"its keys and values differ in shape ({list(call.key.shape)}, {list(call.value.shape)})"
+    if call.query.shape[1] % call.key.shape[1]:
+        return f"its {call.query.shape[1]} heads are no multiple of its {call.key.shape[1]} KV heads"
+    return _why_masked_otherwise(call.mask, call.shape.sliding_window)
+
+
+def _why_masked_otherwise(mask: object, window: int | None) -> str | None:
+    """The mask must be the causal one with the window that the layer names: only the latter reaches the backend."""
+    if mask is None and window is None:
+        return None
+    if not isinstance(mask, AskedMask):
+        return "its mask is of its own making"
+    is_causal = mask.sees(_FAR, _FAR) and not mask.sees(_FAR, _FAR + 1)
+    first = 0 if window is None else _FAR - window + 1
+    is_whole = mask.sees(_FAR, first) and (window is None or not mask.sees(_FAR, first - 1))
+    if is_causal and is_whole:
+        return None
+    return f"a layer's mask is not the causal one with the window that its attention names ({window})"
+
+
+def _asked_mask(*_: object, mask_function: MaskFunction, **__: object) -> AskedMask:
+    return AskedMask(mask_function)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention function as transformers calls it: ``[1, heads, num_tokens, head_dim]`` in, tokens before heads out."""
+    answer: Answer = getattr(module, _ATTRIBUTE)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    query, key, value = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    given = {name: other for name, other in others.items() if other is not None}
+    shape = LayerShape(scale, sliding_window, softcap)
+    call = LayerCall(layer, shape, query, key, value, attention_mask, given)
+    return answer.attend(call)[None], None

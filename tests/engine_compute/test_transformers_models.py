@@ -1,0 +1,272 @@
+"""Decoders that transformers defines, on the paged KV cache: their answers, and what is refused by which words."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from contract.errors import SettingError
+from contract.requests import EngineRequest, SamplingParams
+from engine.attention.backend import LayerShape
+from engine.client import InProcessClient
+from engine.models.config import ModelShape
+from engine.models.language_model import LanguageModel
+from engine.models.loading import LoadedModel, load
+from engine.models.paged_attention import AskedMask, LayerCall, Survey
+from engine.models.self_check import Reference, difference, tolerance
+from engine.models.transformers_model import TransformersModel
+from engine.ranks.local import LocalRankGroup, MeetingPlace
+from engine.settings import EngineSettings
+from tests.checkpoints import (
+    FOREIGN_FAMILIES,
+    load_reference,
+    make_foreign_checkpoint,
+    reference_greedy,
+    write_checkpoint,
+)
+from tests.engine_pair import outputs_of, running_pair, tokens_of
+
+NUM_TOKENS = 16
+SHARED = [(37 * i + 11) % 256 for i in range(24)]
+PROMPTS = [[7], [3, 1, 4, 1, 5], SHARED, [*SHARED, *range(60, 81)], [*SHARED, *range(90, 107)]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+CPU = torch.device("cpu")
+
+
+def expected(folder: Path) -> list[list[int]]:
+    model = load_reference(folder)
+    return [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", FOREIGN_FAMILIES)
+async def test_an_engine_answers_as_generate_does(tmp_path: Path, family: str) -> None:
+    """Prompts in chunks beside decodes, too few blocks for all at once; then again from the prefix cache."""
+    folder = make_foreign_checkpoint(tmp_path, family, seed=3)
+    answers = expected(folder)
+    assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
+    shape = load_on_cpu(folder).config
+    block_bytes = shape.num_layers * 2 * shape.num_kv_heads * 4 * shape.head_dim * 4
+    client = await InProcessClient.start(
+        EngineSettings(
+            model=folder,
+            dtype="float32",
+            block_size=4,
+            max_num_batched_tokens=13,
+            kv_cache_bytes=30 * block_bytes,
+        )
+    )
+
+    async def ask(name: str) -> list[list[int]]:
+        requests = [
+            EngineRequest(request_id=f"{name}-{index}", prompt_token_ids=prompt, sampling=GREEDY)
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        return list(
+            map(tokens_of, await asyncio.gather(*(outputs_of(client, request) for request in requests)))
+        )
+
+    try:
+        assert await ask("cold") == answers
+        assert await ask("warm") == answers
+        counters = await client.call("counters")
+        assert counters["num_preemptions_total"] > 0
+        assert counters["cached_tokens_total"] > 0
+    finally:
+        await client.shutdown()
+
+
+async def test_a_hand_over_goes_on_with_the_answer(tmp_path: Path) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "gemma2", seed=3)
+    answers = expected(folder)
+    async with running_pair(folder, block_size=4, max_num_batched_tokens=16) as pair:
+        for index, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+            assert tokens_of(*await pair.ask(f"r{index}", prompt, GREEDY)) == answer
+
+
+def load_on_cpu(folder: Path, dtype: str = "float32", **arguments: Any) -> LoadedModel:
+    return load(folder, dtype, arguments.pop("max_model_len", None), CPU, **arguments)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_sixteen_bits(tmp_path: Path, family: str, dtype: str) -> None:
+    folder = make_foreign_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    loaded = load_on_cpu(folder, dtype)
+    assert loaded.info.dtype == dtype
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {getattr(torch, dtype)}
+    assert load_on_cpu(folder, "auto").info.dtype == "bfloat16"
+
+
+def test_weights_of_their_own_dtype_stay_in_the_file(tmp_path: Path) -> None:
+    loaded = load_on_cpu(make_foreign_checkpoint(tmp_path, "olmo2"))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [
+        [int(end, 16) for end in line.split()[0].split("-")] for line in maps if line.endswith(".safetensors")
+    ]
+    for parameter in loaded.model.parameters():
+        assert any(start <= parameter.data_ptr() < end for start, end in mapped)
+
+
+def change_config(folder: Path, **fields: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return folder
+
+
+def write(folder: Path, name: str, **fields: Any) -> Path:
+    """A small random checkpoint of transformers' model of that name."""
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=264, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, **fields
+    )
+    return write_checkpoint(folder, getattr(transformers, f"{name}ForCausalLM")(config), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        (
+            "Bloom",
+            {"n_head": 4, "max_position_embeddings": 64},
+            "not behind transformers' attention interface",
+        ),
+        ("GPTJ", {"rotary_dim": 8}, "not behind transformers' attention interface"),
+        ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "its attention takes 's_aux'"),
+        ("Electra", {"max_position_embeddings": 64}, "a layer's mask is not the causal one"),
+        ("DiffLlama", {"max_position_embeddings": 64}, "its 2 layers ask .* interface 4 times"),
+        ("Mamba", {"max_position_embeddings": 64}, "layers of the type 'linear_attention'"),
+        (
+            "DeepseekV2",
+            {
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "intermediate_size": 32,
+                "moe_intermediate_size": 32,
+            },
+            "its keys and values differ in shape",
+        ),
+    ],
+)
+def test_what_would_be_wrong_is_refused(
+    tmp_path: Path, name: str, fields: dict[str, Any], reason: str
+) -> None:
+    folder = write(tmp_path, name, **fields)
+    with pytest.raises(SettingError, match=f"{name}ForCausalLM is not served.*({reason})") as caught:
+        load_on_cpu(folder)
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(("masked", "named"), [(5, 5), (5, 6), (5, None), (None, 5), (None, None)])
+def test_the_mask_must_be_the_one_that_the_attention_names(masked: int | None, named: int | None) -> None:
+    """Only what the attention names reaches the backend; windows are too long to be tried out."""
+    mask = AskedMask(causal_mask_function if masked is None else sliding_window_causal_mask_function(masked))
+    states = torch.zeros(2, 1, 4)
+    call = LayerCall(0, LayerShape(1.0, named), states, states, states, mask, {})
+    survey = Survey("OurForCausalLM")
+    if masked == named:
+        survey.attend(call)
+        assert survey.result(1, 9, 7) == ModelShape(9, 1, 1, 4, 7)
+    else:
+        with pytest.raises(SettingError, match=rf"OurForCausalLM is not served: .* \({named}\)"):
+            survey.attend(call)
+
+
+def test_a_configuration_that_speaks_against_it(tmp_path: Path) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    change_config(folder, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(SettingError, match="Olmo2ForCausalLM is not served: its weights are quantised"):
+        load_on_cpu(folder)
+    change_config(folder, quantization_config=None, model_type="phi")
+    with pytest.raises(SettingError, match="its model_type 'phi' stands for another"):
+        load_on_cpu(folder)
+    change_config(folder, model_type="olmo2", architectures=["BertForCausalLM2"])
+    with pytest.raises(SettingError, match=r"is 'BertForCausalLM2'; the served ones are Llama.*transformers"):
+        load_on_cpu(folder)
+
+
+def test_code_beside_the_weights_is_not_run(tmp_path: Path) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    (folder / "own.py").write_text("raise SystemExit('this has been run')")
+    change_config(folder, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    assert type(load_on_cpu(folder).model) is TransformersModel
+
+
+def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    change_config(folder, num_hidden_layers=3)
+    with pytest.raises(SettingError, match=r"11 tensors are missing: model\.layers\.2\.mlp"):
+        load_on_cpu(folder)
+    change_config(folder, num_hidden_layers=1)
+    with pytest.raises(SettingError, match=r"11 tensors are unexpected: model\.layers\.1\.mlp"):
+        load_on_cpu(folder)
+
+
+def test_positions_end_where_angles_would_depend_on_neighbours(tmp_path: Path) -> None:
+    """Phi 3's "longrope" turns all tokens of a batch by other angles once one lies behind the original positions."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    folder = make_foreign_checkpoint(
+        tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64
+    )
+    assert load_on_cpu(folder).info.max_model_len == 64
+    with pytest.raises(SettingError, match=r"max_model_len is 65; .* 2\.\.64"):
+        load_on_cpu(folder, max_model_len=65)
+
+
+def test_one_rank_alone(tmp_path: Path) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    with pytest.raises(SettingError, match="tensor_parallel_size is 2; Olmo2ForCausalLM") as caught:
+        load_on_cpu(folder, group=LocalRankGroup(0, MeetingPlace(2)))
+    assert caught.value.param == "tensor_parallel_size"
+
+
+class Leaking(LanguageModel):
+    """A model whose tokens see a little of their neighbours in the batch."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments: Any) -> Tensor:
+        states: Tensor = self.model(*arguments)
+        return states + 0.01 * states.roll(1, dims=0)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.model.logits(states)
+
+
+def test_the_self_check_sees_what_leaks(tmp_path: Path) -> None:
+    loaded = load_on_cpu(make_foreign_checkpoint(tmp_path, "granite"))
+    with torch.inference_mode():
+        reference = Reference.of(load_reference(tmp_path), loaded.info.vocab_size, CPU)
+        rest = (loaded.config, torch.float32, reference)
+        allowed = tolerance(torch.float32)
+        assert (
+            difference(loaded.model, *rest)
+            < allowed / 100
+            < allowed
+            < difference(Leaking(loaded.model), *rest)
+        )
+
+
+def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
+    folder = change_config(make_foreign_checkpoint(tmp_path, "olmo2"), is_causal=False)
+    with pytest.raises(SettingError, match="Olmo2ForCausalLM is not served: its attention sees later tokens"):
+        load_on_cpu(folder)
+
+
+def test_logits_of_no_rows(tmp_path: Path) -> None:
+    loaded = load_on_cpu(make_foreign_checkpoint(tmp_path, "gemma2"))
+    assert isinstance(loaded.model, TransformersModel)
+    with torch.inference_mode():
+        assert loaded.model.logits(torch.empty(0, 64)).shape == (0, loaded.info.vocab_size)

@@ -1,0 +1,40 @@
+"""Which cores of the machine a worker runs on."""
+
+import os
+from collections.abc import Iterable
+
+from contract.errors import SettingError
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Cores in taskset's words, as "0-3,8", in order, each once. Raises ValueError for other text."""
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise ValueError(f"cores is {text!r}; give numbers and ranges, as 0-3,8")
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(dict.fromkeys(cores))
+
+
+def show_cores(cores: Iterable[int]) -> str:
+    """The text that ``parse_cores`` reads."""
+    return ",".join(map(str, cores))
+
+
+def run_on(cores: tuple[int, ...]) -> None:
+    """Keep this process, and the threads and processes that it starts from now on, to these cores; none: to any.
+
+    Raises SettingError where the system cannot, or this process may not use one of them.
+    """
+    if not cores:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise SettingError("cores: this system cannot keep a process to cores; leave it unset", param="cores")
+    allowed = os.sched_getaffinity(0)
+    if missing := sorted(set(cores) - allowed):
+        raise SettingError(
+            f"cores: core {missing[0]} is not there for this process, which may use {show_cores(sorted(allowed))}",
+            param="cores",
+        )
+    os.sched_setaffinity(0, cores)
