@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ceilings import Ceilings, Weights, measure_ceilings
-from benchmarks.facts import RESULTS, write_result
+from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.onednn import PackedLinears
 from benchmarks.others import end_on_sigterm
 from benchmarks.peers.work import Load
@@ -73,7 +72,7 @@ def main() -> None:
         time_limit=given.time_limit,
     )
     figures = {
-        "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.engine", *sys.argv[1:]]),
+        "command": command_line("benchmarks.engine"),
         "model": plan.model.name,
         "threads": {number: measure_engines(plan, int(number)) for number in given.threads.split(",")},
     }

@@ -4,7 +4,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,3 +53,9 @@ def _cpu() -> str:
         return platform.processor()
     lines = info.read_text().splitlines()
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
+
+
+def command_line(module: str) -> str:
+    """How this benchmark was called: of paths the last part alone, since the machine's folders are nobody's business."""
+    words = ["…/" + Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["python", "-m", module, *words])

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import importlib.util
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import RESULTS, write_result
+from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.goodput import all_maps, draw
 from benchmarks.load import Load, Outcome, quiet_run, run_load, seconds_alone
 from benchmarks.others import end_on_sigterm
@@ -59,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvbaton-interference-") as folder:
         found, runs = asyncio.run(measure_interference(plan, starts, Path(folder)))
     name = f"interference_{given.model.name}"
-    command = shlex.join([Path(sys.executable).name, "-m", "benchmarks.interference", *sys.argv[1:]])
+    command = command_line("benchmarks.interference")
     path = write_result(name, {"command": command, "model": given.model.name, **found}, given.results)
     sys.stdout.write(f"{table(found)}\n{path}\n")
     if importlib.util.find_spec("matplotlib"):

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.engine import OURS
-from benchmarks.facts import RESULTS, write_result
+from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.gaps import percentile
 from benchmarks.others import Use, end_on_sigterm, watch_use
 from benchmarks.peers.work import Load, Prompts
@@ -66,7 +65,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="kvbaton-service-speed-") as folder:
         found = asyncio.run(measure_service(plan, OURS, partial(_service, plan), Path(folder)))
-    command = shlex.join([Path(sys.executable).name, "-m", "benchmarks.service_speed", *sys.argv[1:]])
+    command = command_line("benchmarks.service_speed")
     figures = {"command": command, "model": given.model.name, **found}
     path = write_result(f"service_speed_{given.model.name}", figures, given.results)
     sys.stdout.write(f"{table(figures)}\n{path}\n")

@@ -7,7 +7,7 @@
 #include <string.h>
 #include "kernels.h"
 
-enum { ROWS_PER_TILE = 96, LINE = 64 };
+enum { ROWS_PER_TILE = 192, LINE = 64 };
 
 typedef struct {
     const Model *model;

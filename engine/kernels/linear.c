@@ -5,7 +5,7 @@
 #include <string.h>
 #include "kernels.h"
 
-enum { ITEM_BYTES = 32768, NEAR = 8192, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 96 };
+enum { ITEM_BYTES = 32768, NEAR = 8192, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 192 };
 
 #define ROWS(R)                                                                                                      \
     static void multiply_##R(const uint32_t *pairs, size_t stride, const char *weights, size_t num_pairs, float *sums, \
