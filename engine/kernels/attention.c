@@ -16,6 +16,7 @@ typedef struct {
     const bf16 *cache;
     size_t group, tile_tokens;  // query heads of a KV head; tokens of a full tile
     size_t to_values;           // from a key to its value, in elements
+    const size_t *first_tiles;  // of each request; behind them the number of all tiles
     char *scratch;
     size_t scratch_bytes;
 } Job;
@@ -234,12 +235,21 @@ static size_t tiles_of(const Job *job, size_t request) {
     return (num_tokens + job->tile_tokens - 1) / job->tile_tokens;
 }
 
+static size_t request_of(const Job *job, size_t tile) {
+    size_t low = 0, high = job->step->num_requests;
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (job->first_tiles[middle] <= tile) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
 static void attend_item(const void *context, size_t item, size_t thread) {
     const Job *job = context;
     const Step *step = job->step;
-    size_t number = item / job->model->num_kv_heads, request = 0;
-    for (; number >= tiles_of(job, request); request++) number -= tiles_of(job, request);
-    size_t start = (size_t)step->query_start[request], from = start + number * job->tile_tokens;
+    size_t number = item / job->model->num_kv_heads, request = request_of(job, number);
+    size_t start = (size_t)step->query_start[request], from = start + (number - job->first_tiles[request]) * job->tile_tokens;
     size_t left = (size_t)step->query_start[request + 1] - from;
     Tile tile = {request, from, left < job->tile_tokens ? left : job->tile_tokens, item % job->model->num_kv_heads, 0, 0};
     tile.num_rows = tile.num_tokens * job->group;
@@ -251,9 +261,11 @@ static void attend_item(const void *context, size_t item, size_t thread) {
 
 void attend(Pool *pool, const Model *model, const Layer *layer, const Step *step, const bf16 *cache) {
     size_t group = model->num_heads / model->num_kv_heads, tokens = ROWS_PER_TILE / group;
-    Job job = {model, layer, step, cache, group, tokens ? tokens : 1,
-               model->num_kv_heads * step->block_size * model->head_dim, step->scratch, attention_scratch(model)};
-    size_t num_tiles = 0;
-    for (size_t request = 0; request < step->num_requests; request++) num_tiles += tiles_of(&job, request);
-    pool_run(pool, num_tiles * model->num_kv_heads, attend_item, &job);
+    size_t first_tiles[step->num_requests + 1];
+    Job job = {model, layer, step, cache, group, tokens ? tokens : 1, model->num_kv_heads * step->block_size * model->head_dim,
+               first_tiles, step->scratch, attention_scratch(model)};
+    first_tiles[0] = 0;
+    for (size_t request = 0; request < step->num_requests; request++)
+        first_tiles[request + 1] = first_tiles[request] + tiles_of(&job, request);
+    pool_run(pool, first_tiles[step->num_requests] * model->num_kv_heads, attend_item, &job);
 }
