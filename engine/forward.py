@@ -13,8 +13,8 @@ from engine.connector import LayerWatch
 from engine.forward_graphs import CudaRecorder, GraphedForward, capture_sizes
 from engine.forward_plain import PlainForward
 from engine.inputs import PreparedInputs
+from engine.kernels.binding import load_kernels
 from engine.kernels.decoder import KernelDecoder, why_unserved
-from engine.kernels.library import load_kernels
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel

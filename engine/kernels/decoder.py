@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.connector import LayerWatch
 from engine.inputs import PreparedInputs
-from engine.kernels.library import CStep, Kernels, Stored
+from engine.kernels.binding import CStep, Kernels, Stored
 from engine.kernels.packed import PackedWeights, addresses, null_caches
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM

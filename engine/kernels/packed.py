@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.library import PANEL, CLayer, CLinear, CModel, Kernels
+from engine.kernels.binding import PANEL, CLayer, CLinear, CModel, Kernels
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM, DecoderLayer
 from engine.models.layers import RMSNorm

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.library import Kernels, load_kernels
+from engine.kernels.binding import Kernels, load_kernels
 from tests.checkpoints import make_checkpoint
 
 MakeCheckpoint = Callable[..., Path]

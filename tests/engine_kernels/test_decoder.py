@@ -14,8 +14,8 @@ from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
 from engine.batch import InputBatch
 from engine.inputs import PreparedInputs, prepare_inputs
+from engine.kernels.binding import Kernels
 from engine.kernels.decoder import KernelDecoder, why_unserved
-from engine.kernels.library import Kernels
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel, load

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.library import PANEL, CLinear, Kernels
+from engine.kernels.binding import PANEL, CLinear, Kernels
 
 SHAPES = [(32, 32), (264, 64), (31, 96), (1152, 896), (96, 4864)]
 

@@ -1,6 +1,6 @@
 """The C of this folder as Python sees it: structs of ``kernels.h``, and what may be called.
 
-``python -m engine.kernels.library FILE`` makes the library for an image without a compiler.
+``python -m engine.kernels.binding FILE`` makes the library for an image without a compiler.
 """
 
 import ctypes
