@@ -123,7 +123,7 @@ def timed_steps(
     rows = [SamplingRow(SamplingParams(temperature=0.0), (), work.length, 0)] * work.batch
 
     def step() -> None:
-        states = forward.forward(inputs, caches)
+        states = forward.begin(inputs, caches)()
         drawn = sample(forward.logits(states if work.num_tokens == 1 else states[last]), rows)
         if any(drawn.num_nans):
             raise AssertionError("the model's logits are not numbers")

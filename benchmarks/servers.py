@@ -50,8 +50,8 @@ async def kvbaton_server(
     addresses = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
     command = [sys.executable, "-m", "cli.main", "up", *addresses, "--ready-file", str(ready)]
     given = ["--model", str(model), "--served-model-name", "m", *arguments]
-    async with _process([*command, *given], service_environment(), folder / "kvbaton.log") as process:
-        async with _in_time(process, folder / "kvbaton.log", time_limit):
+    async with started([*command, *given], service_environment(), folder / "kvbaton.log") as process:
+        async with in_time(process, folder / "kvbaton.log", time_limit):
             while not ready.exists():
                 await _pause(process)
         told = json.loads(ready.read_text())
@@ -72,19 +72,20 @@ async def vllm_server(
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server has its engine in a process of its own
     url = f"http://127.0.0.1:{port}"
     async with (
-        _process(command, environment, folder / "vllm.log") as process,
+        started(command, environment, folder / "vllm.log") as process,
         aiohttp.ClientSession() as session,
     ):
-        async with _in_time(process, folder / "vllm.log", time_limit):
+        async with in_time(process, folder / "vllm.log", time_limit):
             while not await _answers(session, f"{url}/v1/models"):
                 await _pause(process)
         yield Server(url, "m", process.pid)
 
 
 @asynccontextmanager
-async def _process(
+async def started(
     command: list[str], environment: Mapping[str, str], log: Path
 ) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A program, which is ended with all that it has started when the block is left."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -109,7 +110,8 @@ async def _process(
 
 
 @asynccontextmanager
-async def _in_time(process: asyncio.subprocess.Process, log: Path, seconds: float) -> AsyncIterator[None]:
+async def in_time(process: asyncio.subprocess.Process, log: Path, seconds: float) -> AsyncIterator[None]:
+    """Raises ServerError where the block takes longer, or raises ChildProcessError."""
     try:
         async with asyncio.timeout(seconds):
             yield

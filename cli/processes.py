@@ -24,6 +24,7 @@ _WORKER_FLAGS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_mixed_tokens",
     "kv_cache_bytes",
     "gpu_memory_utilization",
     "attention_backend",

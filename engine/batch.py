@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from contract.errors import InternalError
 from contract.requests import PoolingParams, SamplingParams, choice_seed
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.scores import NO_TOKENS, SamplingRow
+from engine.scores import SamplingRow
 
 
 @dataclass
@@ -94,16 +94,13 @@ class InputBatch:
         """How the request draws the token that follows its known ones."""
         state = self.requests[req_id]
         num_prompt, num_known = state.num_prompt_tokens, state.num_tokens
-        known = self.known_tokens(req_id) if state.sampling.counts_tokens else NO_TOKENS
-        return SamplingRow(
-            state.sampling,
-            state.eos_token_ids,
-            num_known,
-            num_known - num_prompt,
-            known[:num_prompt],
-            known[num_prompt:],
-            bitmask,
+        row = SamplingRow(
+            state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, bitmask=bitmask
         )
+        if state.sampling.counts_tokens:
+            known = self.known_tokens(req_id)
+            row.prompt_tokens, row.answer_tokens = known[:num_prompt], known[num_prompt:]
+        return row
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
         self._remove(new.req_id)

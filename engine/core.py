@@ -104,15 +104,18 @@ class EngineCore:
             self.executor.watch(wake)
             undo.pop_all()
 
-    def step(self) -> dict[int, list[EngineOutput]]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[int, list[EngineOutput]]:
         """One step (A19): every running request advances by one token, or by a chunk of its prompt.
 
-        A request whose KV has arrived since the last one is among them.
+        A request whose KV has arrived since the last one is among them. While the model is computed, the next step is
+        drafted, and ``meanwhile`` called.
         """
         self.scheduler.hear_finished(*self._take_finished())
         scheduled = self.scheduler.schedule()
-        computed = self.executor.execute_model(scheduled)
-        return self.scheduler.update_from_output(scheduled, computed)
+        finish = self.executor.begin(scheduled)
+        meanwhile()
+        self.scheduler.batcher.draft()
+        return self.scheduler.update_from_output(scheduled, finish())
 
     def needs_step(self) -> bool:
         """False while nothing would change: wait for input, ``wake`` or ``seconds_to_deadline``."""

@@ -34,6 +34,12 @@ class Executor(Protocol):
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step on all ranks; the first rank's result."""
 
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Let a step begin on all ranks. What is returned waits for it and gives the first rank's result.
+
+        It is called before anything else is asked of the executor.
+        """
+
     def watch(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when a rank has ended unasked: the next step then raises. Called once."""
 
@@ -72,7 +78,11 @@ class InProcessExecutor:
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor."""
-        return self.runner.execute_model(scheduled)
+        return self.begin(scheduled)()
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See Executor."""
+        return self.runner.begin(scheduled)
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. The rank ends with its caller, so there is nothing to see."""

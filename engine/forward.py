@@ -1,7 +1,7 @@
 """One forward pass of a loaded model, by whatever computes it best on this machine."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -26,10 +26,12 @@ logger = logging.getLogger(__name__)
 class ForwardPass(Protocol):
     """What a rank computes with. ``close`` it."""
 
-    def forward(
+    def begin(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
-    ) -> Tensor:
-        """Final hidden states ``[num_tokens, hidden_size]``, equal on all ranks; valid until the next call.
+    ) -> Callable[[], Tensor]:
+        """Let a forward pass begin; nothing else is asked of this object before what is returned was called: that waits.
+
+        It gives the final hidden states ``[num_tokens, hidden_size]``, equal on all ranks; valid until the next call.
 
         caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: is told of
         every layer whose KV is written.

@@ -130,7 +130,7 @@ class GraphedForward:
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
-        """See ForwardPass."""
+        """Final hidden states, or on a GPU what will hold them."""
         is_captured = caches is not None and caches is self._caches
         if (
             not is_captured
@@ -149,6 +149,13 @@ class GraphedForward:
         graph.step.refill(inputs)
         graph.recording.replay()
         return graph.recording.output[: inputs.num_reqs]
+
+    def begin(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Callable[[], Tensor]:
+        """See ForwardPass."""
+        states = self.forward(inputs, caches, watch)
+        return lambda: states
 
     def logits(self, states: Tensor) -> Tensor:
         """See ForwardPass."""

@@ -1,6 +1,6 @@
 """The forward pass by torch's modules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +24,18 @@ class PlainForward:
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
-        """See ForwardPass."""
+        """Final hidden states, or on a GPU what will hold them."""
         step = self._backend.plan(inputs, self._block_size, self._device)
         input_ids, positions = on_device([inputs.input_ids, inputs.positions], self._device)
         states: Tensor = self._model(input_ids, positions, step, caches, watch)
         return states
+
+    def begin(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Callable[[], Tensor]:
+        """See ForwardPass."""
+        states = self.forward(inputs, caches, watch)
+        return lambda: states
 
     def logits(self, states: Tensor) -> Tensor:
         """See ForwardPass."""

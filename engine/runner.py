@@ -4,7 +4,8 @@ Decides nothing: what runs is the scheduler's word. Owns the persistent batch, t
 half of the connector. Rank 0 of several draws the tokens and tells the others, so that all know the same ones.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -20,7 +21,7 @@ from engine.batch import InputBatch
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.drawn import spread
 from engine.forward import ForwardPass, forward_pass
-from engine.inputs import IntVector, prepare_inputs
+from engine.inputs import IntVector, PreparedInputs, prepare_inputs
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
@@ -39,6 +40,16 @@ from engine.staging import on_device
 
 _T = TypeVar("_T")
 _WARM_UP_ID = "warm-up"
+_HOST_PROFILE_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A step whose forward pass is under way. states: waits for it."""
+
+    inputs: PreparedInputs
+    watch: LayerWatch | None
+    states: Callable[[], Tensor]
 
 
 class ModelRunner:
@@ -96,14 +107,16 @@ class ModelRunner:
         return {f"model.layers.{layer}.self_attn": spec for layer in range(config.num_layers)}
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, after a forward pass without KV over a full batch of dummy tokens."""
-        settings = self._settings
-        lengths = profile_lengths(
-            settings.max_num_batched_tokens, settings.max_num_seqs, self.model_info.max_model_len
-        )
+        """Bytes for the KV cache, after a forward pass without KV over a full batch of dummy tokens.
+
+        On the host the pass is no measurement, so it is short: memory is touched, kernels are made.
+        """
+        settings, most = self._settings, self._settings.max_num_batched_tokens
+        num_tokens = min(most, _HOST_PROFILE_TOKENS) if self.device.type == "cpu" else most
+        lengths = profile_lengths(num_tokens, settings.max_num_seqs, self.model_info.max_model_len)
         inputs = profile_inputs(lengths)
         with torch.inference_mode():
-            hidden = _ready(self._forward, "load_model").forward(inputs, None)
+            hidden = _ready(self._forward, "load_model").begin(inputs, None)()
             if self.model_info.has_head:
                 logits = self._logits(hidden, inputs.query_start_loc[1:] - 1)
                 self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
@@ -154,7 +167,11 @@ class ModelRunner:
             raise
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step: update the batch, forward, sample, then hand the step's orders to the connector.
+        """Run one step: ``begin`` it, and wait."""
+        return self.begin(scheduled)()
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Let a step begin: update the batch, forward. What is returned waits, samples, and hands the connector its orders.
 
         A request draws a token when all its known tokens are computed after this step; the token joins its known
         tokens. Others get an empty list, and so does a request whose logits are not numbers (it is in
@@ -163,10 +180,21 @@ class ModelRunner:
         """
         _ready(self._batch, "initialize_from_config").update(scheduled)
         self.memory.copy_blocks(scheduled.block_copies)
+        begun = self._begin(scheduled) if scheduled.total_num_scheduled_tokens else None
+        return partial(self._finish, scheduled, begun)
+
+    def _begin(self, scheduled: SchedulerOutput) -> _Begun:
+        inputs = prepare_inputs(_ready(self._batch, "initialize_from_config"), scheduled)
+        watch = self._layer_watch(scheduled)
+        with torch.inference_mode():
+            states = _ready(self._forward, "load_model").begin(inputs, self.memory.layers, watch)
+        return _Begun(inputs, watch, states)
+
+    def _finish(self, scheduled: SchedulerOutput, begun: _Begun | None) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
-        if scheduled.total_num_scheduled_tokens:
+        if begun is not None:
             with torch.inference_mode():
-                output = self._compute(scheduled)
+                output = self._draw_tokens(scheduled, begun)
             self.memory.mark_computed()
         if self._connector is not None:
             if scheduled.kv_connector_metadata is not None:
@@ -179,23 +207,21 @@ class ModelRunner:
         """Stop the connector's rank half, give the pool back, leave the other ranks."""
         if self._connector is not None:
             self._connector.close()
-        if self._memory is not None:
-            self._memory.close()
         if self._forward is not None:
             self._forward.close()
+        if self._memory is not None:
+            self._memory.close()
         self._group.close()
 
-    def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        batch = _ready(self._batch, "initialize_from_config")
-        inputs = prepare_inputs(batch, scheduled)
+    def _draw_tokens(self, scheduled: SchedulerOutput, begun: _Begun) -> ModelRunnerOutput:
+        batch, inputs, watch = _ready(self._batch, "initialize_from_config"), begun.inputs, begun.watch
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
         drawing = [
             index
-            for index, state in enumerate(states)
-            if inputs.seq_lens[index] >= state.num_tokens and state.pooling is None
+            for index, (state, length) in enumerate(zip(states, inputs.seq_lens.tolist(), strict=True))
+            if length >= state.num_tokens and state.pooling is None
         ]
-        watch = self._layer_watch(scheduled)
-        hidden = _ready(self._forward, "load_model").forward(inputs, self.memory.layers, watch)
+        hidden = begun.states()
         logits = self._logits(hidden, inputs.query_start_loc[1:][drawing] - 1)
         if watch is not None:
             watch.computed()

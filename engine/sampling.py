@@ -12,6 +12,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.outputs import LogprobsLists
@@ -44,18 +45,13 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     Otherwise: temperature, then min-p, then top-k, then top-p, then the inverse of the cumulative distribution in the
     order of the vocabulary.
     """
-    raw = logits.to(torch.float32)
+    raw = logits if logits.dtype == torch.float32 else logits.to(torch.float32)
     scores = adjusted(raw, rows)
-    tokens, is_number = _best(scores)
     random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // logits.shape[1])
-    for start in range(0, len(random_rows), rows_at_once):
-        part = random_rows[start : start + rows_at_once]
-        places = to_device(np.array(part), logits.device)
-        tokens[places] = _draw(scores[places], [rows[i] for i in part])
-    if scores is not raw:
-        is_number &= raw.amax(dim=-1).isfinite()  # NaN where one is
-    drawn, is_usable = torch.stack([tokens, is_number.to(torch.int64)]).tolist()
+    if scores.device.type == "cpu" and scores is raw and not random_rows:
+        drawn, is_usable = _best_on_host(scores.numpy())
+    else:
+        drawn, is_usable = _drawn(raw, scores, rows, random_rows)
     num_nans = [0] * len(rows) if all(is_usable) else _count_unusable(raw, scores)
     token_ids = [None if count else token for token, count in zip(drawn, num_nans, strict=True)]
     wanted = [row.sampling.logprobs for row in rows]
@@ -63,15 +59,33 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     return Samples(token_ids, num_nans, token_logprobs(raw, token_ids, wanted) if is_wanted else None)
 
 
-def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The best token of each row, the lowest id among equals, and whether its score is a number: a NaN counts as the best.
+def _best_on_host(scores: NDArray[np.float32]) -> tuple[list[int], Sequence[int]]:
+    """As ``_best``; numpy finds them ten times as fast as torch."""
+    found = scores.argmax(axis=-1)
+    return found.tolist(), np.isfinite(scores[np.arange(len(found)), found]).tolist()
 
-    On the host numpy finds them ten times as fast as torch.
-    """
+
+def _drawn(
+    raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow], random_rows: list[int]
+) -> tuple[list[int], Sequence[int]]:
+    """A token of each row, at random in ``random_rows``, and whether (1) or not (0) the row holds numbers."""
+    tokens, is_number = _best(scores)
+    rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // scores.shape[1])
+    for start in range(0, len(random_rows), rows_at_once):
+        part = random_rows[start : start + rows_at_once]
+        places = to_device(np.array(part), scores.device)
+        tokens[places] = _draw(scores[places], [rows[i] for i in part])
+    if scores is not raw:
+        is_number &= raw.amax(dim=-1).isfinite()  # NaN where one is
+    drawn, is_usable = torch.stack([tokens, is_number.to(torch.int64)]).tolist()
+    return drawn, is_usable
+
+
+def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The best token of each row, the lowest id among equals (NaN is best), and whether it is a number."""
     if scores.device.type == "cpu":
-        found = scores.numpy().argmax(axis=-1)
-        values = scores.numpy()[np.arange(len(found)), found]
-        return torch.from_numpy(found), torch.from_numpy(np.isfinite(values))
+        found, is_number = _best_on_host(scores.numpy())
+        return torch.tensor(found), torch.tensor(is_number)
     top = scores.max(dim=-1)
     return top.indices, top.values.isfinite()
 

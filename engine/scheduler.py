@@ -53,7 +53,7 @@ class Scheduler:
         self.pool = pool
         self.requests: dict[str, Request] = {}
         self.roll = Roll()
-        self.batcher = Batcher(pool, settings.max_num_seqs, settings.max_num_batched_tokens)
+        self.batcher = Batcher(pool, settings)
         self.sender = KVSender(connector, pool) if connector is not None else None
         self.receiver = KVReceiver(connector, pool) if connector is not None else None
         self.grammars = grammars or Grammars(None, settings.max_grammar_bytes)

@@ -19,7 +19,7 @@ from engine.staging import to_device
 NO_TOKENS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SamplingRow:
     """One request that draws a token.
 

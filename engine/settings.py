@@ -14,10 +14,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class EngineSettings:
     """How one engine runs. Raises SettingError with the name, the value and the allowed range.
 
-    model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_model_len: None is the
-    model's own. kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory /
-    workers_on_host); CUDA: total × gpu_memory_utilization / workers_on_host − peak). num_threads: that compute. cores: where
-    each of them is kept, if there are any (the process itself is kept there by whoever starts it).
+    model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_num_batched_tokens: of a step;
+    max_num_mixed_tokens: of prompts, in a step in which answers go on as well. max_model_len: None is the model's own.
+    kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory / workers_on_host); CUDA: total ×
+    gpu_memory_utilization / workers_on_host − peak). num_threads: that compute. cores: where each of them is kept, if there
+    are any (the process itself is kept there by whoever starts it).
     tensor_parallel_size: ranks that share the model, each in a process of its own where there are several; threads
     and (on the host) KV bytes are divided among them. rank_timeout_seconds: silence of a rank within a step, after
     which the engine ends. attention_backend: see ``engine.attention.choice``. enforce_eager: no CUDA graphs.
@@ -29,7 +30,8 @@ class EngineSettings:
     dtype: str = "auto"
     block_size: int = 16
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 2048
+    max_num_mixed_tokens: int = 512
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -50,6 +52,7 @@ class EngineSettings:
         _at_least("block_size", self.block_size, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_num_mixed_tokens", self.max_num_mixed_tokens, 1)
         _at_least("num_threads", self.num_threads, 1)
         _at_least("workers_on_host", self.workers_on_host, 1)
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)

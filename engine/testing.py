@@ -8,6 +8,7 @@ known tokens alone: ``fake_answer`` says what an engine must answer, whatever th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -306,6 +307,10 @@ class FakeExecutor:
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """One step."""
         return self.runner.execute_model(scheduled)
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See Executor. Nothing happens meanwhile."""
+        return partial(self.execute_model, scheduled)
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. Ranks in this process end with it."""

@@ -46,6 +46,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_num_mixed_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
         num_threads: int | None = None,
         log_level: Literal["debug", "info", "warning", "error"] | None = None,

@@ -51,10 +51,12 @@ class WorkerSettings(Settings):
     """Tokens of a KV block."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Requests that may run at once."""
-    max_num_batched_tokens: int = Field(default=512, ge=1)
-    """Tokens of one step; long prompts are computed in chunks of this size."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    """Tokens of one step; longer prompts are computed in chunks of this size."""
+    max_num_mixed_tokens: int = Field(default=512, ge=1)
+    """Tokens of prompts in a step in which answers go on as well: their next tokens wait for it."""
     max_queued_tokens: int | None = Field(default=None, ge=1)
-    """Prompt tokens up to which a prefill worker is given more requests; four steps' worth where unset."""
+    """Prompt tokens up to which a prefill worker is given more requests; two steps' worth where unset."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; the model's own where unset."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
@@ -128,6 +130,7 @@ class WorkerSettings(Settings):
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_mixed_tokens=self.max_num_mixed_tokens,
             max_model_len=self.max_model_len,
             kv_cache_bytes=self.kv_cache_bytes,
             gpu_memory_utilization=self.gpu_memory_utilization,

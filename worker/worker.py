@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_EARLY_CANCELS = 1024
 GOODBYE_SECONDS = 1.0
 _CHUNK_BYTES = 2**20
-_QUEUED_STEPS = 4
+_QUEUED_STEPS = 2
 """Steps full of prompt tokens that a prefill worker takes on beforehand, so that it never waits for the router."""
 
 

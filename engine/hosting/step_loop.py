@@ -69,23 +69,33 @@ class StepLoop:
         self._idle_seconds = idle_seconds
         self._was_woken = False
         self._is_stopping = False
+        self._unsent: dict[int, list[EngineOutput]] = {}
+        """Of the last step: they go out while the next one is computed, or at once where there is none."""
 
     def run(self) -> None:
         """Step until told to stop."""
-        while not self._is_stopping:
-            if self._has_work():
-                self._drain()
-            else:
-                self._wait()
-            if not self._is_stopping and self._has_work():
-                self._step()
+        try:
+            while not self._is_stopping:
+                if self._has_work():
+                    self._drain()
+                else:
+                    self._send()
+                    self._wait()
+                if not self._is_stopping and self._has_work():
+                    self._step()
+        finally:
+            self._send()
 
     def _has_work(self) -> bool:
         return self._was_woken or self._core.needs_step()
 
     def _step(self) -> None:
         self._was_woken = False
-        send_outputs(self._core, self._core.step(), self._emit)
+        self._unsent = self._core.step(self._send)
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, {}
+        send_outputs(self._core, unsent, self._emit)
 
     def _drain(self) -> None:
         while self._inbox.num_waiting:

@@ -82,6 +82,7 @@ class CStep(ctypes.Structure):
         ("caches", ctypes.POINTER(_pointer)),
         ("block_stride", _size),
         *((name, _pointer) for name in ("states", "normed", "qkv", "mixed", "gated", "scratch")),
+        ("model", ctypes.POINTER(CModel)),
         ("stored", Stored),
     ]
 
@@ -96,7 +97,8 @@ class Kernels:
         library.kvbaton_end_pool.argtypes = (_pointer,)
         library.kvbaton_pack.argtypes = (_pointer, _pointer, _pointer, *[_size] * 5)
         library.kvbaton_linear.argtypes = (_pointer, ctypes.POINTER(CLinear), _pointer, _size, _pointer)
-        library.kvbaton_decode.argtypes = (_pointer, ctypes.POINTER(CModel), ctypes.POINTER(CStep))
+        library.kvbaton_launch.argtypes = (_pointer, ctypes.POINTER(CStep))
+        library.kvbaton_wait.argtypes = (_pointer,)
 
     def start_threads(self, num_threads: int, cores: Sequence[int] = ()) -> int:
         """A pool of threads, the caller among them. cores: where each of the others is kept. Raises MemoryError."""
@@ -107,7 +109,7 @@ class Kernels:
         return pool
 
     def end_threads(self, pool: int) -> None:
-        """End the pool's threads; nothing of it may be used any more."""
+        """End the pool's threads, behind what is under way; nothing of it may be used any more."""
         self._library.kvbaton_end_pool(pool)
 
     def pack(
@@ -134,9 +136,16 @@ class Kernels:
         num_bytes: int = self._library.kvbaton_scratch_bytes(ctypes.byref(model))
         return num_bytes
 
-    def decode(self, pool: int, model: CModel, step: CStep) -> None:
-        """All layers and the last norm: ``step.input_ids`` to ``step.normed``."""
-        self._library.kvbaton_decode(pool, model, step)
+    def launch(self, pool: int, step: CStep) -> None:
+        """Begin all layers and the last norm: ``step.input_ids`` to ``step.normed``. ``wait`` before the next call.
+
+        ``step`` and what it points to must stay as they are until then. A pool of one thread computes within ``wait``.
+        """
+        self._library.kvbaton_launch(pool, step)
+
+    def wait(self, pool: int) -> None:
+        """Help with what was launched, until it is computed."""
+        self._library.kvbaton_wait(pool)
 
 
 @cache

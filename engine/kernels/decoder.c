@@ -14,12 +14,16 @@ static void run_layer(Pool *pool, const Model *model, size_t number, const Step 
     linear(pool, &layer->down, step->gated, step->num_tokens, step->states, RESIDUAL);
 }
 
-// Tokens become the layers' result, normed, in step->normed.
-void kvbaton_decode(Pool *pool, const Model *model, const Step *step) {
+static void decode(Pool *pool, const void *context) {
+    const Step *step = context;
+    const Model *model = step->model;
     embed(pool, model, step);
     for (size_t layer = 0; layer < model->num_layers; layer++) run_layer(pool, model, layer, step);
     norm_rows(pool, step->states, model->final_norm, step->normed, step->num_tokens, model->hidden, model->eps);
 }
+
+// Begin: tokens become the layers' result, normed, in step->normed when kvbaton_wait returns.
+void kvbaton_launch(Pool *pool, const Step *step) { pool_launch(pool, decode, step); }
 
 size_t kvbaton_scratch_bytes(const Model *model) { return attention_scratch(model); }
 

@@ -1,8 +1,9 @@
 """A decoder whose forward pass is one call of the kernels."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,11 +66,19 @@ class KernelDecoder:
         )
         self._buffers = self._make_buffers(1)
         self._pool: _Pool | None = None
+        self._under_way: Any = None
+        """What the kernels read of a step, for as long as they do."""
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
         """Final hidden states ``[num_tokens, hidden_size]``, valid until the next call. Without caches nothing is kept."""
+        return self.begin(inputs, caches, watch)()
+
+    def begin(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Callable[[], Tensor]:
+        """See ForwardPass. Meanwhile Python's lock is free, but for what the watch does with it."""
         num_tokens = inputs.num_tokens
         if num_tokens > len(self._buffers[0]):
             self._buffers = self._make_buffers(num_tokens)
@@ -90,11 +99,19 @@ class KernelDecoder:
             pool.block_stride,
             *(buffer.data_ptr() for buffer in self._buffers),
             -(-self._scratch.data_ptr() // _LINE) * _LINE,
+            ctypes.pointer(self._weights.model),
             heard.callback,
         )
-        self._kernels.decode(self._threads, self._weights.model, step)
-        heard.check()
-        return self._buffers[1][:num_tokens]
+        self._kernels.launch(self._threads, step)
+
+        def finish() -> Tensor:
+            self._kernels.wait(self._threads)
+            self._under_way = None
+            heard.check()
+            return self._buffers[1][:num_tokens]
+
+        self._under_way = inputs, caches, step, heard
+        return finish
 
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""
@@ -108,9 +125,9 @@ class KernelDecoder:
         """Nothing."""
 
     def close(self) -> None:
-        """End the threads, and let go of the pool."""
-        self._pool = None
+        """End the threads, and let go of the pool. A forward pass that is under way ends first."""
         self._kernels.end_threads(self._threads)
+        self._pool = self._under_way = None
 
     def _find(self, caches: Sequence[Tensor]) -> "_Pool":
         """Where the layers' caches are: worked out once for each pool."""

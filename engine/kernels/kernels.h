@@ -18,6 +18,9 @@ Pool *kvbaton_pool(size_t num_threads, const int *cores);
 void kvbaton_end_pool(Pool *pool);
 size_t pool_threads(const Pool *pool);
 void pool_run(Pool *pool, size_t num_items, Work work, const void *context);
+typedef void (*Task)(Pool *pool, const void *context);
+void pool_launch(Pool *pool, Task task, const void *context);
+void kvbaton_wait(Pool *pool);
 
 // A linear layer whose weights are packed by kvbaton_pack.
 typedef struct {
@@ -41,7 +44,7 @@ typedef struct {
     size_t window;  // how many tokens a token sees; 0: all
 } Layer;
 
-typedef struct {
+typedef struct Model {
     size_t hidden, intermediate, num_heads, num_kv_heads, head_dim, num_layers;
     float eps, scale;
     const Layer *layers;
@@ -58,6 +61,7 @@ typedef struct {
     size_t block_stride;             // elements from a block to the next, in each of them
     bf16 *states, *normed, *qkv, *mixed, *gated;
     char *scratch;                   // attention_scratch() bytes for each thread
+    const struct Model *model;
     void (*stored)(size_t num_layers);  // called when the KV of so many layers is written; may be NULL
 } Step;
 

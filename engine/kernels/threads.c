@@ -3,6 +3,9 @@
 // Each has a share of neighbouring items, since memory is read fastest in order, and takes from the others' shares when
 // its own is gone. Nobody waits for a thread that has not begun: work is over when its items are done, whoever did them.
 // So a thread that the system has put aside delays a step by the one item that it holds, not by its share.
+//
+// A whole task, which is many pieces of work, can be launched: thread 1 leads it from piece to piece, and thread 0 (who
+// launched it) does something else and comes to help when it waits.
 #define _GNU_SOURCE
 #include <linux/futex.h>
 #include <pthread.h>
@@ -27,6 +30,10 @@ struct Pool {
     atomic_int sleepers, is_ending;
     _Alignas(LINE) Work work;  // this and the shares' ends hold still while an item is not done
     const void *context;
+    size_t leader;  // the thread whose pieces of work these are
+    Task task;
+    const void *task_context;
+    atomic_int is_launched, is_under_way;
     size_t num_threads;
     pthread_t *threads;
     Share *shares;
@@ -38,9 +45,11 @@ typedef struct {
     int core;
 } Birth;
 
-static void futex(_Atomic uint32_t *word, int operation, uint32_t value) {
-    syscall(SYS_futex, word, operation, value, NULL, NULL, 0);
+static void futex_wait(_Atomic uint32_t *word, uint32_t value) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
+
+static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
 
 static void take_items(Pool *pool, size_t thread) {
     for (size_t next = 0; next < pool->num_threads; next++) {
@@ -60,7 +69,7 @@ static void wait_for_turn(Pool *pool, uint32_t last) {
         _mm_pause();
     }
     atomic_fetch_add(&pool->sleepers, 1);
-    while (atomic_load(&pool->turn) == last) futex(&pool->turn, FUTEX_WAIT_PRIVATE, last);
+    while (atomic_load(&pool->turn) == last) futex_wait(&pool->turn, last);
     atomic_fetch_sub(&pool->sleepers, 1);
 }
 
@@ -71,6 +80,18 @@ static void pin(int core) {
     pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
 }
 
+static void wake(Pool *pool) {
+    atomic_fetch_add(&pool->turn, 1);
+    if (atomic_load(&pool->sleepers)) futex_wake(&pool->turn);
+}
+
+static void lead(Pool *pool) {
+    pool->task(pool, pool->task_context);
+    pool->leader = 0;
+    atomic_store(&pool->is_under_way, 0);
+    wake(pool);
+}
+
 static void *live(void *argument) {
     Birth birth = *(Birth *)argument;
     free(argument);
@@ -78,14 +99,10 @@ static void *live(void *argument) {
     for (uint32_t last = 0; !atomic_load(&birth.pool->is_ending);) {
         wait_for_turn(birth.pool, last);
         last = atomic_load(&birth.pool->turn);
-        take_items(birth.pool, birth.number);
+        if (birth.number == 1 && atomic_exchange(&birth.pool->is_launched, 0)) lead(birth.pool);
+        else take_items(birth.pool, birth.number);
     }
     return NULL;
-}
-
-static void wake(Pool *pool) {
-    atomic_fetch_add(&pool->turn, 1);
-    if (atomic_load(&pool->sleepers)) futex(&pool->turn, FUTEX_WAKE_PRIVATE, INT32_MAX);
 }
 
 // cores: where thread 1, 2, ... is pinned, -1: nowhere; thread 0 is the caller. NULL where the system has no room.
@@ -109,7 +126,9 @@ Pool *kvbaton_pool(size_t num_threads, const int *cores) {
     return NULL;
 }
 
+// A task that is under way ends first.
 void kvbaton_end_pool(Pool *pool) {
+    if (pool->num_threads > 1) kvbaton_wait(pool);
     atomic_store(&pool->is_ending, 1);
     wake(pool);
     for (size_t number = 1; number < pool->num_threads; number++) pthread_join(pool->threads[number], NULL);
@@ -142,9 +161,31 @@ void pool_run(Pool *pool, size_t num_items, Work work, const void *context) {
     for (size_t thread = 0, from = 0; thread < pool->num_threads; from = pool->shares[thread++].end)
         atomic_store(&pool->shares[thread].left, (long)(pool->shares[thread].end - from));
     wake(pool);
-    take_items(pool, 0);
+    take_items(pool, pool->leader);
     for (int spin = 0; num_done(pool) < (long)num_items; spin++) {
         if (spin < SPINS) _mm_pause();
         else sched_yield();  // who holds the last item may be waiting for this core
+    }
+}
+
+// The task begins; it is over when kvbaton_wait returns, and until then nothing else may use the pool.
+void pool_launch(Pool *pool, Task task, const void *context) {
+    pool->task = task;
+    pool->task_context = context;
+    atomic_store(&pool->is_under_way, 1);
+    if (pool->num_threads == 1) return;
+    pool->leader = 1;
+    atomic_store(&pool->is_launched, 1);
+    wake(pool);
+}
+
+// Helps with the task that was launched, if one was, until it is over; a pool of one thread does all of it here.
+void kvbaton_wait(Pool *pool) {
+    if (pool->num_threads == 1 && atomic_load(&pool->is_under_way)) lead(pool);
+    for (;;) {
+        uint32_t turn = atomic_load(&pool->turn);
+        if (!atomic_load(&pool->is_under_way)) return;
+        take_items(pool, 0);
+        wait_for_turn(pool, turn);
     }
 }

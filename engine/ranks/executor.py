@@ -87,7 +87,8 @@ class RanksExecutor:
         Raises InternalError for a method that the runner does not have and for arguments that are not plain data,
         WorkerLostError when a rank has died or does not answer.
         """
-        answers = self._call(method, args, None, _SLOW_CALL_SECONDS)
+        self._ask(method, args, None)
+        answers = self._gather(method, _SLOW_CALL_SECONDS)
         values = [
             self._types.decode_value(method, answer.value) for answer in answers if answer.value is not None
         ]
@@ -114,8 +115,16 @@ class RanksExecutor:
         connector.begin()
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """See Executor."""
+        return self.begin(scheduled)()
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See Executor; only rank 0's result travels."""
-        answers = self._call("execute_model", (scheduled,), 0, self._step_seconds)
+        self._ask("execute_model", (scheduled,), 0)
+        return self._finish
+
+    def _finish(self) -> ModelRunnerOutput:
+        answers = self._gather("execute_model", self._step_seconds)
         if answers[0].value is None:
             raise InternalError("rank 0 did not return the step's result")
         output: ModelRunnerOutput = self._types.decode_value("execute_model", answers[0].value)
@@ -182,16 +191,14 @@ class RanksExecutor:
             self._fail(f"the ranks differ in {method}: {[first, *others]}")
         return first
 
-    def _call(
-        self, method: str, args: tuple[Any, ...], from_rank: int | None, timeout_seconds: float
-    ) -> list[Returned]:
+    def _ask(self, method: str, args: tuple[Any, ...], from_rank: int | None) -> None:
+        """Make a call under way. from_rank: the one whose result is wanted; None: all."""
         payload = self._types.encode_call(method, args, from_rank)
         if self._failure is not None:
             raise WorkerLostError(self._failure)
         put(self._calls, [process.large for process in self._processes], payload)
         for process in self._processes:
             process.doorbell.ring()
-        return self._gather(method, timeout_seconds)
 
     def _gather(self, method: str, timeout_seconds: float) -> list[Returned]:
         """Every rank's answer to the call under way, in rank order."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,10 @@ class LocalRanksExecutor:
             sent, received = self._connector.take_finished()
             output.finished_sending, output.finished_recving = sent or None, received or None
         return output
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See Executor. Nothing happens meanwhile."""
+        return partial(self.execute_model, scheduled)
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. Ranks in this process end with it."""

@@ -8,6 +8,7 @@ included: so the first of all always advances, and two requests cannot preempt e
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 from engine.scheduling.block_pool import BlockPool, blocks_needed
@@ -15,6 +16,16 @@ from engine.scheduling.ending import RequestStatus
 from engine.scheduling.line import Line, comes_first
 from engine.scheduling.request import Request
 from engine.scheduling.step_plan import StepPlan, Turn
+from engine.settings import EngineSettings
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What would be the next step for these requests. short: those turns that need one more block each."""
+
+    requests: list[Request]
+    plan: StepPlan
+    short: list[Turn]
 
 
 class Batcher:
@@ -23,24 +34,60 @@ class Batcher:
     waiting: need blocks (new ones and preempted ones). arrived: their prompt's KV is in their blocks already.
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, settings: EngineSettings) -> None:
         self.waiting = Line()
         self.arrived = Line()
         self.running = Line()
         self._pool = pool
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = settings.max_num_seqs
+        self._max_num_batched_tokens = settings.max_num_batched_tokens
+        self._max_num_mixed_tokens = settings.max_num_mixed_tokens
+        self._last_plan = StepPlan(0)
+        self._draft: _Draft | None = None
 
     def plan(self, unserved: Request | None = None) -> StepPlan:
         """Decide a step. Requests start and are preempted by this; blocks for every turn are allocated.
 
         unserved: a request outside that waits for blocks; nobody behind it in line takes any to start.
         """
-        plan = StepPlan(self._max_num_batched_tokens)
-        self._continue_running(plan)
-        if plan.num_preempted == 0:
-            self._start_others(plan, unserved)
+        plan = self._finished_draft()
+        if plan is None:
+            plan = StepPlan(self._budget())
+            self._continue_running(plan)
+            if plan.num_preempted == 0:
+                self._start_others(plan, unserved)
+        self._last_plan, self._draft = plan, None
         return plan
+
+    def draft(self) -> None:
+        """While a step is computed: prepare the next one, for the case that all its requests go on and nobody joins them.
+
+        Changes nothing that anybody sees.
+        """
+        requests = list(self.running)
+        if not requests or len(requests) > self._max_num_batched_tokens:
+            return
+        plan = self._last_plan.draft_next(requests, self._max_num_batched_tokens)
+        if plan is not None:
+            size = self._pool.block_size
+            short = [
+                turn
+                for turn in plan
+                if turn.request.num_tokens >= self._pool.num_blocks_of(turn.request.key) * size
+            ]
+            self._draft = _Draft(requests, plan, short)
+
+    def _finished_draft(self) -> StepPlan | None:
+        """The step as drafted, with its blocks; None where it is not that which is due."""
+        draft = self._draft
+        if draft is None or draft.requests != list(self.running):
+            return None
+        could_start = len(self.running) < self._max_num_seqs and (self.waiting or self.arrived)
+        if could_start or not self._pool.can_allocate(len(draft.short)):
+            return None
+        for turn in draft.short:
+            turn.new_block_ids.extend(self._pool.allocate(turn.request.key, 1))
+        return draft.plan
 
     @property
     def num_promised_blocks(self) -> int:
@@ -58,6 +105,12 @@ class Batcher:
             start = request.num_indexed_blocks
             self._pool.enter(request.key, start, request.block_hashes[start:num_full])
             request.num_indexed_blocks = num_full
+
+    def _budget(self) -> int:
+        """Tokens of the coming step: where answers go on in it, prompts get a smaller part of it than they could."""
+        num_answers = sum(request.is_decoding for request in self.running) + len(self.arrived)
+        mixed = num_answers + self._max_num_mixed_tokens
+        return min(self._max_num_batched_tokens, mixed) if num_answers else self._max_num_batched_tokens
 
     def _num_lacking_blocks(self, request: Request) -> int:
         num_needed = blocks_needed(request.num_tokens, self._pool.block_size)

@@ -1,9 +1,9 @@
 """One step in the making: who computes how many tokens, until it becomes a SchedulerOutput."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.outputs import NewRequestData, SchedulerOutput
+from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
 
@@ -25,6 +25,32 @@ class StepPlan:
         self.budget = budget
         self.num_preempted = 0
         self._turns: dict[str, Turn] = {}
+        self._drafted: SchedulerOutput | None = None
+
+    def draft_next(self, requests: Sequence[Request], budget: int) -> "StepPlan | None":
+        """The step after this one, where all these requests go on with the one token that each draws in this one.
+
+        They get no blocks yet. None where one of them draws none.
+        """
+        draft = StepPlan(budget)
+        for request in requests:
+            turn = self._turns.get(request.key)
+            if turn is None or turn.num_tokens < request.num_missing_tokens:
+                return None
+            draft.add(Turn(request, 1, []))
+        keys = list(draft._turns)
+        draft._drafted = SchedulerOutput(
+            num_scheduled_tokens=dict.fromkeys(keys, 1),
+            total_num_scheduled_tokens=len(keys),
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=keys,
+                resumed_from_preemption=[False] * len(keys),
+                new_token_ids=[[] for _ in keys],
+                new_block_ids=[(turn.new_block_ids,) for turn in draft],
+                num_computed_tokens=[request.num_tokens for request in requests],
+            ),
+        )
+        return draft
 
     def __iter__(self) -> Iterator[Turn]:
         return iter(self._turns.values())
@@ -43,6 +69,9 @@ class StepPlan:
 
     def to_output(self, pool: BlockPool) -> SchedulerOutput:
         """The orders to the runner, which from now on knows every request in them."""
+        if self._drafted is not None:
+            self._drafted.num_common_prefix_blocks = [pool.num_common_blocks(self._turns)]
+            return self._drafted
         output = SchedulerOutput(num_common_prefix_blocks=[pool.num_common_blocks(self._turns)])
         for turn in self:
             request = turn.request

@@ -169,7 +169,8 @@ def test_the_page_has_the_tables_of_the_results(tmp_path: Path) -> None:
             "offline": {"median": 100.0, "is_quiet": True},
             "service": {"median": 90.0, "is_quiet": False},
             "service_over_offline": 0.9,
-            "added_to_ttft_ms": {"p50": 2.0, "p99": 3.0},
+            "wait_for_first_token_ms": {"service": {"p50": 5.0}, "worker": {"p50": 3.0}},
+            "router_adds_to_ttft_ms": 2.0,
         },
     }
     (tmp_path / "service_speed_m.1.json").write_text(json.dumps(found))
@@ -181,4 +182,5 @@ def test_the_page_has_the_tables_of_the_results(tmp_path: Path) -> None:
     assert text.endswith("<!-- end -->\nbehind\n")
     assert "| service over engine | 90% |" in text
     assert "90 (noisy)" in text
+    assert "| the router adds, p50 | 2.00 ms |" in text
     assert "old" not in text

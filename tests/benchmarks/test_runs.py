@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import engine, interference, service_speed
+from benchmarks.direct_worker import DirectWorker, direct_worker
 from benchmarks.engine import OURS, PEERS, measure_engines
 from benchmarks.interference import AGGREGATED, measure_interference
 from benchmarks.load import Load, run_load
@@ -192,9 +193,14 @@ async def test_the_service_beside_the_engine(tmp_path: Path) -> None:
     def start(logs: Path) -> AbstractAsyncContextManager[Server]:
         return kvbaton_server(logs, folder, *arguments, time_limit=60.0)
 
-    found = await measure_service(plan, Program("counting", COUNTING), start, tmp_path)
+    def start_direct(logs: Path) -> AbstractAsyncContextManager[DirectWorker]:
+        return direct_worker(logs, folder, *arguments[2:], time_limit=60.0)
+
+    found = await measure_service(plan, Program("counting", COUNTING), start, start_direct, tmp_path)
     assert len(found["offline"]["samples"]) == len(found["service"]["samples"]) == 1
-    assert len(found["added_to_ttft_ms"]["samples"]) == 2
+    waits = found["wait_for_first_token_ms"]
+    assert [len(waits[way]["samples"]) for way in ("service", "worker")] == [2, 2]
+    assert all(sample > 0 for way in ("service", "worker") for sample in waits[way]["samples"])
     text = service_speed.table({**found, "command": "", "model": ""})
     assert "| 3 at once, 8 + 5 tokens | |" in text
     assert not psutil.Process().children()

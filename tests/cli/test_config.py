@@ -194,5 +194,5 @@ def test_every_command_reads_the_example(command: str) -> None:
 
 def test_up_runs_the_example_without_a_contradiction(caplog: pytest.LogCaptureFixture) -> None:
     _, given = child(up(EXAMPLE), "prefill-0")
-    assert given["KVBATON_MAX_NUM_BATCHED_TOKENS"] == "1024"
+    assert given["KVBATON_MAX_NUM_BATCHED_TOKENS"] == "4096"
     assert not caplog.records

@@ -214,6 +214,17 @@ def test_a_watch_hears_of_every_layer_and_its_error_is_raised(
     pair.decoder.close()
 
 
+def test_a_pass_that_is_under_way_ends_before_the_threads(
+    checkpoint: MakeCheckpoint, kernels: Kernels
+) -> None:
+    """Nobody waits for it any more: an engine that fails closes what it has."""
+    pair = Pair(checkpoint("llama"), kernels)
+    watch = Watch()
+    pair.decoder.begin(Sequences().inputs({"a": (0, 200)}), pair.pool, watch)
+    pair.decoder.close()
+    assert watch.heard == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("dtype", "num_ranks", "overrides", "reason"),
     [

@@ -26,6 +26,7 @@ from engine.hosting.messages import (
     Stopped,
 )
 from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 from engine.testing import (
     CRASH_TOKEN,
@@ -133,6 +134,36 @@ def test_loop_drains_input_steps_and_sends_outputs() -> None:
     assert sorted(output.request_id for output in first.outputs) == ["a", "b", "bad"]
     assert [output.token_ids for output in second.outputs] == [[fake_answer([n], 2)[1]] for n in (1, 2)]
     assert stopped == Stopped()
+
+
+def test_outputs_are_sent_while_the_next_step_is_computed() -> None:
+    """Nobody's tokens hold up a step; those of the last one are sent before the loop waits."""
+    inbox, happened = Inbox(), list[str]()
+
+    class WatchedExecutor(FakeExecutor):
+        def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+            happened.append(f"{scheduled.total_num_scheduled_tokens} begin")
+            finish = super().begin(scheduled)
+
+            def watched() -> ModelRunnerOutput:
+                happened.append("end")
+                return finish()
+
+            return watched
+
+    def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+        return WatchedExecutor(settings), 20
+
+    def hear(message: FromEngine) -> None:
+        if isinstance(message, StepOutputs):
+            happened.append("sent")
+            if message.outputs[0].is_leg_finished:
+                inbox.put(Shutdown())
+
+    inbox.put(AddRequest(fake_request("a", [1, 2, 3], max_tokens=3)))
+    assert run_engine(EnginePlan(settings=fake_settings(), start=start), inbox, hear)
+    assert happened[:8] == ["3 begin", "end", "1 begin", "sent", "end", "1 begin", "sent", "end"]
+    assert happened.count("sent") == 3
 
 
 def test_idle_loop_reports_health_at_each_timeout(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,105 @@
+"""One aggregated worker without a router: the benchmark itself is what it registers with, and asks it."""
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from benchmarks.servers import in_time, started
+from benchmarks.settings import service_environment
+from protos import PROTOCOL_MAX, worker_pb2_grpc
+from protos import worker_pb2 as pb
+from router.worker_calls import WorkerCalls, open_worker_calls
+from serving.grpc_options import internal_server_options
+
+_PEER_SECONDS = 10.0
+_SESSION = "benchmark"
+
+
+class DirectWorker(worker_pb2_grpc.MembershipServicer):
+    """What a router is to one worker, and no more: it hears the worker's tokens."""
+
+    def __init__(self) -> None:
+        self.attached: asyncio.Future[pb.Registration] = asyncio.get_running_loop().create_future()
+        self.calls: WorkerCalls | None = None
+        self._heard: asyncio.Queue[tuple[float, pb.TokenEntry]] = asyncio.Queue()
+        self._numbers = count()
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
+    ) -> AsyncIterator[pb.RouterMessage]:
+        """See MembershipServicer in ``router.membership``."""
+        first = await anext(request_iterator)
+        welcome = pb.Welcome(protocol=PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
+        yield pb.RouterMessage(welcome=welcome)
+        self.attached.set_result(first.registration)
+        async for message in request_iterator:
+            now = time.perf_counter()
+            for entry in message.step.entries:
+                self._heard.put_nowait((now, entry))
+
+    async def waits_for_first_token(self, prompt: list[int]) -> float:
+        """Seconds from the question to the first token, less those that the worker computed on the prompt."""
+        assert self.calls is not None
+        sampling = pb.EngineSampling(top_p=1.0, max_tokens=2, ignore_eos=True)
+        task = pb.Task(
+            request_id=f"r{next(self._numbers)}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            deadline_seconds=60.0,
+            session=_SESSION,
+        )
+        begin = time.perf_counter()
+        asked = asyncio.create_task(self.calls.decode(pb.DecodeRequest(task=task)))
+        end, first = await self._heard.get()
+        entry = first
+        while not entry.finish_reason:
+            _, entry = await self._heard.get()
+        await asked
+        return end - begin - first.timings.prefill_seconds
+
+
+@asynccontextmanager
+async def direct_worker(
+    folder: Path, model: Path, *arguments: str, time_limit: float
+) -> AsyncIterator[DirectWorker]:
+    """``kvbaton both`` with these arguments, attached to this process. Raises ServerError."""
+    secret, file, log = secrets.token_hex(16), folder / "secret", folder / "direct_worker.log"
+    file.write_text(secret)
+    file.chmod(0o600)
+    worker = DirectWorker()
+    server = grpc.aio.server(options=internal_server_options(_PEER_SECONDS))
+    worker_pb2_grpc.add_MembershipServicer_to_server(worker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    command = [sys.executable, "-m", "cli.main", "both", "--router", f"127.0.0.1:{port}"]
+    command += ["--secret-file", str(file), "--model", str(model), *arguments]
+    try:
+        async with started(command, service_environment(), log) as process:
+            async with in_time(process, log, time_limit):
+                registration = await _registration(worker, process)
+            async with open_worker_calls(registration, secret, time_limit) as worker.calls:
+                yield worker
+    finally:
+        await server.stop(None)
+
+
+async def _registration(worker: DirectWorker, process: asyncio.subprocess.Process) -> pb.Registration:
+    """Raises ChildProcessError when the worker has ended before it came."""
+    ended = asyncio.create_task(process.wait())
+    ended.add_done_callback(lambda _: worker.attached.cancel())
+    try:
+        return await worker.attached
+    except asyncio.CancelledError:
+        if process.returncode is None:
+            raise
+        raise ChildProcessError from None
+    finally:
+        ended.cancel()

@@ -1,0 +1,129 @@
+"""The next step is drafted while one is computed, and what is drafted is what would be decided without."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.step_plan import StepPlan
+from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+
+NUM_STEPS = 120
+
+
+class Watched:
+    """A small engine whose orders are taken down, step by step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, drafts: bool, **changes: Any) -> None:
+        self.engine = SteppedEngine(with_connector=False, **changes)
+        self.orders: list[SchedulerOutput] = []
+        begin = self.engine.executor.begin
+
+        def watched(scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+            self.orders.append(scheduled)
+            return begin(scheduled)
+
+        monkeypatch.setattr(self.engine.executor, "begin", watched)
+        if not drafts:
+            monkeypatch.setattr(self.engine.scheduler.batcher, "draft", lambda: None)
+
+    def live(self, rng: Random) -> None:
+        """Requests come and go for a while, by the numbers of ``rng``; then all end."""
+        for number in range(NUM_STEPS):
+            if rng.random() < 0.2:
+                prompt = [rng.randrange(1, 50) for _ in range(rng.randint(1, 20))]
+                self.engine.add(fake_request(f"r{number}", prompt, max_tokens=rng.randint(1, 30)))
+            if rng.random() < 0.03 and self.engine.scheduler.requests:
+                self.engine.core.abort([rng.choice(sorted(self.engine.scheduler.requests))])
+            self.engine.step()
+        self.engine.run()
+
+
+def plain(order: SchedulerOutput) -> dict[str, Any]:
+    """An order in the order of names: a batch's rows may come in any."""
+    cached = order.scheduled_cached_reqs
+    columns = (
+        cached.resumed_from_preemption,
+        cached.new_token_ids,
+        cached.new_block_ids,
+        cached.num_computed_tokens,
+    )
+    return {
+        "cached": dict(zip(cached.req_ids, zip(*columns, strict=True), strict=True)),
+        "new": {new.req_id: new for new in order.scheduled_new_reqs},
+        "tokens": order.num_scheduled_tokens,
+        "total": order.total_num_scheduled_tokens,
+        "common": order.num_common_prefix_blocks,
+        "finished": order.finished_req_ids,
+    }
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 8])
+@pytest.mark.parametrize("num_blocks", [24, 64])
+def test_drafts_change_no_order_and_no_answer(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_num_seqs: int
+) -> None:
+    """Also where blocks and places are short, prompts share blocks, and requests are preempted and aborted."""
+    changes = {"kv_cache_bytes": num_blocks, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 16}
+    for seed in range(5):
+        one, two = (Watched(monkeypatch, drafts=drafts, **changes) for drafts in (True, False))
+        one.live(Random(seed))
+        two.live(Random(seed))
+        assert list(map(plain, one.orders)) == list(map(plain, two.orders))
+        assert one.engine.heard.keys() == two.engine.heard.keys()
+        for key in one.engine.heard:
+            assert one.engine.tokens(key) == two.engine.tokens(key)
+
+
+def test_a_draft_is_the_next_step_while_nobody_ends_or_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted: list[SchedulerOutput] = []
+    draft_next = StepPlan.draft_next
+
+    def watched(plan: StepPlan, *arguments: Any) -> StepPlan | None:
+        draft = draft_next(plan, *arguments)
+        if draft is not None:
+            drafted.append(draft.to_output(one.engine.pool))
+        return draft
+
+    monkeypatch.setattr(StepPlan, "draft_next", watched)
+    one = Watched(monkeypatch, drafts=True)
+    one.engine.add(fake_request("a", [1, 2, 3], max_tokens=12), fake_request("b", [4, 5], max_tokens=6))
+    one.engine.step(4)
+    assert [any(order is draft for draft in drafted) for order in one.orders] == [False, True, True, True]
+    one.engine.add(fake_request("c", [6], max_tokens=2))
+    one.engine.step()
+    assert one.orders[-1].num_scheduled_tokens == {"a#0.0": 1, "b#0.0": 1, "c#0.0": 1}
+    one.engine.run()
+    assert {key: len(one.engine.tokens(key)) for key in ("a#0.0", "b#0.0", "c#0.0")} == {
+        "a#0.0": 12,
+        "b#0.0": 6,
+        "c#0.0": 2,
+    }
+
+
+def test_the_next_step_is_drafted_while_the_model_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what others have to do meanwhile is done meanwhile."""
+    engine, happened = SteppedEngine(with_connector=False), list[str]()
+    begin, draft = engine.executor.begin, engine.scheduler.batcher.draft
+
+    def watched_begin(scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        finish = begin(scheduled)
+        happened.append("begins")
+
+        def watched_finish() -> ModelRunnerOutput:
+            happened.append("ends")
+            return finish()
+
+        return watched_finish
+
+    def watched_draft() -> None:
+        happened.append("draft")
+        draft()
+
+    monkeypatch.setattr(engine.executor, "begin", watched_begin)
+    monkeypatch.setattr(engine.scheduler.batcher, "draft", watched_draft)
+    engine.add(fake_request("a", [1, 2, 3], max_tokens=2))
+    engine.core.step(lambda: happened.append("meanwhile"))
+    assert happened == ["begins", "meanwhile", "draft", "ends"]
