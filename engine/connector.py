@@ -36,7 +36,7 @@ from contract.requests import EngineRequest, TokenLogprobs, TransferReport
 
 @dataclass(frozen=True)
 class Published:
-    """The sender has published a first range of this request's KV: the receiver may reserve its blocks.
+    """The sender computes this request's prompt, or has published a range of it: the receiver may reserve its blocks.
 
     kv_fingerprint: what the hashes of this KV start from instead of this engine's model fingerprint, where the sender
     computes another KV (``contract.layout.received_fingerprint``); None where it is the same.

@@ -114,7 +114,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         finish = self.executor.begin(scheduled)
         meanwhile()
-        self.scheduler.batcher.draft()
+        self.scheduler.batcher.draft(scheduled)
         return self.scheduler.update_from_output(scheduled, finish())
 
     def needs_step(self) -> bool:

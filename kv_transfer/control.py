@@ -163,9 +163,7 @@ class ControlHalf:
                 self._sends.fetch_asked(ref.boot_id, message)
             case msg.ReleaseLease() | msg.CancelFetch() if not ref.is_dialed:
                 self._sends.let_go(ref.boot_id, message)
-            case (
-                msg.LayersReadable() | msg.BlocksPublished() | msg.TransferComplete() | msg.TransferFailed()
-            ) if ref.is_dialed:
+            case _ if isinstance(message, msg.SenderWord) and ref.is_dialed:
                 self._fetches.message(ref, message)
             case _:
                 self._counters.add("transfer_stale_messages_total")

@@ -133,6 +133,10 @@ class Announce(msgspec.Struct, frozen=True):
     digests: tuple[int, ...]
 
 
+class AnnounceStart(msgspec.Struct, frozen=True):
+    """Tell the fetching peer that the prompt is being computed."""
+
+
 class AnnounceLayers(msgspec.Struct, frozen=True):
     """Tell the peer how far these blocks can be read, ahead of their digests."""
 
@@ -163,7 +167,7 @@ class ReportSent(msgspec.Struct, frozen=True):
     """The key goes to ``finished_sending``."""
 
 
-SendAction = Announce | AnnounceLayers | AnnounceComplete | Refuse | Revoke | ReportSent
+SendAction = Announce | AnnounceStart | AnnounceLayers | AnnounceComplete | Refuse | Revoke | ReportSent
 
 # What happens to a Fetch.
 
@@ -174,6 +178,10 @@ class Announced(msgspec.Struct, frozen=True):
     first_block: int
     digests: tuple[int, ...]
     now: float
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The sender computes the prompt, in blocks that it has: it will publish them without waiting for anybody."""
 
 
 class AnnouncedLayers(msgspec.Struct, frozen=True):
@@ -256,6 +264,7 @@ class Told(msgspec.Struct, frozen=True):
 
 FetchEvent = (
     Announced
+    | Started
     | AnnouncedLayers
     | Completed
     | SenderFailed

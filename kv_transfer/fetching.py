@@ -212,11 +212,7 @@ class FetchDesk(Desk):
                 self._apply(wanted, ev.SenderFailed(kind, message))
         return source
 
-    def message(
-        self,
-        ref: PeerRef,
-        message: msg.LayersReadable | msg.BlocksPublished | msg.TransferComplete | msg.TransferFailed,
-    ) -> None:
+    def message(self, ref: PeerRef, message: msg.SenderWord) -> None:
         """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted.
 
         A sender that still lends is told again that nobody reads: its lease would be renewed as long as this worker lives.
@@ -231,14 +227,15 @@ class FetchDesk(Desk):
                 return
             match message:
                 case msg.BlocksPublished():
-                    if wanted.lease not in ("", message.lease):
+                    if not wanted.hears_of(message.lease):
                         self._apply(wanted, _changed_lease(message))
                         return
-                    wanted.lease = message.lease
                     wanted.add_grants(message.grants)
                     published = published_event(self._announced(wanted), message, now)
                     if published is not None:
                         self._apply(wanted, published)
+                case msg.PromptStarted() if wanted.hears_of(message.lease):
+                    self._apply(wanted, ev.Started())
                 case msg.LayersReadable() if wanted.lease == message.lease:
                     self._announced_layers(wanted, message)
                 case msg.TransferComplete():

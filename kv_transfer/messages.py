@@ -1,8 +1,8 @@
 """What two workers say on their control link: tagged msgpack maps, one per frame.
 
 The dialer speaks first: Hello → Challenge → Prove → Welcome (or Refused, and the link closes). Afterwards the dialer
-(which fetches) sends FetchBlocks, ReleaseLease, CancelFetch, the acceptor (which lends) LayersReadable, BlocksPublished,
-TransferComplete, TransferFailed, and both send Ping.
+(which fetches) sends FetchBlocks, ReleaseLease, CancelFetch, the acceptor (which lends) PromptStarted, LayersReadable,
+BlocksPublished, TransferComplete, TransferFailed, and both send Ping.
 """
 
 from typing import Annotated, Any
@@ -14,8 +14,8 @@ from contract.layout import KVLayout, Side
 from engine.connector import FirstToken
 from kv_transfer.transport import RangeGrant
 
-PROTOCOL_MIN = 6
-PROTOCOL_MAX = 6
+PROTOCOL_MIN = 7
+PROTOCOL_MAX = 7
 MAX_HANDSHAKE_BYTES = 65536
 NumRanks = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -130,6 +130,14 @@ class BlocksPublished(Message, frozen=True, tag="published"):
     other_digests: list[list[int]] = []
 
 
+class PromptStarted(Message, frozen=True, tag="started"):
+    """The prompt is being computed, into blocks that will be lent under ``lease``: time to have room for it."""
+
+    transfer_id: str
+    attempt: int
+    lease: str
+
+
 class LayersReadable(Message, frozen=True, tag="layers"):
     """The first ``num_bytes`` bytes of these blocks can be read under ``lease``; their digests follow when they are whole.
 
@@ -177,15 +185,8 @@ class CancelFetch(Message, frozen=True, tag="cancel"):
     attempt: int
 
 
-TransferMessage = (
-    FetchBlocks
-    | LayersReadable
-    | BlocksPublished
-    | TransferComplete
-    | TransferFailed
-    | ReleaseLease
-    | CancelFetch
-)
+SenderWord = PromptStarted | LayersReadable | BlocksPublished | TransferComplete | TransferFailed
+TransferMessage = FetchBlocks | SenderWord | ReleaseLease | CancelFetch
 AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | TransferMessage
 
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)

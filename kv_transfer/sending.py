@@ -309,7 +309,7 @@ class SendDesk(Desk):
         """The prompt's last range is what its receiver waits for; the others cross while later ones are computed."""
         is_last = lent.num_wanted == lent.send.num_blocks
         is_long = num_blocks >= self._settings.min_split_blocks
-        return self._settings.num_layer_groups if is_last and is_long and lent.send.peer is not None else 1
+        return self._settings.num_layer_groups if is_last and is_long else 1
 
     def _num_full_blocks(self, lent: _Lent, num_tokens: int) -> int:
         if num_tokens >= lent.num_tokens:
@@ -361,6 +361,8 @@ class SendDesk(Desk):
         match action:
             case ev.Announce():
                 self._post(lent, lent.announcement(action))
+            case ev.AnnounceStart():
+                self._post(lent, msg.PromptStarted(*self._wire(lent), lent.lease))
             case ev.AnnounceLayers():
                 self._post(lent, lent.readable(action))
             case ev.AnnounceComplete():

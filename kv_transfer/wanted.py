@@ -57,6 +57,11 @@ class Wanted:
         """What is read."""
         return LeaseName(self.transfer_id, self.attempt, self.lease)
 
+    def hears_of(self, lease: str) -> bool:
+        """The sender's word about what it lends under; False where it has said another before."""
+        self.lease = self.lease or lease
+        return self.lease == lease
+
     def add_grants(self, grants: list[RangeGrant]) -> None:
         """Those that came ahead come once more with the announcement."""
         self.grants += [grant for grant in grants if grant not in self.grants]

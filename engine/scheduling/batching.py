@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from engine.outputs import SchedulerOutput
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import RequestStatus
 from engine.scheduling.line import Line, comes_first
@@ -42,7 +43,6 @@ class Batcher:
         self._max_num_seqs = settings.max_num_seqs
         self._max_num_batched_tokens = settings.max_num_batched_tokens
         self._max_num_mixed_tokens = settings.max_num_mixed_tokens
-        self._last_plan = StepPlan(0)
         self._draft: _Draft | None = None
 
     def plan(self, unserved: Request | None = None) -> StepPlan:
@@ -56,26 +56,23 @@ class Batcher:
             self._continue_running(plan)
             if plan.num_preempted == 0:
                 self._start_others(plan, unserved)
-        self._last_plan, self._draft = plan, None
+        self._draft = None
         return plan
 
-    def draft(self) -> None:
+    def draft(self, scheduled: SchedulerOutput) -> None:
         """While a step is computed: prepare the next one, for the case that all its requests go on and nobody joins them.
 
         Changes nothing that anybody sees.
         """
-        requests = list(self.running)
-        if not requests or len(requests) > self._max_num_batched_tokens:
+        requests, size = list(self.running), self._pool.block_size
+        counts = scheduled.num_scheduled_tokens
+        all_draw = all(request.num_missing_tokens == counts.get(request.key) for request in requests)
+        if not requests or not all_draw or len(requests) > self._max_num_batched_tokens:
             return
-        plan = self._last_plan.draft_next(requests, self._max_num_batched_tokens)
-        if plan is not None:
-            size = self._pool.block_size
-            short = [
-                turn
-                for turn in plan
-                if turn.request.num_tokens >= self._pool.num_blocks_of(turn.request.key) * size
-            ]
-            self._draft = _Draft(requests, plan, short)
+        plan = StepPlan.drafted(requests, self._max_num_batched_tokens)
+        held = self._pool.num_blocks_of
+        short = [turn for turn in plan if turn.request.num_tokens >= held(turn.request.key) * size]
+        self._draft = _Draft(requests, plan, short)
 
     def _finished_draft(self) -> StepPlan | None:
         """The step as drafted, with its blocks; None where it is not that which is due."""

@@ -101,7 +101,7 @@ class KVSender:
 class KVReceiver:
     """Owns the requests in WAITING_FOR_REMOTE_KVS.
 
-    One of them holds nothing until its sender has published; then it stands in line, and reserves
+    One of them holds nothing until its sender computes the prompt; then it stands in line, and reserves
     ceil((prompt + 1) / block_size) blocks, cached ones included, in one step or not at all (law 4). One that does not
     fit holds up those behind it, however small: they would pass a big one for ever. The blocks that it waits for are
     held by requests that run, whose reads are bounded in time, or that are behind it in the same line; so they come.
@@ -125,7 +125,7 @@ class KVReceiver:
 
     @property
     def unserved(self) -> Request | None:
-        """The first in line for blocks: published by its sender, and not reserved yet."""
+        """The first in line for blocks: computed by its sender, and not reserved yet."""
         return self._published.first
 
     def start(self, request: Request) -> None:

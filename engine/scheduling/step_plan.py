@@ -27,16 +27,14 @@ class StepPlan:
         self._turns: dict[str, Turn] = {}
         self._drafted: SchedulerOutput | None = None
 
-    def draft_next(self, requests: Sequence[Request], budget: int) -> "StepPlan | None":
-        """The step after this one, where all these requests go on with the one token that each draws in this one.
+    @classmethod
+    def drafted(cls, requests: Sequence[Request], budget: int) -> "StepPlan":
+        """One token of each of these requests, which the runner knows, when a token more of each is known than now.
 
-        They get no blocks yet. None where one of them draws none.
+        All that is known now is computed by then. They get no blocks yet.
         """
-        draft = StepPlan(budget)
+        draft = cls(budget)
         for request in requests:
-            turn = self._turns.get(request.key)
-            if turn is None or turn.num_tokens < request.num_missing_tokens:
-                return None
             draft.add(Turn(request, 1, []))
         keys = list(draft._turns)
         draft._drafted = SchedulerOutput(

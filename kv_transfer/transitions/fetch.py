@@ -35,10 +35,20 @@ def _announced(fetch: Fetch, event: ev.Announced) -> FetchStep:
             f"the sender announced {len(event.digests)} blocks from {event.first_block};"
             f" {known} of {fetch.num_blocks} were announced",
         )
-    fetch = replace(fetch, digests=fetch.digests + event.digests, announced_at=event.now)
-    told: list[ev.FetchAction] = [] if known else [ev.TellPublished()]
-    fetch, actions = _pull(fetch)
+    fetch, told = _tell_once(fetch)
+    fetch, actions = _pull(replace(fetch, digests=fetch.digests + event.digests, announced_at=event.now))
     return fetch, told + actions
+
+
+def _tell_once(fetch: Fetch) -> FetchStep:
+    return replace(fetch, is_told=True), [] if fetch.is_told else [ev.TellPublished()]
+
+
+def _started(fetch: Fetch, _event: ev.Started) -> FetchStep:
+    """Blocks may be reserved from now on: the sender has its own, and needs none of anybody to publish (law 4)."""
+    if fetch.has_ended or fetch.state is FetchState.COMMITTED:
+        return fetch, []
+    return _tell_once(fetch)
 
 
 def _announced_layers(fetch: Fetch, event: ev.AnnouncedLayers) -> FetchStep:
@@ -234,6 +244,7 @@ def _told(fetch: Fetch, _event: ev.Told) -> FetchStep:
 
 _FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
     ev.Announced: _announced,
+    ev.Started: _started,
     ev.AnnouncedLayers: _announced_layers,
     ev.Completed: _sender_completed,
     ev.SenderFailed: _sender_failed,

@@ -51,7 +51,7 @@ def _fetch_arrived(send: Send, event: ev.FetchArrived) -> SendStep:
     send = replace(
         send, peer=event.peer, from_block=event.from_block, deadline=event.now + send.lease_seconds
     )
-    return send, _announce(send, 0) + _complete_words(send)
+    return send, _start_words(send) + _announce(send, 0) + _complete_words(send)
 
 
 def _announce(send: Send, first_block: int) -> list[ev.SendAction]:
@@ -72,7 +72,15 @@ def _ordered(send: Send, event: ev.Ordered) -> SendStep:
         raise ImpossibleEventError(
             f"{event.num_blocks} of {send.num_blocks} blocks ordered after {send.num_ordered}"
         )
-    return replace(send, num_ordered=event.num_blocks), []
+    is_first = send.num_ordered == 0
+    send = replace(send, num_ordered=event.num_blocks)
+    return send, _start_words(send) if is_first else []
+
+
+def _start_words(send: Send) -> list[ev.SendAction]:
+    """So that the peer has its blocks by the time that there is something to read. A hint, as ``AnnounceLayers``."""
+    is_news = send.num_ordered > 0 and not send.digests and not send.has_ended
+    return [ev.AnnounceStart()] if is_news and send.peer is not None else []
 
 
 def _range_ready(send: Send, event: ev.RangeReady) -> SendStep:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.request import Request
 from engine.scheduling.step_plan import StepPlan
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 
@@ -27,7 +28,7 @@ class Watched:
 
         monkeypatch.setattr(self.engine.executor, "begin", watched)
         if not drafts:
-            monkeypatch.setattr(self.engine.scheduler.batcher, "draft", lambda: None)
+            monkeypatch.setattr(self.engine.scheduler.batcher, "draft", lambda _: None)
 
     def live(self, rng: Random) -> None:
         """Requests come and go for a while, by the numbers of ``rng``; then all end."""
@@ -79,15 +80,14 @@ def test_drafts_change_no_order_and_no_answer(
 
 def test_a_draft_is_the_next_step_while_nobody_ends_or_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted: list[SchedulerOutput] = []
-    draft_next = StepPlan.draft_next
+    draft = StepPlan.drafted
 
-    def watched(plan: StepPlan, *arguments: Any) -> StepPlan | None:
-        draft = draft_next(plan, *arguments)
-        if draft is not None:
-            drafted.append(draft.to_output(one.engine.pool))
-        return draft
+    def watched(requests: list[Request], budget: int) -> StepPlan:
+        plan = draft(requests, budget)
+        drafted.append(plan.to_output(one.engine.pool))
+        return plan
 
-    monkeypatch.setattr(StepPlan, "draft_next", watched)
+    monkeypatch.setattr(StepPlan, "drafted", watched)
     one = Watched(monkeypatch, drafts=True)
     one.engine.add(fake_request("a", [1, 2, 3], max_tokens=12), fake_request("b", [4, 5], max_tokens=6))
     one.engine.step(4)
@@ -118,9 +118,9 @@ def test_the_next_step_is_drafted_while_the_model_is_computed(monkeypatch: pytes
 
         return watched_finish
 
-    def watched_draft() -> None:
+    def watched_draft(scheduled: SchedulerOutput) -> None:
         happened.append("draft")
-        draft()
+        draft(scheduled)
 
     monkeypatch.setattr(engine.executor, "begin", watched_begin)
     monkeypatch.setattr(engine.scheduler.batcher, "draft", watched_draft)

@@ -12,6 +12,7 @@ from tests.soak_settings import machine_settings
 TOKEN_LISTS = st.lists(st.builds(FirstToken, st.integers(-3, 3)), max_size=2).map(tuple)
 WORDS = st.one_of(
     st.builds(ev.Announced, st.integers(-2, 4), st.lists(st.integers(), max_size=4).map(tuple), st.just(0.0)),
+    st.builds(ev.Started),
     st.builds(ev.AnnouncedLayers, st.integers(-2, 4), st.integers(-1, 4), st.integers(-1, 9)),
     st.builds(ev.Completed, st.integers(-2, 4), TOKEN_LISTS),
     st.builds(ev.SenderFailed, st.sampled_from(["internal", "not_needed"]), st.just("played")),
@@ -26,7 +27,7 @@ def test_no_word_of_a_sender_is_impossible(
     """A sender may say anything in any order: the fetch goes on or fails, and nothing is committed without a read."""
     fetch = Fetch(num_blocks=3)
     for position, word in enumerate(words):
-        if position == reserve_after and fetch.state is FetchState.WAITING and fetch.digests:
+        if position == reserve_after and fetch.state is FetchState.WAITING and fetch.is_told:
             fetch, _ = advance_fetch(fetch, ev.Reserved((4, 5, 6), num_cached))
         fetch, _ = advance_fetch(fetch, word)
         assert fetch.num_posted <= 4 + sum(isinstance(each, ev.AnnouncedLayers) for each in words)

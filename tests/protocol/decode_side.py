@@ -104,9 +104,7 @@ class DecodeSide(EngineSide):
     def hear(self, peer: str, frame: bytes) -> None:
         """A frame of a prefill worker; see ``ControlHalf.link_message``."""
         message = message_of(frame)
-        assert isinstance(
-            message, (msg.LayersReadable, msg.BlocksPublished, msg.TransferComplete, msg.TransferFailed)
-        )
+        assert isinstance(message, msg.SenderWord)
         self.desk.message(PeerRef(peer, is_dialed=True), message)
 
     def link_up(self, peer: str) -> None:
