@@ -68,10 +68,13 @@ def prepare_inputs(batch: InputBatch, scheduled: SchedulerOutput) -> PreparedInp
     computed = np.array([batch.requests[req_id].num_computed_tokens for req_id in req_ids], dtype=np.int32)
     query_start_loc = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
 
-    request_indices = np.repeat(rows, counts)
-    starts = np.repeat(query_start_loc[:-1] - computed, counts)
-    positions = np.arange(query_start_loc[-1], dtype=np.int32) - starts
+    if num_tokens == len(counts):  # answers go on, and nothing else
+        request_indices, positions = rows, computed
+    else:
+        request_indices = np.repeat(rows, counts)
+        positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1] - computed, counts)
     block_indices, block_offsets = np.divmod(positions, np.int32(batch.block_size))
     max_len, max_blocks = batch.token_table.shape[1], batch.block_table.shape[1]
     wide = request_indices.astype(np.int64)
@@ -97,5 +100,5 @@ def prepare_inputs(batch: InputBatch, scheduled: SchedulerOutput) -> PreparedInp
         query_start_loc=query_start_loc,
         block_table=batch.block_table[rows],
         max_query_len=max_query_len,
-        mask_shape=(int(query_start_loc[-1]), int(seq_lens.max())) if computed.any() else shared,
+        mask_shape=(num_tokens, int(seq_lens.max())) if computed.any() else shared,
     )

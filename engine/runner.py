@@ -246,6 +246,8 @@ class ModelRunner:
 
     def _draw(self, logits: Tensor, rows: list[SamplingRow]) -> Samples:
         """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone."""
+        if self._group.size == 1:
+            return sample(logits, rows)
         drawn = sample(logits, rows) if self._group.rank == 0 else _undrawn(len(rows))
         return replace(drawn, token_ids=self._group.share_tokens(drawn.token_ids))
 

@@ -64,7 +64,8 @@ class KernelDecoder:
             config.num_heads * config.head_dim,
             config.intermediate_size,
         )
-        self._buffers = self._make_buffers(1)
+        self._model_pointer = ctypes.pointer(self._weights.model)
+        self._make_buffers(1)
         self._pool: _Pool | None = None
         self._under_way: Any = None
         """What the kernels read of a step, for as long as they do."""
@@ -80,8 +81,8 @@ class KernelDecoder:
     ) -> Callable[[], Tensor]:
         """See ForwardPass. Meanwhile Python's lock is free, but for what the watch does with it."""
         num_tokens = inputs.num_tokens
-        if num_tokens > len(self._buffers[0]):
-            self._buffers = self._make_buffers(num_tokens)
+        if num_tokens > self._num_rows:
+            self._make_buffers(num_tokens)
         pool = self._find(null_caches(self._config, self._block_size) if caches is None else caches)
         heard = _Heard(watch)
         step = CStep(
@@ -97,9 +98,8 @@ class KernelDecoder:
             inputs.slot_mapping.ctypes.data,
             pool.addresses,
             pool.block_stride,
-            *(buffer.data_ptr() for buffer in self._buffers),
-            -(-self._scratch.data_ptr() // _LINE) * _LINE,
-            ctypes.pointer(self._weights.model),
+            *self._addresses,
+            self._model_pointer,
             heard.callback,
         )
         self._kernels.launch(self._threads, step)
@@ -135,8 +135,11 @@ class KernelDecoder:
             self._pool = _Pool(caches, addresses(caches), caches[0].stride(0))
         return self._pool
 
-    def _make_buffers(self, num_rows: int) -> list[Tensor]:
-        return [torch.empty(num_rows, width, dtype=torch.bfloat16) for width in self._widths]
+    def _make_buffers(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._buffers = [torch.empty(num_rows, width, dtype=torch.bfloat16) for width in self._widths]
+        scratch = -(-self._scratch.data_ptr() // _LINE) * _LINE
+        self._addresses = [*(buffer.data_ptr() for buffer in self._buffers), scratch]
 
 
 @dataclass(frozen=True)
