@@ -1,5 +1,6 @@
 """Log probabilities of a prompt's own tokens: those of transformers, whatever the chunks, the cache and the hand-over."""
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,12 @@ async def test_a_request_that_loses_its_blocks_tells_them_once_and_right(
     try:
         sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
         first = EngineRequest(request_id="first", prompt_token_ids=PROMPT[::-1], sampling=sampling)
-        begun = engine.generate(first)
-        await anext(begun)
+        begun = asyncio.create_task(outputs_of(engine, first))
+        await asyncio.sleep(0)  # both are there before the first one has its token
         fields = {name: getattr(SAMPLING, name) for name in SamplingParams.__struct_fields__}
         later = request("later", sampling=SamplingParams(**{**fields, "max_tokens": 20}))
         check(told_by(await outputs_of(engine, later)), expected)
-        async for _ in begun:
-            pass
+        await begun
         assert (await engine.call("counters"))["num_preemptions_total"] > 0
     finally:
         await engine.shutdown()
