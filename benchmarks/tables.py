@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engine, interference, service_speed
+from benchmarks import engine, interference, service_speed, steps
 from benchmarks.facts import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -20,6 +20,7 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "engine": engine.table,
     "service": service_speed.table,
     "interference": interference.table,
+    "steps": steps.table,
 }
 
 

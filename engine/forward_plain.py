@@ -1,6 +1,7 @@
 """The forward pass by torch's modules."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ class PlainForward:
     def begin(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Callable[[], Tensor]:
-        """See ForwardPass."""
+        """See ForwardPass. On the host nothing can go on meanwhile: whoever has something else to do does it first."""
+        if self._device.type == "cpu":
+            return partial(self.forward, inputs, caches, watch)
         states = self.forward(inputs, caches, watch)
         return lambda: states
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import engine, interference, service_speed
+from benchmarks import engine, interference, service_speed, steps
 from benchmarks.direct_worker import DirectWorker, direct_worker
 from benchmarks.engine import OURS, PEERS, measure_engines
 from benchmarks.interference import AGGREGATED, measure_interference
@@ -204,3 +204,13 @@ async def test_the_service_beside_the_engine(tmp_path: Path) -> None:
     text = service_speed.table({**found, "command": "", "model": ""})
     assert "| 3 at once, 8 + 5 tokens | |" in text
     assert not psutil.Process().children()
+
+
+@pytest.mark.slow
+def test_what_a_step_spends_outside_the_model(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", dtype=torch.bfloat16, hidden_size=64, intermediate_size=64)
+    found = steps.measure_steps(folder, 1, num_steps=6, rounds=2, vocab_size=VOCAB_SIZE)
+    for one in found.values():
+        assert len(one["step_ms"]["samples"]) == 2
+        assert 0 < one["outside_ms"]["median"] <= one["step_ms"]["median"]
+    assert "| 32 at once | " in steps.table({"num_threads": 1, "sizes": found})

@@ -112,6 +112,18 @@ def test_orders_reach_the_connector_after_the_forward(folder: Path) -> None:
     assert connector.calls == ["start", ("publish", True)]
 
 
+def test_torch_on_the_host_computes_when_somebody_waits(folder: Path) -> None:
+    """What a step's beginning leaves to do meanwhile is not held up by its forward pass."""
+    driver = Driver(folder)
+    driver.add("a", PROMPT)
+    scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)
+    driver.schedule(scheduled, "a", driver.sequences["a"], 21)
+    finish, pool = driver.executor.begin(scheduled), driver.executor.runner.memory.pool
+    assert not pool.any()
+    assert len(finish().sampled_token_ids[0]) == 1
+    assert pool.any()
+
+
 def test_who_watches_hears_of_each_layer_when_its_kv_is_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
