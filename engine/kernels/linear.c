@@ -5,18 +5,18 @@
 #include <string.h>
 #include "kernels.h"
 
-enum { ITEM_BYTES = 32768, NEAR = 8192, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 192 };
+enum { ITEM_BYTES = 32768, NEAR = 8192, ALL_LINES = 128, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 192 };
 
-#define ROWS(R)                                                                                                      \
-    static void multiply_##R(const uint32_t *pairs, size_t stride, const char *weights, size_t num_pairs, float *sums, \
-                             size_t sums_stride, int adds, const char *ahead, size_t step) {                         \
+#define ROWS(R, NAME, HINT)                                                                                          \
+    static void NAME##R(const uint32_t *pairs, size_t stride, const char *weights, size_t num_pairs, float *sums,     \
+                        size_t sums_stride, int adds, const char *ahead, size_t step) {                              \
         __m512 sum[R][2];                                                                                            \
         for (int r = 0; r < R; r++)                                                                                  \
             for (int v = 0; v < 2; v++)                                                                              \
                 sum[r][v] = adds ? _mm512_loadu_ps(sums + r * sums_stride + v * 16) : _mm512_setzero_ps();           \
         for (size_t pair = 0; pair < num_pairs; pair++, weights += 128, ahead += step) {                             \
-            _mm_prefetch(ahead, _MM_HINT_T1);                                                                        \
-            _mm_prefetch(ahead + 64, _MM_HINT_T1);                                                                   \
+            _mm_prefetch(ahead, HINT);                                                                               \
+            _mm_prefetch(ahead + 64, HINT);                                                                          \
             __m512bh low = (__m512bh)_mm512_loadu_si512(weights), high = (__m512bh)_mm512_loadu_si512(weights + 64); \
             _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                   \
                 __m512bh input = (__m512bh)_mm512_set1_epi32((int)pairs[(size_t)r * stride + pair]);                 \
@@ -27,15 +27,22 @@ enum { ITEM_BYTES = 32768, NEAR = 8192, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 192
         for (int r = 0; r < R; r++)                                                                                  \
             for (int v = 0; v < 2; v++) _mm512_storeu_ps(sums + r * sums_stride + v * 16, sum[r][v]);                \
     }
-ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#define EACH(NAME, HINT)                                                                                             \
+    ROWS(1, NAME, HINT) ROWS(2, NAME, HINT) ROWS(3, NAME, HINT) ROWS(4, NAME, HINT) ROWS(5, NAME, HINT)              \
+    ROWS(6, NAME, HINT) ROWS(7, NAME, HINT) ROWS(8, NAME, HINT) ROWS(9, NAME, HINT) ROWS(10, NAME, HINT)             \
+    ROWS(11, NAME, HINT) ROWS(12, NAME, HINT)
+EACH(several_, _MM_HINT_T1)
+EACH(single_, _MM_HINT_NTA)  // weights that are read once leave the caches to what comes after them: Python's code and data
+#define TABLE(NAME)                                                                                                  \
+    {NULL, NAME##1, NAME##2, NAME##3, NAME##4, NAME##5, NAME##6, NAME##7, NAME##8, NAME##9, NAME##10, NAME##11, NAME##12}
 
 typedef void (*Multiply)(const uint32_t *, size_t, const char *, size_t, float *, size_t, int, const char *, size_t);
-static const Multiply BY_ROWS[] = {NULL,       multiply_1, multiply_2, multiply_3,  multiply_4,  multiply_5, multiply_6,
-                                   multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12};
+static const Multiply SEVERAL[] = TABLE(several_), SINGLE[] = TABLE(single_);
 
 void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums,
               size_t sums_stride, int adds, const char *ahead, size_t step) {
-    BY_ROWS[num_rows](pairs, stride, (const char *)panel, num_pairs, sums, sums_stride, adds, ahead, step);
+    const Multiply *by_rows = step == ALL_LINES ? SINGLE : SEVERAL;
+    by_rows[num_rows](pairs, stride, (const char *)panel, num_pairs, sums, sums_stride, adds, ahead, step);
 }
 
 static __m512 silu(__m512 x) {
@@ -84,7 +91,7 @@ static void compute_panel(const Job *job, size_t panel, size_t first_row, size_t
     size_t num_pairs = job->layer->inputs / 2, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const uint32_t *input = (const uint32_t *)job->input + first_row * num_pairs;
     const bf16 *weight = job->layer->weight + panel * num_pairs * PANEL * 2;
-    size_t step = num_tiles == 1 ? 128 : 64;  // of several tiles the first two ask for the next part's lines
+    size_t step = num_tiles == 1 ? ALL_LINES : 64;  // of several tiles the first two ask for the next part's lines
     float sums[ROWS_AT_ONCE * PANEL];
     for (size_t pair = 0; pair < num_pairs; pair += PAIRS_AT_ONCE) {
         size_t now = num_pairs - pair < PAIRS_AT_ONCE ? num_pairs - pair : PAIRS_AT_ONCE;
