@@ -16,10 +16,13 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "msgspec")
 
 
 def run_facts() -> dict[str, Any]:
-    """Machine, commit (``-dirty`` with uncommitted changes), date and versions of this run."""
+    """Machine, commit (``-dirty`` with uncommitted changes, other than results), date and versions of this run."""
+    changes = _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"
+    )
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _git("describe", "--always", "--dirty"),
+        "commit": _git("describe", "--always") + ("-dirty" if changes else ""),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
