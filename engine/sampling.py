@@ -49,7 +49,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     scores = adjusted(raw, rows)
     random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     if scores.device.type == "cpu" and scores is raw and not random_rows:
-        drawn, is_usable = _best_on_host(scores.numpy())
+        drawn, is_usable = (each.tolist() for each in _best_on_host(scores.numpy()))
     else:
         drawn, is_usable = _drawn(raw, scores, rows, random_rows)
     num_nans = [0] * len(rows) if all(is_usable) else _count_unusable(raw, scores)
@@ -59,10 +59,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     return Samples(token_ids, num_nans, token_logprobs(raw, token_ids, wanted) if is_wanted else None)
 
 
-def _best_on_host(scores: NDArray[np.float32]) -> tuple[list[int], Sequence[int]]:
+def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """As ``_best``; numpy finds them ten times as fast as torch."""
     found = scores.argmax(axis=-1)
-    return found.tolist(), np.isfinite(scores[np.arange(len(found)), found]).tolist()
+    return found, np.isfinite(scores[np.arange(len(found)), found])
 
 
 def _drawn(
@@ -85,7 +85,7 @@ def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The best token of each row, the lowest id among equals (NaN is best), and whether it is a number."""
     if scores.device.type == "cpu":
         found, is_number = _best_on_host(scores.numpy())
-        return torch.tensor(found), torch.tensor(is_number)
+        return torch.from_numpy(found), torch.from_numpy(is_number)
     top = scores.max(dim=-1)
     return top.indices, top.values.isfinite()
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
+from engine.outputs import NewRequestData, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
 
@@ -34,20 +34,12 @@ class StepPlan:
         All that is known now is computed by then. They get no blocks yet.
         """
         draft = cls(budget)
+        draft._drafted = output = SchedulerOutput()
         for request in requests:
-            draft.add(Turn(request, 1, []))
-        keys = list(draft._turns)
-        draft._drafted = SchedulerOutput(
-            num_scheduled_tokens=dict.fromkeys(keys, 1),
-            total_num_scheduled_tokens=len(keys),
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=keys,
-                resumed_from_preemption=[False] * len(keys),
-                new_token_ids=[[] for _ in keys],
-                new_block_ids=[(turn.new_block_ids,) for turn in draft],
-                num_computed_tokens=[request.num_tokens for request in requests],
-            ),
-        )
+            turn = Turn(request, 1, [])
+            draft.add(turn)
+            _count(output, turn)
+            _add_cached(output, turn, request.num_tokens)
         return draft
 
     def __iter__(self) -> Iterator[Turn]:
@@ -67,20 +59,26 @@ class StepPlan:
 
     def to_output(self, pool: BlockPool) -> SchedulerOutput:
         """The orders to the runner, which from now on knows every request in them."""
-        if self._drafted is not None:
-            self._drafted.num_common_prefix_blocks = [pool.num_common_blocks(self._turns)]
-            return self._drafted
-        output = SchedulerOutput(num_common_prefix_blocks=[pool.num_common_blocks(self._turns)])
+        output = self._drafted or self._ordered()
+        output.num_common_prefix_blocks = [pool.num_common_blocks(self._turns)]
+        return output
+
+    def _ordered(self) -> SchedulerOutput:
+        output = SchedulerOutput()
         for turn in self:
             request = turn.request
-            output.num_scheduled_tokens[request.key] = turn.num_tokens
-            output.total_num_scheduled_tokens += turn.num_tokens
+            _count(output, turn)
             if request.is_known_to_runner:
-                _add_cached(output, turn)
+                _add_cached(output, turn, request.num_computed_tokens)
             else:
                 output.scheduled_new_reqs.append(_new_request_data(turn))
                 request.is_known_to_runner = True
         return output
+
+
+def _count(output: SchedulerOutput, turn: Turn) -> None:
+    output.num_scheduled_tokens[turn.request.key] = turn.num_tokens
+    output.total_num_scheduled_tokens += turn.num_tokens
 
 
 def _new_request_data(turn: Turn) -> NewRequestData:
@@ -98,10 +96,11 @@ def _new_request_data(turn: Turn) -> NewRequestData:
     )
 
 
-def _add_cached(output: SchedulerOutput, turn: Turn) -> None:
+def _add_cached(output: SchedulerOutput, turn: Turn, num_computed_tokens: int) -> None:
+    """Blocks that the turn gets later are among its orders too."""
     cached = output.scheduled_cached_reqs
     cached.req_ids.append(turn.request.key)
     cached.resumed_from_preemption.append(turn.is_resumed)
     cached.new_token_ids.append(list(turn.request.token_ids) if turn.is_resumed else [])
-    cached.new_block_ids.append((list(turn.new_block_ids),))
-    cached.num_computed_tokens.append(turn.request.num_computed_tokens)
+    cached.new_block_ids.append((turn.new_block_ids,))
+    cached.num_computed_tokens.append(num_computed_tokens)
