@@ -53,12 +53,14 @@ class KVSender:
         """After the coming forward pass so much of the prompt is computed. The first call lends the blocks.
 
         They are those of the whole prompt, all reserved; ``request.num_computed_tokens`` of them are computed already.
+        Nobody is shown any where token 0 will be the whole answer: the receiver would read for nothing.
         """
         if request.key not in self._open:
             self._open.add(request.key)
             blocks = self._pool.table_of(request.key)
             self._connector.open_send(request.asked, blocks, request.num_computed_tokens)
-        self._connector.publish(request.key, num_computed_tokens)
+        if request.asked.sampling.max_tokens > 1:
+            self._connector.publish(request.key, num_computed_tokens)
 
     def finish(self, request: Request, first_tokens: Sequence[FirstToken]) -> None:
         """The prompt is computed, the answers go on at the receiver: one token for each choice."""

@@ -32,6 +32,18 @@ def test_abort_of_a_prefill_leg(num_steps: int) -> None:
     assert engine.pool.holders() == {} and not engine.connector.sends
 
 
+@pytest.mark.parametrize(("max_tokens", "num_shown"), [(1, 0), (2, 4)])
+def test_an_answer_of_one_token_is_never_shown_to_the_receiver(max_tokens: int, num_shown: int) -> None:
+    """Its loan is opened, so that the receiver hears that it is not needed; nothing is published that it might read."""
+    engine = SteppedEngine(max_num_batched_tokens=4)
+    engine.add(fake_request("p", PROMPT, max_tokens, transfer=SEND))
+    engine.step()
+    send = engine.connector.sends["p#0.0"]
+    assert send.num_published == num_shown
+    engine.run()
+    assert send.end == ("not_needed" if max_tokens == 1 else "finished")
+
+
 @pytest.mark.parametrize("num_steps", [0, 20])
 def test_a_transfer_serves_one_request_at_a_time(num_steps: int) -> None:
     """Whether the first still waits or has ended and lends, the second is refused; a later attempt is not."""
