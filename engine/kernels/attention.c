@@ -39,8 +39,8 @@ static size_t lay_out(const Model *model, char *at, Desk *desk) {
     desk->queries = (bf16 *)at, at += padded(rows * size * sizeof(bf16));
     desk->keys = (bf16 *)at, at += padded(KEYS * size * sizeof(bf16));
     desk->values = (bf16 *)at, at += padded(KEYS * size * sizeof(bf16));
-    desk->weights = (bf16 *)at, at += padded(rows * KEYS * sizeof(bf16));
-    desk->scores = (float *)at, at += padded(rows * KEYS * sizeof(float));
+    desk->weights = (bf16 *)at, at += padded(MAX_ROWS * KEYS * sizeof(bf16));
+    desk->scores = (float *)at, at += padded(MAX_ROWS * KEYS * sizeof(float));
     desk->mixed = (float *)at, at += padded(rows * size * sizeof(float));
     desk->top = (float *)at, at += padded(rows * sizeof(float));
     desk->total = (float *)at, at += padded(rows * sizeof(float));
@@ -77,37 +77,40 @@ static void transpose(__m512i *row) {
     }
 }
 
-static void pack_keys(const bf16 *const *keys, bf16 *packed, size_t size) {
-    for (size_t from = 0; from < KEYS; from += 16)
-        for (size_t dim = 0; dim < size; dim += 32) {
-            __m512i words[16];
-            for (int i = 0; i < 16; i++) words[i] = _mm512_loadu_si512(keys[from + (size_t)i] + dim);
-            transpose(words);
-            for (size_t i = 0; i < 16; i++) _mm512_storeu_si512(packed + ((from / PANEL * size / 2 + dim / 2 + i) * PANEL + from % PANEL) * 2, words[i]);
+static const bf16 NOTHING[1024];
+
+// 16 keys into their places of a panel.
+static void pack_keys(const bf16 *const *keys, const bf16 *const *next, bf16 *packed, size_t size) {
+    for (size_t dim = 0; dim < size; dim += 32) {
+        __m512i words[16];
+        for (int i = 0; i < 16; i++) {
+            _mm_prefetch((const char *)(next[i] + dim), _MM_HINT_T0);
+            words[i] = _mm512_loadu_si512(keys[i] + dim);
         }
+        transpose(words);
+        for (size_t i = 0; i < 16; i++) _mm512_storeu_si512(packed + (dim / 2 + i) * PANEL * 2, words[i]);
+    }
 }
 
-static void pack_values(const bf16 *const *values, bf16 *packed, size_t size) {
+static void pack_values(const bf16 *const *keys, const bf16 *const *next, size_t to_values, bf16 *packed, size_t size) {
     const __m512i step = _mm512_set1_epi32(0x00010001);
     __m512i low = _mm512_setr_epi32(0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007, 0x280008,
                                     0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f);
     __m512i high = _mm512_add_epi32(low, _mm512_slli_epi32(step, 4));
-    for (size_t key = 0; key < KEYS; key += 2)
+    for (size_t key = 0; key < KEYS; key += 2) {
+        const bf16 *values[2];
+        for (size_t i = 0; i < 2; i++) values[i] = keys[key + i] == NOTHING ? NOTHING : keys[key + i] + to_values;
         for (size_t dim = 0; dim < size; dim += 32) {
-            __m512i even = _mm512_loadu_si512(values[key] + dim), odd = _mm512_loadu_si512(values[key + 1] + dim);
+            for (size_t i = 0; i < 2; i++) _mm_prefetch((const char *)(next[key + i] + to_values + dim), _MM_HINT_T0);
+            __m512i even = _mm512_loadu_si512(values[0] + dim), odd = _mm512_loadu_si512(values[1] + dim);
             bf16 *to = packed + (dim / PANEL * (KEYS / 2) + key / 2) * PANEL * 2;
             _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
             _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(even, high, odd));
         }
+    }
 }
 
-static const bf16 NOTHING[1024];
-
-static void prefetch(const bf16 *from, size_t num_bytes) {
-    for (size_t at = 0; at < num_bytes; at += LINE) _mm_prefetch((const char *)from + at, _MM_HINT_T0);
-}
-
-// Where the keys at positions from..from + 63 of the tile's request lie, nothing behind its end; asks memory for all of them.
+// Where the keys at positions from..from + 63 of the tile's request lie, nothing behind its end.
 static void find_keys(const Job *job, const Tile *tile, size_t from, const bf16 **keys) {
     const Step *step = job->step;
     size_t size = job->model->head_dim, length = (size_t)step->seq_lens[tile->request], slots = step->block_size;
@@ -116,30 +119,57 @@ static void find_keys(const Job *job, const Tile *tile, size_t from, const bf16 
     for (size_t i = 0; i < num_keys; offset = 0, entry++) {
         size_t now = slots - offset < num_keys - i ? slots - offset : num_keys - i;
         const bf16 *head = job->cache + (size_t)*entry * step->block_stride + (tile->kv_head * slots + offset) * size;
-        prefetch(head, now * size * sizeof *head);
-        prefetch(head + job->to_values, now * size * sizeof *head);
         for (size_t end = i + now; i < end; i++, head += size) keys[i] = head;
     }
     for (size_t i = num_keys; i < KEYS; i++) keys[i] = NOTHING;
 }
 
-static void pack(const Job *job, const bf16 **keys, const Desk *desk) {
+// Puts keys and their values into panels; for each line that it reads it asks memory for the same one of the next keys.
+static void pack(const Job *job, const bf16 *const *keys, const bf16 *const *next, const Desk *desk) {
     size_t size = job->model->head_dim;
-    pack_keys(keys, desk->keys, size);
-    for (size_t i = 0; i < KEYS; i++)
-        if (keys[i] != NOTHING) keys[i] += job->to_values;
-    pack_values(keys, desk->values, size);
+    for (size_t from = 0; from < KEYS; from += 16)
+        pack_keys(keys + from, next + from, desk->keys + (from / PANEL * size / 2 * PANEL + from % PANEL) * 2, size);
+    pack_values(keys, next, job->to_values, desk->values, size);
 }
 
-static void multiply_rows(const bf16 *rows, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums, size_t stride,
-                          int adds) {
-    size_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (size_t i = 0, row = 0; i < num_tiles; i++) {
-        size_t end = num_rows * (i + 1) / num_tiles;
-        multiply((const uint32_t *)rows + row * num_pairs, num_pairs, end - row, panel, num_pairs, sums + row * stride, stride, adds,
-                 (const char *)panel, 0);
-        row = end;
+// As `multiply` with two panels at once, for so few rows that one instruction would wait for the one before.
+#define BOTH(R)                                                                                                      \
+    static void both_##R(const uint32_t *pairs, size_t stride, const bf16 *panels, size_t num_pairs, float *sums,    \
+                         size_t sums_stride, int adds) {                                                             \
+        const char *weights = (const char *)panels, *beside = weights + num_pairs * 128;                             \
+        __m512 sum[R][4];                                                                                            \
+        _Pragma("GCC unroll 6") for (int r = 0; r < R; r++)                                                          \
+            _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                                      \
+                sum[r][v] = adds ? _mm512_loadu_ps(sums + r * sums_stride + v * 16) : _mm512_setzero_ps();           \
+        for (size_t pair = 0; pair < num_pairs; pair++, weights += 128, beside += 128) {                             \
+            __m512bh weight[4] = {                                                                                   \
+                (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_loadu_si512(weights + 64),                   \
+                (__m512bh)_mm512_loadu_si512(beside), (__m512bh)_mm512_loadu_si512(beside + 64)};                    \
+            _Pragma("GCC unroll 6") for (int r = 0; r < R; r++) {                                                    \
+                __m512bh input = (__m512bh)_mm512_set1_epi32((int)pairs[(size_t)r * stride + pair]);                 \
+                _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                                  \
+                    sum[r][v] = _mm512_dpbf16_ps(sum[r][v], input, weight[v]);                                       \
+            }                                                                                                        \
+        }                                                                                                            \
+        _Pragma("GCC unroll 6") for (int r = 0; r < R; r++)                                                          \
+            _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                                      \
+                _mm512_storeu_ps(sums + r * sums_stride + v * 16, sum[r][v]);                                        \
     }
+BOTH(1) BOTH(2) BOTH(3) BOTH(4) BOTH(5) BOTH(6)
+typedef void (*Both)(const uint32_t *, size_t, const bf16 *, size_t, float *, size_t, int);
+static const Both BOTH_OF[] = {NULL, both_1, both_2, both_3, both_4, both_5, both_6};
+
+// Some rows with some panels of num_pairs pairs each.
+static void multiply_panels(const bf16 *rows, size_t num_rows, const bf16 *panels, size_t num_panels, size_t num_pairs, float *sums,
+                            size_t stride, int adds) {
+    const uint32_t *pairs = (const uint32_t *)rows;
+    size_t i = 0;
+    if (num_rows < sizeof BOTH_OF / sizeof *BOTH_OF)
+        for (; i + 1 < num_panels; i += 2)
+            BOTH_OF[num_rows](pairs, num_pairs, panels + i * num_pairs * PANEL * 2, num_pairs, sums + i * PANEL, stride, adds);
+    for (; i < num_panels; i++)
+        multiply(pairs, num_pairs, num_rows, panels + i * num_pairs * PANEL * 2, num_pairs, sums + i * PANEL, stride, adds,
+                 (const char *)panels, 0);
 }
 
 // Which of 64 keys from `from` on a token at `position` sees.
@@ -154,24 +184,22 @@ static uint64_t visible(size_t position, size_t from, size_t window) {
 }
 
 // One row's part of the online softmax: its scores become weights, and what it has mixed is scaled to the new top.
-static void weigh_row(const Job *job, const Desk *desk, size_t row, uint64_t seen) {
+static void weigh_row(const Job *job, const Desk *desk, size_t row, const float *scores, bf16 *weights, uint64_t seen) {
     size_t size = job->model->head_dim;
-    __m512 score[4], top = _mm512_set1_ps(desk->top[row]), scale = _mm512_set1_ps(job->model->scale);
-    bf16 *weights = desk->weights + row * KEYS;
+    __m512 score[4], top = _mm512_set1_ps(desk->top[row]), scale = _mm512_set1_ps(job->model->scale * LOG2_E);
     if (!seen) {
         memset(weights, 0, KEYS * sizeof *weights);
         return;
     }
     for (int v = 0; v < 4; v++) {
         __mmask16 mask = (__mmask16)(seen >> (16 * v));
-        score[v] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, _mm512_loadu_ps(desk->scores + row * KEYS + v * 16), scale);
+        score[v] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, _mm512_loadu_ps(scores + v * 16), scale);
         top = _mm512_max_ps(top, score[v]);
     }
     float new_top = _mm512_reduce_max_ps(top), old_top = desk->top[row];
     __m512 sum = _mm512_setzero_ps(), wide_top = _mm512_set1_ps(new_top);
     for (int v = 0; v < 4; v++) {
-        __m512 weight = exponential(_mm512_sub_ps(score[v], wide_top));
-        weight = _mm512_maskz_mov_ps((__mmask16)(seen >> (16 * v)), weight);
+        __m512 weight = power_of_2(_mm512_sub_ps(score[v], wide_top));
         sum = _mm512_add_ps(sum, weight);
         narrow(weights + v * 16, weight);
     }
@@ -180,7 +208,7 @@ static void weigh_row(const Job *job, const Desk *desk, size_t row, uint64_t see
         desk->total[row] += _mm512_reduce_add_ps(sum);
         return;
     }
-    float shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(old_top - new_top)));
+    float shrink = _mm512_cvtss_f32(power_of_2(_mm512_set1_ps(old_top - new_top)));
     desk->total[row] = desk->total[row] * shrink + _mm512_reduce_add_ps(sum);
     for (size_t i = 0; i < size; i += 16) {
         float *mixed = desk->mixed + row * size + i;
@@ -210,22 +238,39 @@ static void give_mixed(const Job *job, const Tile *tile, const Desk *desk) {
     }
 }
 
-static void attend_tile(const Job *job, const Tile *tile, const Desk *desk) {
-    size_t size = job->model->head_dim, window = job->layer->window, last = tile->first_position + tile->num_tokens - 1;
-    size_t lowest = window && tile->first_position >= window ? tile->first_position - window + 1 : 0;
+static size_t first_key(const Job *job, const Tile *tile) {
+    size_t window = job->layer->window, lowest = window && tile->first_position >= window ? tile->first_position - window + 1 : 0;
+    return lowest / KEYS * KEYS;
+}
+
+// Rows first..end - 1 of the tile and 64 packed keys, of which the tile's tokens see the first num_panels * 32 at most.
+static void attend_rows(const Job *job, const Tile *tile, const Desk *desk, size_t first, size_t end, size_t from, size_t num_panels) {
+    size_t size = job->model->head_dim;
+    multiply_panels(desk->queries + first * size, end - first, desk->keys, num_panels, size / 2, desk->scores, KEYS, 0);
+    for (size_t row = first; row < end; row++) {
+        uint64_t seen = visible(tile->first_position + row / job->group, from, job->layer->window);
+        weigh_row(job, desk, row, desk->scores + (row - first) * KEYS, desk->weights + (row - first) * KEYS, seen);
+    }
+    multiply_panels(desk->weights, end - first, desk->values, size / PANEL, KEYS / 2, desk->mixed + first * size, size, 1);
+}
+
+// follower: what this thread computes next, as far as anybody knows; its first keys are asked for with the last ones' work.
+static void attend_tile(const Job *job, const Tile *tile, const Desk *desk, const Tile *follower) {
+    size_t last = tile->first_position + tile->num_tokens - 1, num_parts = (tile->num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const bf16 *keys[KEYS], *next[KEYS];
-    find_keys(job, tile, lowest / KEYS * KEYS, next);
+    find_keys(job, tile, first_key(job, tile), keys);
     take_queries(job, tile, desk);
-    for (size_t from = lowest / KEYS * KEYS; from <= last; from += KEYS) {
-        memcpy(keys, next, sizeof keys);
+    for (size_t from = first_key(job, tile); from <= last; from += KEYS) {
         if (from + KEYS <= last) find_keys(job, tile, from + KEYS, next);
-        pack(job, keys, desk);
-        for (size_t key = 0; key < KEYS; key += PANEL)
-            multiply_rows(desk->queries, tile->num_rows, desk->keys + key * size, size / 2, desk->scores + key, KEYS, 0);
-        for (size_t row = 0; row < tile->num_rows; row++)
-            weigh_row(job, desk, row, visible(tile->first_position + row / job->group, from, window));
-        for (size_t dim = 0; dim < size; dim += PANEL)
-            multiply_rows(desk->weights, tile->num_rows, desk->values + dim * KEYS, KEYS / 2, desk->mixed + dim, size, 1);
+        else if (follower) find_keys(job, follower, first_key(job, follower), next);
+        else for (size_t i = 0; i < KEYS; i++) next[i] = NOTHING;
+        pack(job, keys, next, desk);
+        for (size_t part = 0, row = 0; part < num_parts; part++) {
+            size_t end = tile->num_rows * (part + 1) / num_parts;
+            attend_rows(job, tile, desk, row, end, from, last - from < PANEL ? 1 : KEYS / PANEL);
+            row = end;
+        }
+        memcpy(keys, next, sizeof keys);
     }
     give_mixed(job, tile, desk);
 }
@@ -245,18 +290,22 @@ static size_t request_of(const Job *job, size_t tile) {
     return low;
 }
 
-static void attend_item(const void *context, size_t item, size_t thread) {
-    const Job *job = context;
+static Tile tile_of(const Job *job, size_t item) {
     const Step *step = job->step;
     size_t number = item / job->model->num_kv_heads, request = request_of(job, number);
     size_t start = (size_t)step->query_start[request], from = start + (number - job->first_tiles[request]) * job->tile_tokens;
-    size_t left = (size_t)step->query_start[request + 1] - from;
-    Tile tile = {request, from, left < job->tile_tokens ? left : job->tile_tokens, item % job->model->num_kv_heads, 0, 0};
-    tile.num_rows = tile.num_tokens * job->group;
-    tile.first_position = (size_t)step->positions[from];
+    size_t left = (size_t)step->query_start[request + 1] - from, now = left < job->tile_tokens ? left : job->tile_tokens;
+    return (Tile){request, from, now, item % job->model->num_kv_heads, now * job->group, (size_t)step->positions[from]};
+}
+
+static void attend_item(const void *context, size_t item, size_t thread) {
+    const Job *job = context;
+    Tile tile = tile_of(job, item), follower;
+    int is_last = item + 1 == job->first_tiles[job->step->num_requests] * job->model->num_kv_heads;
+    if (!is_last) follower = tile_of(job, item + 1);
     Desk desk;
     lay_out(job->model, job->scratch + thread * job->scratch_bytes, &desk);
-    attend_tile(job, &tile, &desk);
+    attend_tile(job, &tile, &desk, is_last ? NULL : &follower);
 }
 
 void attend(Pool *pool, const Model *model, const Layer *layer, const Step *step, const bf16 *cache) {

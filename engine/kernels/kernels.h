@@ -84,18 +84,15 @@ static inline __m512 rounded(__m512 values) {  // to bf16 and back
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)), 16));
 }
 
-// e to the power of x for x <= 0 (and -infinity): 2^n times a polynomial (Cephes' expf), 2 ulp.
-static inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // in this order NaN stays NaN
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
+#define LOG2_E 1.44269504f
+
+// For x <= 0 (and -infinity): 2 to the power of what x is rounded down to, times a polynomial of the rest.
+static inline __m512 power_of_2(__m512 x) {
+    __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), p = _mm512_set1_ps(1.867130282e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.017029777e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.579991266e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.401644439e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931512952e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, x);
 }

@@ -11,8 +11,8 @@ enum { ITEM_BYTES = 32768, NEAR = 8192, ALL_LINES = 128, PAIRS_AT_ONCE = 1024, R
     static void NAME##R(const uint32_t *pairs, size_t stride, const char *weights, size_t num_pairs, float *sums,     \
                         size_t sums_stride, int adds, const char *ahead, size_t step) {                              \
         __m512 sum[R][2];                                                                                            \
-        for (int r = 0; r < R; r++)                                                                                  \
-            for (int v = 0; v < 2; v++)                                                                              \
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)                                                         \
+            _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)                                                      \
                 sum[r][v] = adds ? _mm512_loadu_ps(sums + r * sums_stride + v * 16) : _mm512_setzero_ps();           \
         for (size_t pair = 0; pair < num_pairs; pair++, weights += 128, ahead += step) {                             \
             _mm_prefetch(ahead, HINT);                                                                               \
@@ -24,8 +24,9 @@ enum { ITEM_BYTES = 32768, NEAR = 8192, ALL_LINES = 128, PAIRS_AT_ONCE = 1024, R
                 sum[r][1] = _mm512_dpbf16_ps(sum[r][1], input, high);                                                \
             }                                                                                                        \
         }                                                                                                            \
-        for (int r = 0; r < R; r++)                                                                                  \
-            for (int v = 0; v < 2; v++) _mm512_storeu_ps(sums + r * sums_stride + v * 16, sum[r][v]);                \
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)                                                         \
+            _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)                                                      \
+                _mm512_storeu_ps(sums + r * sums_stride + v * 16, sum[r][v]);                                        \
     }
 #define EACH(NAME, HINT)                                                                                             \
     ROWS(1, NAME, HINT) ROWS(2, NAME, HINT) ROWS(3, NAME, HINT) ROWS(4, NAME, HINT) ROWS(5, NAME, HINT)              \
@@ -46,10 +47,12 @@ void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 
 }
 
 static __m512 silu(__m512 x) {
-    __m512 grown = exponential(_mm512_min_ps(x, _mm512_sub_ps(_mm512_setzero_ps(), x)));  // e^-|x|
+    __m512 size = _mm512_abs_ps(x), grown = power_of_2(_mm512_mul_ps(size, _mm512_set1_ps(-LOG2_E)));  // e^-|x|
     __m512 one = _mm512_set1_ps(1.0f);
     __m512 top = _mm512_mask_mov_ps(grown, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), one);
-    return _mm512_div_ps(_mm512_mul_ps(x, top), _mm512_add_ps(one, grown));
+    __m512 under = _mm512_add_ps(one, grown), part = _mm512_rcp14_ps(under);
+    part = _mm512_mul_ps(part, _mm512_fnmadd_ps(under, part, _mm512_set1_ps(2.0f)));  // Newton's step: exact to 2 ulp
+    return _mm512_mul_ps(_mm512_mul_ps(x, top), part);
 }
 
 typedef struct {
