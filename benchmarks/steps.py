@@ -1,8 +1,8 @@
 """``python -m benchmarks.steps --model DIR``: how much of a decode step is spent outside the model.
 
-One engine in this process with the shipped defaults decodes 1, 8 and 32 requests. Inside the model is what the kernels take
-for the layers and the logits; outside is all the rest of the step: scheduling, inputs, sampling, taking in what was drawn.
-To ``results/steps_<model>.json``.
+One engine in this process with the shipped defaults decodes 1, 8 and 32 requests, its steps in a row as in a service that
+gets no input. Told are the time in which no kernel computes layers or logits, since the next step waits for Python
+(sampling, inputs), and all that Python takes, most of it while the kernels compute. To ``results/steps_<model>.json``.
 """
 
 import argparse
@@ -28,43 +28,67 @@ from engine.kernels.binding import Kernels
 from engine.settings import EngineSettings
 
 SIZES = (1, 8, 32)
-_MODEL_CALLS = ("wait", "linear")
+_PARTS = ("step_ms", "still_ms", "python_ms")
 _FIRST_STEPS = 4
 _PROMPT = 128
 
 
-class Inside:
-    """Seconds that the kernels took since they were asked last."""
+class Watch:
+    """What each step took since it was asked last, in milliseconds: (whole, standing still, Python).
+
+    A step goes from the launch of its layers to the next launch. The model stands still while neither layers nor logits are
+    computed; Python's time is that of the engine's thread, kernels excepted, whether other threads compute meanwhile or not.
+    """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._steps: list[tuple[float, float, float]] = []
+        self._launched: tuple[float, float] | None = None
+        self._still_since = self._still = self._inside = 0.0
 
-    def take(self) -> float:
-        """Asked between two steps."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def take(self) -> list[tuple[float, float, float]]:
+        """Asked while nothing is under way."""
+        steps, self._steps, self._launched = self._steps, [], None
+        return steps
 
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, which counts."""
+    def launch(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, behind which the model is computed."""
 
         @wraps(call)
-        def timed(*arguments: Any) -> Any:
-            begin = time.perf_counter()
+        def watched(*arguments: Any) -> Any:
+            now, used = time.perf_counter(), time.thread_time()
+            if self._launched is not None:
+                began, used_before = self._launched
+                still, python = self._still + now - self._still_since, used - used_before - self._inside
+                self._steps.append((1000 * (now - began), 1000 * still, 1000 * python))
+            self._launched, self._still, self._inside = (now, used), 0.0, 0.0
+            return call(*arguments)
+
+        return watched
+
+    def compute(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, at whose end the model stands still. At its beginning it does not where layers are under way."""
+
+        @wraps(call)
+        def watched(*arguments: Any) -> Any:
+            begin, used = time.perf_counter(), time.thread_time()
+            if call.__name__ == "linear":
+                self._still += begin - self._still_since
             result = call(*arguments)
-            self._seconds += time.perf_counter() - begin
+            self._inside += time.thread_time() - used
+            self._still_since = time.perf_counter()
             return result
 
-        return timed
+        return watched
 
 
 @contextmanager
-def watching() -> Iterator[Inside]:
+def watching() -> Iterator[Watch]:
     """All kernels of this process are timed meanwhile."""
-    inside, calls = Inside(), {name: getattr(Kernels, name) for name in _MODEL_CALLS}
+    watch, calls = Watch(), {name: getattr(Kernels, name) for name in ("launch", "wait", "linear")}
     for name, call in calls.items():
-        setattr(Kernels, name, inside.timed(call))
+        setattr(Kernels, name, watch.launch(call) if name == "launch" else watch.compute(call))
     try:
-        yield inside
+        yield watch
     finally:
         for name, call in calls.items():
             setattr(Kernels, name, call)
@@ -73,48 +97,50 @@ def watching() -> Iterator[Inside]:
 def measure_steps(
     model: Path, num_threads: int, num_steps: int, rounds: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Of each size: milliseconds of a step, and of it outside the model; medians of a round are its samples."""
+    """Of each size: milliseconds of a step, and of it without the model; medians of a round are its samples."""
     settings = EngineSettings(model=model, dtype="bfloat16", num_threads=num_threads)
     rng, found = random.Random(1), dict[str, Any]()
-    with watching() as inside:
+    with watching() as watch:
         core = EngineCore(settings)
         try:
             for size in SIZES:
-                taken = [_round(core, inside, size, num_steps, vocab_size, rng) for _ in range(rounds)]
-                whole, outside = (summary([pair[part] for pair in taken]) for part in (0, 1))
-                share = outside["median"] / whole["median"]
-                found[str(size)] = {"step_ms": whole, "outside_ms": outside, "share_outside": share}
+                taken = [_round(core, watch, size, num_steps, vocab_size, rng) for _ in range(rounds)]
+                one = {name: summary([figures[name] for figures in taken]) for name in _PARTS}
+                step, still, python = (one[name]["median"] for name in _PARTS)
+                shares = {"share_still": still / step, "share_python": python / step}
+                found[str(size)] = one | shares | {"share_of_all_threads": python / step / num_threads}
         finally:
             core.close()
     return found
 
 
 def _round(
-    core: EngineCore, inside: Inside, size: int, num_steps: int, vocab_size: int, rng: random.Random
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    core: EngineCore, watch: Watch, size: int, num_steps: int, vocab_size: int, rng: random.Random
+) -> dict[str, dict[str, Any]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=num_steps + _FIRST_STEPS, ignore_eos=True)
     for number in range(size):
         prompt = [rng.randrange(vocab_size) for _ in range(_PROMPT)]
         core.add_request(EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
-    steps, outside = list[float](), list[float]()
+    watch.take()
     with watch_use() as use:
         while core.needs_step():
-            inside.take()
-            begin = time.perf_counter()
-            core.step()
-            seconds = time.perf_counter() - begin
-            steps.append(1000 * seconds)
-            outside.append(1000 * (seconds - inside.take()))
-    decodes = slice(_FIRST_STEPS, -2)  # neither prompts nor the step that only ends requests
-    return sample(statistics.median(steps[decodes]), use), sample(statistics.median(outside[decodes]), use)
+            core.step(may_go_on=lambda: True)
+    decodes = watch.take()[_FIRST_STEPS:-2]  # neither prompts nor the step that only ends requests
+    parts = zip(_PARTS, zip(*decodes, strict=True), strict=True)
+    return {name: sample(statistics.median(values), use) for name, values in parts}
 
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    head = f"| threads: {figures['num_threads']} | a step, ms | outside the model, ms | share |\n| --- | --- | --- | --- |\n"
+    threads = figures["num_threads"]
+    head = (
+        f"| threads: {threads} | a step, ms | the model stands still, ms | share"
+        " | Python, ms | of the step | of all threads' time |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+    )
     rows = [
-        f"| {size} at once | {one['step_ms']['median']:.2f} | {one['outside_ms']['median']:.2f}"
-        f" | {one['share_outside']:.1%} |"
+        f"| {size} at once | {one['step_ms']['median']:.2f} | {one['still_ms']['median']:.2f} | {one['share_still']:.1%}"
+        f" | {one['python_ms']['median']:.2f} | {one['share_python']:.1%} | {one['share_of_all_threads']:.1%} |"
         for size, one in figures["sizes"].items()
     ]
     return head + "\n".join(rows)

@@ -22,6 +22,7 @@ from engine.connector import (
 )
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler import Scheduler
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.ending import RequestStatus
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 ExecutorStart = Callable[[EngineSettings], tuple["Executor", int]]
 """settings → an executor with loaded weights and an allocated KV cache, and the number of blocks."""
+
+_Begun = tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]
+"""A step's orders, and what waits for its results."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +95,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.executor, num_blocks = start(settings)
+        self._under_way: _Begun | None = None
         self._clock = clock
         model = self.executor.model_info
         load = partial(load_vocabulary, settings.model, model.eos_token_ids)
@@ -104,22 +109,41 @@ class EngineCore:
             self.executor.watch(wake)
             undo.pop_all()
 
-    def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[int, list[EngineOutput]]:
+    def step(
+        self,
+        meanwhile: Callable[[], None] = lambda: None,
+        may_go_on: Callable[[], bool] = lambda: False,
+    ) -> dict[int, list[EngineOutput]]:
         """One step (A19): every running request advances by one token, or by a chunk of its prompt.
 
         A request whose KV has arrived since the last one is among them. While the model is computed, the next step is
         drafted, and ``meanwhile`` called.
+
+        may_go_on: asked when the tokens are drawn. True: there is no input that waits, and none is given while
+        ``is_under_way``. Then the next step begins before the tokens are taken in, if they cannot change it.
         """
-        self.scheduler.hear_finished(*self._take_finished())
-        scheduled = self.scheduler.schedule()
-        finish = self.executor.begin(scheduled)
+        scheduled, finish = self._under_way or self._begin()
+        self._under_way = None
         meanwhile()
         self.scheduler.batcher.draft(scheduled)
-        return self.scheduler.update_from_output(scheduled, finish())
+        output = finish()
+        if may_go_on() and (following := self.scheduler.go_on(output)):
+            self._under_way = following, self.executor.begin(following)
+        return self.scheduler.update_from_output(scheduled, output)
+
+    def _begin(self) -> _Begun:
+        self.scheduler.hear_finished(*self._take_finished())
+        scheduled = self.scheduler.schedule()
+        return scheduled, self.executor.begin(scheduled)
+
+    @property
+    def is_under_way(self) -> bool:
+        """The next step has begun: nothing but ``step`` may be called."""
+        return self._under_way is not None
 
     def needs_step(self) -> bool:
         """False while nothing would change: wait for input, ``wake`` or ``seconds_to_deadline``."""
-        return self.scheduler.needs_step()
+        return self.is_under_way or self.scheduler.needs_step()
 
     def seconds_to_deadline(self) -> float | None:
         """How long one may wait before a step is due; None for ever."""

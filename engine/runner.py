@@ -221,8 +221,12 @@ class ModelRunner:
             for index, (state, length) in enumerate(zip(states, inputs.seq_lens.tolist(), strict=True))
             if length >= state.num_tokens and state.pooling is None
         ]
+        drawers = [states[index].req_id for index in drawing]
+        rows = [batch.sampling_rows(req_id, scheduled.bitmask_of(req_id)) for req_id in drawers]
+        owners = [index for index, own in zip(drawing, rows, strict=True) for _ in own]
+        last = inputs.query_start_loc[1:][drawing] - 1
         hidden = begun.states()
-        logits = self._logits(hidden, inputs.query_start_loc[1:][drawing] - 1)
+        logits = self._logits(hidden, last)
         if watch is not None:
             watch.computed()
         prompt_logprobs = PromptLogprobs(
@@ -231,10 +235,7 @@ class ModelRunner:
             self.model_info.vocab_size,
             is_teller=self._group.rank == 0,
         ).of_step(inputs, states)
-        drawers = [states[index].req_id for index in drawing]
-        rows = [batch.sampling_rows(req_id, scheduled.bitmask_of(req_id)) for req_id in drawers]
         samples = self._draw(_repeated(logits, list(map(len, rows))), list(chain.from_iterable(rows)))
-        owners = [index for index, own in zip(drawing, rows, strict=True) for _ in own]
         output = spread(inputs.req_ids, owners, samples)
         output.prompt_logprobs_dict = prompt_logprobs
         if self._group.rank == 0:  # hidden states are equal on all ranks

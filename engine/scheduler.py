@@ -53,14 +53,14 @@ class Scheduler:
         self.pool = pool
         self.requests: dict[str, Request] = {}
         self.roll = Roll()
-        self.batcher = Batcher(pool, settings)
+        self._max_length = min(max_model_len, pool.num_usable_blocks * pool.block_size)
+        self.batcher = Batcher(pool, settings, self._max_length)
         self.sender = KVSender(connector, pool) if connector is not None else None
         self.receiver = KVReceiver(connector, pool) if connector is not None else None
         self.grammars = grammars or Grammars(None, settings.max_grammar_bytes)
         self.totals = Totals()
         self.prefix_stats = PrefixCacheStats()
         self._settings = settings
-        self._max_length = min(max_model_len, pool.num_usable_blocks * pool.block_size)
         self._vocab_size = vocab_size
         self._model_fingerprint = model_fingerprint
         self._connector = connector
@@ -79,6 +79,14 @@ class Scheduler:
         self._hear_connector()
         self._hear_grammars()
         return self._give_orders(self.batcher.plan(self.receiver.unserved if self.receiver else None))
+
+    def go_on(self, output: ModelRunnerOutput) -> SchedulerOutput | None:
+        """The next step's orders, where neither the results of this one, which come in later, nor news can change them."""
+        due, has_moved = self.next_deadline(), output.finished_sending or output.finished_recving
+        if has_moved or self._has_any_news() or (due is not None and due <= self._clock()):
+            return None
+        plan = self.batcher.go_on(output)
+        return self._give_orders(plan) if plan else None
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
@@ -117,13 +125,9 @@ class Scheduler:
         if asked.transfer:
             check_transfer(asked, self.sender, self.roll)
         self.grammars.check(asked)
-        now = self._clock()
+        now, number = self._clock(), self.totals.num_requests
         request = Request.from_engine_request(
-            asked,
-            self._model_fingerprint,
-            self.pool.block_size,
-            now=now,
-            arrival_number=self.totals.num_requests,
+            asked, self._model_fingerprint, self.pool.block_size, now=now, arrival_number=number
         )
         self.totals.num_requests += asked.num_choices
         self._has_news = True
@@ -204,9 +208,11 @@ class Scheduler:
 
     def needs_step(self) -> bool:
         """True when a step could change something; False while all wait for events, for blocks or for deadlines."""
-        has_news = self._has_news or self.grammars.has_news
-        has_own_work = bool(self.batcher.running or has_news or self._finished_req_ids or self._outbox)
-        return has_own_work or (self._connector is not None and self._connector.has_work())
+        return bool(self.batcher.running) or self._has_any_news()
+
+    def _has_any_news(self) -> bool:
+        has_own = self._has_news or self.grammars.has_news or self._finished_req_ids or self._outbox
+        return bool(has_own) or (self._connector is not None and self._connector.has_work())
 
     def next_deadline(self) -> float | None:
         """When, on the clock, a step is needed even if nothing happens before."""
@@ -214,14 +220,11 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """How things stand (B14)."""
-        num_running, num_waiting = self.get_request_counts()
-        return SchedulerStats(
-            num_running_reqs=num_running,
-            num_waiting_reqs=num_waiting,
-            kv_cache_usage=self.pool.usage,
-            prefix_cache_stats=self.prefix_stats,
-            num_corrupted_reqs=self.totals.num_corrupted,
-        )
+        running, waiting = self.get_request_counts()
+        stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+        stats.kv_cache_usage, stats.num_corrupted_reqs = self.pool.usage, self.totals.num_corrupted
+        stats.prefix_cache_stats = self.prefix_stats
+        return stats
 
     def get_kv_connector(self) -> SchedulerConnector | None:
         """The scheduler's half of the connector (B16)."""
@@ -240,10 +243,9 @@ class Scheduler:
             request = self.requests.get(deadline.key)
             if request is None or deadline.waiting not in (None, request.status):
                 continue
-            if deadline.waiting is RequestStatus.WAITING_FOR_FSM:
-                self._finish(request, self.grammars.overdue(request, deadline.seconds))
-            else:
-                self._finish(request, ended_late(request.status, deadline.seconds))
+            is_grammars, seconds = deadline.waiting is RequestStatus.WAITING_FOR_FSM, deadline.seconds
+            overdue = self.grammars.overdue(request, seconds) if is_grammars else None
+            self._finish(request, overdue or ended_late(request.status, seconds))
 
     def _hear_connector(self) -> None:
         if self.receiver:
@@ -267,11 +269,10 @@ class Scheduler:
                 self.batcher.waiting.add(ready.request)
 
     def _give_orders(self, plan: StepPlan) -> SchedulerOutput:
-        now = self._clock()
         for turn in plan:
             request = turn.request
             if not request.is_known_to_runner:
-                request.milestones.scheduled = now
+                request.milestones.scheduled = self._clock()
                 if not request.is_fork:
                     self.prefix_stats.record(request.num_prompt_tokens, request.num_cached_tokens)
                     self.totals.num_cached_tokens += request.num_cached_tokens

@@ -77,7 +77,8 @@ class StepLoop:
         try:
             while not self._is_stopping:
                 if self._has_work():
-                    self._drain()
+                    if not self._core.is_under_way:
+                        self._drain()
                 else:
                     self._send()
                     self._wait()
@@ -91,7 +92,10 @@ class StepLoop:
 
     def _step(self) -> None:
         self._was_woken = False
-        self._unsent = self._core.step(self._send)
+        self._unsent = self._core.step(self._send, self._is_quiet)
+
+    def _is_quiet(self) -> bool:
+        return not self._inbox.num_waiting
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, {}

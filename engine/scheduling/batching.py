@@ -11,22 +11,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from engine.outputs import SchedulerOutput
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import RequestStatus
 from engine.scheduling.line import Line, comes_first
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, ending_tokens
 from engine.scheduling.step_plan import StepPlan, Turn
 from engine.settings import EngineSettings
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """What would be the next step for these requests. short: those turns that need one more block each."""
+    """What would be the next step for these requests.
+
+    short: those turns that need one more block each. enders: tokens that might end one of the answers; None: any might.
+    """
 
     requests: list[Request]
     plan: StepPlan
     short: list[Turn]
+    enders: set[int] | None
 
 
 class Batcher:
@@ -35,7 +39,7 @@ class Batcher:
     waiting: need blocks (new ones and preempted ones). arrived: their prompt's KV is in their blocks already.
     """
 
-    def __init__(self, pool: BlockPool, settings: EngineSettings) -> None:
+    def __init__(self, pool: BlockPool, settings: EngineSettings, max_length: int) -> None:
         self.waiting = Line()
         self.arrived = Line()
         self.running = Line()
@@ -43,6 +47,7 @@ class Batcher:
         self._max_num_seqs = settings.max_num_seqs
         self._max_num_batched_tokens = settings.max_num_batched_tokens
         self._max_num_mixed_tokens = settings.max_num_mixed_tokens
+        self._max_length = max_length
         self._draft: _Draft | None = None
 
     def plan(self, unserved: Request | None = None) -> StepPlan:
@@ -72,7 +77,21 @@ class Batcher:
         plan = StepPlan.drafted(requests, self._max_num_batched_tokens)
         held = self._pool.num_blocks_of
         short = [turn for turn in plan if turn.request.num_tokens >= held(turn.request.key) * size]
-        self._draft = _Draft(requests, plan, short)
+        enders = [ending_tokens(request, self._max_length) for request in requests]
+        known = None if None in enders else set[int]().union(*filter(None, enders))
+        self._draft = _Draft(requests, plan, short, known)
+
+    def go_on(self, output: ModelRunnerOutput) -> StepPlan | None:
+        """The draft, where every request goes on with what this step has drawn, before it is taken in; else None.
+
+        Then nothing has changed; otherwise blocks for every turn are allocated.
+        """
+        enders, drawn = self._draft.enders if self._draft else None, output.sampled_token_ids
+        if enders is None or not all(drawn) or not enders.isdisjoint(chain.from_iterable(drawn)):
+            return None
+        plan = self._finished_draft()
+        self._draft = None if plan else self._draft
+        return plan
 
     def _finished_draft(self) -> StepPlan | None:
         """The step as drafted, with its blocks; None where it is not that which is due."""

@@ -302,6 +302,15 @@ def ending_after(request: Request, index: int, max_model_len: int) -> Ending | N
     return None
 
 
+def ending_tokens(request: Request, max_model_len: int) -> set[int] | None:
+    """Tokens that might end the answer as its next one; None where any might: by its length or grammar, or as its first."""
+    sampling, index = request.asked.sampling, request.answer_length
+    is_last = index + 1 >= sampling.max_tokens or request.num_tokens + 1 >= max_model_len
+    if is_last or request.structured_output_request or not request.is_decoding:
+        return None
+    return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
+
+
 def ended_corrupted(request: Request, has_nans: bool) -> Ending:
     """What was computed of it is not numbers, or is missing."""
     if has_nans:

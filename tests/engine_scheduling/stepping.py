@@ -1,6 +1,7 @@
 """An engine core on fakes that a test moves step by step, with a clock that the test moves too."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def fake_request(
 class SteppedEngine:
     """Collects what each request was told, and checks the books after every step.
 
-    woken: counts how often another thread wanted the core to be stepped.
+    woken: counts how often another thread wanted the core to be stepped. num_gone_on: steps that began before the results
+    of the one before were taken in.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class SteppedEngine:
         **changes: Any,
     ) -> None:
         self.now = 0.0
+        self.num_gone_on = 0
         self.woken = threading.Semaphore(0)
         self.connector = connector or FakeConnector()
         executor: list[FakeExecutor] = []
@@ -96,12 +99,14 @@ class SteppedEngine:
         for request in requests:
             self.core.add_request(request)
 
-    def step(self, times: int = 1) -> None:
-        """Step, hear, check."""
-        for _ in range(times):
-            for outputs in self.core.step().values():
+    def step(self, times: int = 1, *, goes_on: bool = True) -> None:
+        """Step, hear, check. Of several steps each may begin while the one before is taken in."""
+        for number in range(times):
+            may_go_on = goes_on and number + 1 < times
+            for outputs in self.core.step(may_go_on=partial(bool, may_go_on)).values():
                 for output in outputs:
                     self._hear(output)
+            self.num_gone_on += self.core.is_under_way
             check_integrity(self.scheduler)
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""The next step is drafted while one is computed, and what is drafted is what would be decided without."""
+"""The next step is drafted while one is computed, and may begin before its results are taken in: nobody can tell."""
 
 from collections.abc import Callable
 from random import Random
@@ -9,16 +9,20 @@ import pytest
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.request import Request
 from engine.scheduling.step_plan import StepPlan
+from engine.testing import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 
 NUM_STEPS = 120
 
 
 class Watched:
-    """A small engine whose orders are taken down, step by step."""
+    """A small engine whose orders are taken down, step by step. goes_on: steps may begin before the last one's results."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, drafts: bool, **changes: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, drafts: bool, goes_on: bool = False, **changes: Any
+    ) -> None:
         self.engine = SteppedEngine(with_connector=False, **changes)
+        self.goes_on = goes_on
         self.orders: list[SchedulerOutput] = []
         begin = self.engine.executor.begin
 
@@ -34,11 +38,12 @@ class Watched:
         """Requests come and go for a while, by the numbers of ``rng``; then all end."""
         for number in range(NUM_STEPS):
             if rng.random() < 0.2:
-                prompt = [rng.randrange(1, 50) for _ in range(rng.randint(1, 20))]
-                self.engine.add(fake_request(f"r{number}", prompt, max_tokens=rng.randint(1, 30)))
+                prompt, length = [rng.randrange(1, 50) for _ in range(rng.randint(1, 20))], rng.randint(1, 30)
+                stop = {"stop_token_ids": tuple(fake_answer(prompt, rng.randint(1, 40))[-1:])}
+                self.engine.add(fake_request(f"r{number}", prompt, length, sampling=stop))
             if rng.random() < 0.03 and self.engine.scheduler.requests:
                 self.engine.core.abort([rng.choice(sorted(self.engine.scheduler.requests))])
-            self.engine.step()
+            self.engine.step(rng.randint(1, 5), goes_on=self.goes_on)
         self.engine.run()
 
 
@@ -66,16 +71,21 @@ def plain(order: SchedulerOutput) -> dict[str, Any]:
 def test_drafts_change_no_order_and_no_answer(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_num_seqs: int
 ) -> None:
-    """Also where blocks and places are short, prompts share blocks, and requests are preempted and aborted."""
-    changes = {"kv_cache_bytes": num_blocks, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 16}
+    """Nor does going on. Also where blocks and places are short, and requests are preempted, aborted and stopped."""
+    changes: dict[str, Any] = {
+        "kv_cache_bytes": num_blocks,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": 16,
+    }
     for seed in range(5):
-        one, two = (Watched(monkeypatch, drafts=drafts, **changes) for drafts in (True, False))
-        one.live(Random(seed))
-        two.live(Random(seed))
-        assert list(map(plain, one.orders)) == list(map(plain, two.orders))
-        assert one.engine.heard.keys() == two.engine.heard.keys()
-        for key in one.engine.heard:
-            assert one.engine.tokens(key) == two.engine.tokens(key)
+        plainly = Watched(monkeypatch, drafts=False, **changes)
+        plainly.live(Random(seed))
+        for goes_on in (False, True):
+            one = Watched(monkeypatch, drafts=True, goes_on=goes_on, **changes)
+            one.live(Random(seed))
+            assert (one.engine.num_gone_on > 20) is goes_on
+            assert list(map(plain, one.orders)) == list(map(plain, plainly.orders))
+            assert one.engine.heard == plainly.engine.heard
 
 
 def test_a_draft_is_the_next_step_while_nobody_ends_or_comes(monkeypatch: pytest.MonkeyPatch) -> None:
