@@ -48,7 +48,7 @@ test: install ## run the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow and not explore and not gpu and not docker and not sdk and not triton" $(ARGS)
 
 test-slow: install ## run the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu and not docker and not sdk and not triton" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not docker and not sdk and not triton" --durations=15 $(ARGS)
 
 test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
 	$(BIN)/python -m pytest -m docker $(ARGS)
