@@ -183,36 +183,47 @@ static uint64_t visible(size_t position, size_t from, size_t window) {
     return seen;
 }
 
-// One row's part of the online softmax: its scores become weights, and what it has mixed is scaled to the new top.
-static void weigh_row(const Job *job, const Desk *desk, size_t row, const float *scores, bf16 *weights, uint64_t seen) {
+// Some rows' part of the online softmax: their scores become weights, and what they have mixed is scaled to the new tops.
+// Each loop goes over all rows, so that none waits for what is long in coming of one.
+static void weigh_rows(const Job *job, const Desk *desk, const Tile *tile, size_t first, size_t end, size_t from) {
     size_t size = job->model->head_dim;
-    __m512 score[4], top = _mm512_set1_ps(desk->top[row]), scale = _mm512_set1_ps(job->model->scale * LOG2_E);
-    if (!seen) {
-        memset(weights, 0, KEYS * sizeof *weights);
-        return;
+    __m512 scale = _mm512_set1_ps(job->model->scale * LOG2_E), sum[MAX_ROWS];
+    float tops[MAX_ROWS], shrink[MAX_ROWS];
+    for (size_t row = first; row < end; row++) {
+        uint64_t seen = visible(tile->first_position + row / job->group, from, job->layer->window);
+        float *scores = desk->scores + (row - first) * KEYS, old_top = desk->top[row];
+        __m512 top = _mm512_set1_ps(seen ? old_top : 0);  // who sees none of these keys weighs them by 0
+        for (int v = 0; v < 4; v++) {
+            __mmask16 mask = (__mmask16)(seen >> (16 * v));
+            __m512 score = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, _mm512_loadu_ps(scores + v * 16), scale);
+            _mm512_storeu_ps(scores + v * 16, score);
+            top = _mm512_max_ps(top, score);
+        }
+        float new_top = tops[row - first] = _mm512_reduce_max_ps(top);
+        shrink[row - first] = seen ? old_top - new_top : 0;
+        desk->top[row] = seen ? new_top : old_top;
     }
-    for (int v = 0; v < 4; v++) {
-        __mmask16 mask = (__mmask16)(seen >> (16 * v));
-        score[v] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, _mm512_loadu_ps(scores + v * 16), scale);
-        top = _mm512_max_ps(top, score[v]);
+    for (size_t row = 0; row < end - first; row++) {
+        sum[row] = _mm512_setzero_ps();
+        for (int v = 0; v < 4; v++) {
+            __m512 score = _mm512_loadu_ps(desk->scores + row * KEYS + v * 16);
+            __m512 weight = power_of_2(_mm512_sub_ps(score, _mm512_set1_ps(tops[row])));
+            sum[row] = _mm512_add_ps(sum[row], weight);
+            narrow(desk->weights + row * KEYS + v * 16, weight);
+        }
     }
-    float new_top = _mm512_reduce_max_ps(top), old_top = desk->top[row];
-    __m512 sum = _mm512_setzero_ps(), wide_top = _mm512_set1_ps(new_top);
-    for (int v = 0; v < 4; v++) {
-        __m512 weight = power_of_2(_mm512_sub_ps(score[v], wide_top));
-        sum = _mm512_add_ps(sum, weight);
-        narrow(weights + v * 16, weight);
-    }
-    desk->top[row] = new_top;
-    if (new_top == old_top) {
-        desk->total[row] += _mm512_reduce_add_ps(sum);
-        return;
-    }
-    float shrink = _mm512_cvtss_f32(power_of_2(_mm512_set1_ps(old_top - new_top)));
-    desk->total[row] = desk->total[row] * shrink + _mm512_reduce_add_ps(sum);
-    for (size_t i = 0; i < size; i += 16) {
-        float *mixed = desk->mixed + row * size + i;
-        _mm512_storeu_ps(mixed, _mm512_mul_ps(_mm512_loadu_ps(mixed), _mm512_set1_ps(shrink)));
+    for (size_t row = first; row < end; row++) {
+        float own = _mm512_reduce_add_ps(sum[row - first]);
+        if (shrink[row - first] == 0) {
+            desk->total[row] += own;
+            continue;
+        }
+        __m512 share = power_of_2(_mm512_set1_ps(shrink[row - first]));
+        desk->total[row] = desk->total[row] * _mm512_cvtss_f32(share) + own;
+        for (size_t i = 0; i < size; i += 16) {
+            float *mixed = desk->mixed + row * size + i;
+            _mm512_storeu_ps(mixed, _mm512_mul_ps(_mm512_loadu_ps(mixed), share));
+        }
     }
 }
 
@@ -247,10 +258,7 @@ static size_t first_key(const Job *job, const Tile *tile) {
 static void attend_rows(const Job *job, const Tile *tile, const Desk *desk, size_t first, size_t end, size_t from, size_t num_panels) {
     size_t size = job->model->head_dim;
     multiply_panels(desk->queries + first * size, end - first, desk->keys, num_panels, size / 2, desk->scores, KEYS, 0);
-    for (size_t row = first; row < end; row++) {
-        uint64_t seen = visible(tile->first_position + row / job->group, from, job->layer->window);
-        weigh_row(job, desk, row, desk->scores + (row - first) * KEYS, desk->weights + (row - first) * KEYS, seen);
-    }
+    weigh_rows(job, desk, tile, first, end, from);
     multiply_panels(desk->weights, end - first, desk->values, size / PANEL, KEYS / 2, desk->mixed + first * size, size, 1);
 }
 
