@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.others import watch_use
 from benchmarks.samples import sample, summary
+from contract.errors import SettingError
 from contract.requests import EngineRequest, SamplingParams
 from engine.core import EngineCore
 from engine.kernels.binding import Kernels
@@ -126,6 +127,8 @@ def _round(
         while core.needs_step():
             core.step(may_go_on=lambda: True)
     decodes = watch.take()[_FIRST_STEPS:-2]  # neither prompts nor the step that only ends requests
+    if not decodes:
+        raise SettingError("the kernels do not compute this model here", param="model")
     parts = zip(_PARTS, zip(*decodes, strict=True), strict=True)
     return {name: sample(statistics.median(values), use) for name, values in parts}
 

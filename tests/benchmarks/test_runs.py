@@ -23,7 +23,9 @@ from benchmarks.runners import Order, Program, Runner, RunnerError
 from benchmarks.servers import Server, ServerError, Start, kvbaton_server
 from benchmarks.service_speed import measure_service
 from benchmarks.streams import StreamError, stream
+from contract.errors import SettingError
 from contract.identity import Role
+from engine.kernels.binding import load_kernels
 from protos import worker_pb2 as pb
 from router.testing import Script
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -208,7 +210,12 @@ async def test_the_service_beside_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_step_spends_outside_the_model(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", dtype=torch.bfloat16, hidden_size=64, intermediate_size=64)
+    small = make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, hidden_size=64, intermediate_size=64)
+    with pytest.raises(SettingError, match="the kernels do not compute this model here"):
+        steps.measure_steps(small, 1, num_steps=6, rounds=1, vocab_size=VOCAB_SIZE)
+    if load_kernels() is None:
+        return
+    folder = make_checkpoint(tmp_path / "model", dtype=torch.bfloat16, head_dim=32)
     found = steps.measure_steps(folder, 1, num_steps=6, rounds=2, vocab_size=VOCAB_SIZE)
     for one in found.values():
         assert len(one["step_ms"]["samples"]) == 2

@@ -9,13 +9,16 @@ import pytest
 
 from contract.errors import UnavailableError
 from contract.identity import Role
-from tests.chaos.books import count, read_metrics, read_states, until_free
+from tests.chaos.books import count, read_metrics, until_free
 from tests.chaos.fleet import ROUTER, Fleet, running_fleet
 from tests.e2e.prompts import golden_requests
 from tests.e2e.references import offline_answers
 from tests.service import generate_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+CONVERTED = "kvbaton_transfer_converted_blocks_total"
+"""Counts blocks of the larger size that were cut on their way: those of prefill-0, not of prefill-1."""
 
 
 async def sum_of(fleet: Fleet, name: str, counter: str) -> float:
@@ -34,7 +37,7 @@ async def test_other_block_sizes_give_the_same_tokens(
                 tasks.create_task(fleet.start_worker(name, role, block_size=size, transport=transport))
         await fleet.until_serving()
         answers = await generate_all(fleet.facts[ROUTER]["grpc"], requests, 8)
-        assert await sum_of(fleet, "decode-0", "kvbaton_transfer_converted_blocks_total") > 0
+        assert await sum_of(fleet, "decode-0", CONVERTED) > 0
         assert await sum_of(fleet, ROUTER, "kvbaton_request_replays_total") == 0
         with pytest.raises(UnavailableError):
             await fleet.start_worker("decode-1", Role.DECODE, block_size=24, transport=transport)
@@ -52,13 +55,10 @@ def ranks_of(fleet: Fleet, name: str) -> list[psutil.Process]:
     return sorted(ranks, key=lambda process: process.pid)
 
 
-async def until_it_lends(fleet: Fleet, name: str) -> None:
-    """Until requests of this worker have published blocks, and are not over."""
+async def until_more_has_arrived(fleet: Fleet, name: str, before: float) -> None:
+    """Until blocks of another size have come to this worker again: its sender is at work, and so is it."""
     async with asyncio.timeout(60):
-        while True:
-            state = (await read_states([(name, fleet.facts[name]["admin"])]))[name]
-            if any(lent["num_published"] for lent in state["connector"]["leases"]):
-                return
+        while await sum_of(fleet, name, CONVERTED) <= before:
             await asyncio.sleep(0.01)
 
 
@@ -84,13 +84,14 @@ async def test_workers_with_other_numbers_of_ranks_give_the_same_tokens(
         address = fleet.facts[ROUTER]["grpc"]
         answers = await generate_all(address, before, 8)
         for name in ("decode-0", "decode-1"):
-            assert await sum_of(fleet, name, "kvbaton_transfer_converted_blocks_total") > 0
+            assert await sum_of(fleet, name, CONVERTED) > 0
         assert await sum_of(fleet, ROUTER, "kvbaton_request_replays_total") == 0
         await until_free(fleet.states)
 
         await fleet.start_worker("prefill-1", Role.PREFILL, transport="tcp")
+        arrived = await sum_of(fleet, "decode-1", CONVERTED)
         asking = asyncio.create_task(generate_all(address, after, 24))
-        await until_it_lends(fleet, "prefill-0")
+        await until_more_has_arrived(fleet, "decode-1", arrived)
         for name, rank in (("prefill-0", 1), ("decode-1", 0)):
             ranks_of(fleet, name)[rank].kill()
             assert await asyncio.wait_for(fleet.children[name].wait(), 60) != 0
