@@ -45,6 +45,7 @@ class Watch:
         self._steps: list[tuple[float, float, float]] = []
         self._launched: tuple[float, float] | None = None
         self._still_since = self._still = self._inside = 0.0
+        self._is_under_way = False
 
     def take(self) -> list[tuple[float, float, float]]:
         """Asked while nothing is under way."""
@@ -61,7 +62,7 @@ class Watch:
                 began, used_before = self._launched
                 still, python = self._still + now - self._still_since, used - used_before - self._inside
                 self._steps.append((1000 * (now - began), 1000 * still, 1000 * python))
-            self._launched, self._still, self._inside = (now, used), 0.0, 0.0
+            self._launched, self._still, self._inside, self._is_under_way = (now, used), 0.0, 0.0, True
             return call(*arguments)
 
         return watched
@@ -72,11 +73,11 @@ class Watch:
         @wraps(call)
         def watched(*arguments: Any) -> Any:
             begin, used = time.perf_counter(), time.thread_time()
-            if call.__name__ == "linear":
+            if not self._is_under_way:
                 self._still += begin - self._still_since
             result = call(*arguments)
             self._inside += time.thread_time() - used
-            self._still_since = time.perf_counter()
+            self._still_since, self._is_under_way = time.perf_counter(), False
             return result
 
         return watched
@@ -85,9 +86,11 @@ class Watch:
 @contextmanager
 def watching() -> Iterator[Watch]:
     """All kernels of this process are timed meanwhile."""
-    watch, calls = Watch(), {name: getattr(Kernels, name) for name in ("launch", "wait", "linear")}
+    watch = Watch()
+    watched = {"launch": watch.launch, "wait": watch.compute, "linear": watch.compute}
+    calls = {name: getattr(Kernels, name) for name in watched}
     for name, call in calls.items():
-        setattr(Kernels, name, watch.launch(call) if name == "launch" else watch.compute(call))
+        setattr(Kernels, name, watched[name](call))
     try:
         yield watch
     finally:

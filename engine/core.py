@@ -143,7 +143,7 @@ class EngineCore:
 
     def needs_step(self) -> bool:
         """False while nothing would change: wait for input, ``wake`` or ``seconds_to_deadline``."""
-        return self.is_under_way or self.scheduler.needs_step()
+        return self.scheduler.needs_step()
 
     def seconds_to_deadline(self) -> float | None:
         """How long one may wait before a step is due; None for ever."""

@@ -77,8 +77,7 @@ class StepLoop:
         try:
             while not self._is_stopping:
                 if self._has_work():
-                    if not self._core.is_under_way:
-                        self._drain()
+                    self._drain()
                 else:
                     self._send()
                     self._wait()
@@ -91,8 +90,11 @@ class StepLoop:
         return self._was_woken or self._core.needs_step()
 
     def _step(self) -> None:
+        """One step, and those that begin before the one before them is taken in."""
         self._was_woken = False
         self._unsent = self._core.step(self._send, self._is_quiet)
+        while self._core.is_under_way:
+            self._unsent = self._core.step(self._send, self._is_quiet)
 
     def _is_quiet(self) -> bool:
         return not self._inbox.num_waiting

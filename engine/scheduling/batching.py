@@ -55,13 +55,12 @@ class Batcher:
 
         unserved: a request outside that waits for blocks; nobody behind it in line takes any to start.
         """
-        plan = self._finished_draft()
+        plan = self._take_draft()
         if plan is None:
             plan = StepPlan(self._budget())
             self._continue_running(plan)
             if plan.num_preempted == 0:
                 self._start_others(plan, unserved)
-        self._draft = None
         return plan
 
     def draft(self, scheduled: SchedulerOutput) -> None:
@@ -84,18 +83,16 @@ class Batcher:
     def go_on(self, output: ModelRunnerOutput) -> StepPlan | None:
         """The draft, where every request goes on with what this step has drawn, before it is taken in; else None.
 
-        Then nothing has changed; otherwise blocks for every turn are allocated.
+        Then no request has changed; otherwise blocks for every turn are allocated.
         """
         enders, drawn = self._draft.enders if self._draft else None, output.sampled_token_ids
         if enders is None or not all(drawn) or not enders.isdisjoint(chain.from_iterable(drawn)):
             return None
-        plan = self._finished_draft()
-        self._draft = None if plan else self._draft
-        return plan
+        return self._take_draft()
 
-    def _finished_draft(self) -> StepPlan | None:
-        """The step as drafted, with its blocks; None where it is not that which is due."""
-        draft = self._draft
+    def _take_draft(self) -> StepPlan | None:
+        """The step as drafted, with its blocks; None where it is not that which is due. Either way the draft is gone."""
+        draft, self._draft = self._draft, None
         if draft is None or draft.requests != list(self.running):
             return None
         could_start = len(self.running) < self._max_num_seqs and (self.waiting or self.arrived)

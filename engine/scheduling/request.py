@@ -297,15 +297,20 @@ def ending_after(request: Request, index: int, max_model_len: int) -> Ending | N
             return Ending(RequestStatus.FINISHED_STOPPED, stop_reason=token)
         if token in request.eos_token_ids and not sampling.ignore_eos:
             return Ending(RequestStatus.FINISHED_STOPPED)
-    if index + 1 >= sampling.max_tokens or request.num_tokens >= max_model_len:
+    if _is_last(request, index, request.num_tokens, max_model_len):
         return Ending(RequestStatus.FINISHED_LENGTH_CAPPED)
     return None
 
 
+def _is_last(request: Request, index: int, num_tokens: int, max_model_len: int) -> bool:
+    """Whether token number ``index`` of the answer, with which ``num_tokens`` are known, has none behind it."""
+    return index + 1 >= request.asked.sampling.max_tokens or num_tokens >= max_model_len
+
+
 def ending_tokens(request: Request, max_model_len: int) -> set[int] | None:
     """Tokens that might end the answer as its next one; None where any might: by its length or grammar, or as its first."""
-    sampling, index = request.asked.sampling, request.answer_length
-    is_last = index + 1 >= sampling.max_tokens or request.num_tokens + 1 >= max_model_len
+    sampling = request.asked.sampling
+    is_last = _is_last(request, request.answer_length, request.num_tokens + 1, max_model_len)
     if is_last or request.structured_output_request or not request.is_decoding:
         return None
     return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
