@@ -36,6 +36,12 @@ class RequestState:
     row: int | None = None
     parked_tokens: list[int] = field(default_factory=list)
 
+    def num_wanted(self, num_scheduled: int) -> int:
+        """Of how many of a step's tokens the final state is read, from the last one back: all, the last known, or none."""
+        if self.sampling.prompt_logprobs is not None or (self.pooling and self.pooling.kind == "mean"):
+            return num_scheduled
+        return int(self.num_computed_tokens + num_scheduled >= self.num_tokens)
+
 
 class InputBatch:
     """Owns the token table ``[max_num_reqs, max_model_len]`` and the block table ``[max_num_reqs, max_blocks]``.

@@ -23,8 +23,9 @@ class PreparedInputs:
     Token level, ``[num_tokens]``: request_indices (row of the tables), positions (within the sequence), token_indices
     (into the flat token table), input_ids, block_table_indices (into the flat block table), block_numbers,
     block_offsets, slot_mapping (block number × block size + offset: where the token's KV goes).
-    Request level, ``[num_reqs]``: num_scheduled_tokens, num_computed_tokens, seq_lens (their sum), block_table
-    ``[num_reqs, max_blocks]`` (zero padded), and query_start_loc ``[num_reqs + 1]``.
+    Request level, ``[num_reqs]``: num_scheduled_tokens, num_computed_tokens, seq_lens (their sum), num_wanted (so many of
+    its last tokens' final states are read; the others' may be anything), block_table ``[num_reqs, max_blocks]`` (zero
+    padded), and query_start_loc ``[num_reqs + 1]``.
     mask_shape: ``(max_query_len, max_query_len)``, shared by all requests, while all are at their start; else
     ``(num_tokens, longest sequence)``.
     """
@@ -41,6 +42,7 @@ class PreparedInputs:
     num_scheduled_tokens: IntVector
     num_computed_tokens: IntVector
     seq_lens: IntVector
+    num_wanted: IntVector
     query_start_loc: IntVector
     block_table: IntVector
     max_query_len: int
@@ -71,8 +73,12 @@ def prepare_inputs(batch: InputBatch, scheduled: SchedulerOutput) -> PreparedInp
     num_tokens = int(query_start_loc[-1])
 
     if num_tokens == len(counts):  # answers go on, and nothing else
-        request_indices, positions = rows, computed
+        request_indices, positions, num_wanted = rows, computed, counts
     else:
+        states = map(batch.requests.__getitem__, req_ids)
+        num_wanted = np.array(
+            [one.num_wanted(scheduled.num_scheduled_tokens[one.req_id]) for one in states], dtype=np.int32
+        )
         request_indices = np.repeat(rows, counts)
         positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1] - computed, counts)
     block_indices, block_offsets = np.divmod(positions, np.int32(batch.block_size))
@@ -97,6 +103,7 @@ def prepare_inputs(batch: InputBatch, scheduled: SchedulerOutput) -> PreparedInp
         num_scheduled_tokens=counts,
         num_computed_tokens=computed,
         seq_lens=seq_lens,
+        num_wanted=num_wanted,
         query_start_loc=query_start_loc,
         block_table=batch.block_table[rows],
         max_query_len=max_query_len,

@@ -25,6 +25,7 @@ def profile_inputs(lengths: list[int]) -> PreparedInputs:
         num_scheduled_tokens=counts,
         num_computed_tokens=np.zeros_like(counts),
         seq_lens=counts,
+        num_wanted=counts,
         query_start_loc=query_start_loc,
         block_table=np.zeros((len(lengths), longest), dtype=np.int32),
         max_query_len=longest,

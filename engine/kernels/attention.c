@@ -303,7 +303,7 @@ static Tile tile_of(const Job *job, size_t item) {
     size_t number = item / job->model->num_kv_heads, request = request_of(job, number);
     size_t start = (size_t)step->query_start[request], from = start + (number - job->first_tiles[request]) * job->tile_tokens;
     size_t left = (size_t)step->query_start[request + 1] - from, now = left < job->tile_tokens ? left : job->tile_tokens;
-    return (Tile){request, from, now, item % job->model->num_kv_heads, now * job->group, (size_t)step->positions[from]};
+    return (Tile){request, from, now, item % job->model->num_kv_heads, now * job->group, (size_t)step->seq_lens[request] - left};
 }
 
 static void attend_item(const void *context, size_t item, size_t thread) {

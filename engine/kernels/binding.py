@@ -77,7 +77,10 @@ class CStep(ctypes.Structure):
         *((name, _size) for name in ("num_tokens", "num_requests", "block_size", "table_stride")),
         *(
             (name, _pointer)
-            for name in ("input_ids", "positions", "query_start", "seq_lens", "block_table", "slots")
+            for name in (
+                *("input_ids", "positions", "query_start", "seq_lens", "num_wanted"),
+                *("block_table", "slots"),
+            )
         ),
         ("caches", ctypes.POINTER(_pointer)),
         ("block_stride", _size),
@@ -137,7 +140,7 @@ class Kernels:
         return num_bytes
 
     def launch(self, pool: int, step: CStep) -> None:
-        """Begin all layers and the last norm: ``step.input_ids`` to ``step.normed``. ``wait`` before the next call.
+        """Begin all layers and the last norm: ``step.input_ids`` to ``step.normed``, the wanted rows. ``wait`` before more.
 
         ``step`` and what it points to must stay as they are until then. A pool of one thread computes within ``wait``.
         """

@@ -94,6 +94,7 @@ class KernelDecoder:
             inputs.positions.ctypes.data,
             inputs.query_start_loc.ctypes.data,
             inputs.seq_lens.ctypes.data,
+            inputs.num_wanted.ctypes.data,
             inputs.block_table.ctypes.data,
             inputs.slot_mapping.ctypes.data,
             pool.addresses,

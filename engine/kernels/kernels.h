@@ -55,7 +55,7 @@ typedef struct Model {
 // One forward pass. Arrays over tokens and requests are those of PreparedInputs.
 typedef struct {
     size_t num_tokens, num_requests, block_size, table_stride;
-    const int32_t *input_ids, *positions, *query_start, *seq_lens, *block_table;
+    const int32_t *input_ids, *positions, *query_start, *seq_lens, *num_wanted, *block_table;
     const int64_t *slots;
     bf16 *const *caches;             // of each layer: [num_blocks][2][num_kv_heads][block_size][head_dim]
     size_t block_stride;             // elements from a block to the next, in each of them

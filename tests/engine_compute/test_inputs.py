@@ -1,12 +1,13 @@
 """Input preparation: the worked example of seed 002, vector by vector."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from contract.requests import SamplingParams
+from contract.requests import PoolingParams, SamplingParams
 from engine.batch import InputBatch
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.outputs import NewRequestData, SchedulerOutput
@@ -55,6 +56,22 @@ def test_a_step_has_inputs_and_attention_metadata() -> None:
     for name in ("query_start_loc", "seq_lens", "num_computed_tokens", "num_reqs", "num_tokens", "block_table",
                  "max_query_len", "slot_mapping", "mask_shape"):  # fmt: skip
         assert getattr(inputs, name) is not None
+
+
+def test_of_a_chunk_only_what_is_read_is_wanted() -> None:
+    """The last state of whatever draws or pools then, all of what sums or scores them; an unfinished prompt's: none."""
+    assert first_step()[1].num_wanted.tolist() == [1, 1, 0]
+    assert second_step()[1].num_wanted.tolist() == [1, 1, 1]
+    batch, prompts = InputBatch(MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE), SchedulerOutput()
+    for name, asked in {
+        "scored": {"sampling_params": SamplingParams(prompt_logprobs=0)},
+        "last": {"sampling_params": None, "pooling_params": PoolingParams("last")},
+        "mean": {"sampling_params": None, "pooling_params": PoolingParams("mean")},
+    }.items():
+        prompts.scheduled_new_reqs.append(replace(new_request(name, [5, 6, 7, 8], [1, 2]), **asked))  # type: ignore[arg-type]
+        prompts.num_scheduled_tokens[name] = 3
+    batch.update(prompts)
+    assert prepare_inputs(batch, prompts).num_wanted.tolist() == [3, 0, 3]
 
 
 def test_vectors_have_the_lengths_of_their_levels() -> None:

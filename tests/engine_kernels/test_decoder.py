@@ -54,6 +54,7 @@ class Sequences:
         self.blocks = {name: [free.pop() for _ in range(per_request)] for name in "abcde"}
 
     def inputs(self, step: dict[str, tuple[int, int]]) -> PreparedInputs:
+        """All final states are wanted."""
         scheduled = SchedulerOutput()
         for name, (computed, count) in step.items():
             known = self.tokens[name][: computed + count]
@@ -63,7 +64,8 @@ class Sequences:
             scheduled.num_scheduled_tokens[name] = count
         batch = InputBatch(len(step), MAX_LEN + self.block_size, self.block_size)
         batch.update(scheduled)
-        return prepare_inputs(batch, scheduled)
+        inputs = prepare_inputs(batch, scheduled)
+        return replace(inputs, num_wanted=inputs.num_scheduled_tokens)
 
 
 def empty_pool(
@@ -153,6 +155,21 @@ def test_how_a_prompt_is_cut_and_who_is_beside_it_changes_no_bit(pair: Pair) -> 
     assert torch.equal(torch.cat(found), whole)
     for layer, expected in zip(pool, kept, strict=True):
         assert torch.equal(layer[sequences.blocks["c"]].nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "num_wanted", [(1, 1, 1, 1), (0, 1, 1, 3), (50, 0, 0, 0), (0, 0, 200, 1), (3, 1, 70, 2), (0, 0, 0, 0)]
+)
+def test_what_is_wanted_changes_no_bit_of_it(pair: Pair, num_wanted: tuple[int, ...]) -> None:
+    """Nor of any key or value: other tokens' rows may be anything."""
+    inputs, pool = Sequences().inputs(STEPS[0]), empty_pool(pair.exact)
+    whole = pair.decoder.forward(inputs, pair.pool).clone()
+    few = replace(inputs, num_wanted=np.array(num_wanted, dtype=np.int32))
+    found = pair.decoder.forward(few, pool).clone()
+    for end, count in zip(inputs.query_start_loc[1:], num_wanted, strict=True):
+        assert torch.equal(found[end - count : end], whole[end - count : end])
+    for layer, expected in zip(pool, pair.pool, strict=True):
+        assert torch.equal(layer.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 64, 256])

@@ -2,9 +2,12 @@
 
 import asyncio
 import random
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from contract.requests import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+import pytest
+
+from contract.requests import EngineOutput, EngineRequest, PoolingParams, SamplingParams, TokenLogprobs
 from engine.client import EngineClient, InProcessClient
 from engine.settings import EngineSettings
 from tests.engine_kernels.conftest import MakeCheckpoint
@@ -58,3 +61,37 @@ async def test_batches_chunks_preemption_and_the_hand_over_change_no_bit(checkpo
     async with running_pair(model, sides=sides, dtype="bfloat16", max_num_batched_tokens=31) as pair:
         crossed = await asyncio.gather(*(pair.ask(name, PROMPTS[name], SAMPLED) for name in PROMPTS))
     assert dict(zip(PROMPTS, (told(*legs) for legs in crossed), strict=True)) == alone
+
+
+async def all_states(model: Path, **settings: Any) -> list[list[float]]:
+    """What needs every final state of a prompt: its tokens' log probabilities, and its states' mean; the last state too."""
+
+    def embedding(kind: Literal["last", "mean"]) -> EngineRequest:
+        wanted = PoolingParams(kind, normalize=True)
+        sampling = SamplingParams(max_tokens=1)
+        prompt = PROMPTS["r150"]
+        return EngineRequest(
+            request_id=kind, prompt_token_ids=prompt, sampling=sampling, pooling_params=wanted
+        )
+
+    client = await InProcessClient.start(EngineSettings(model=model, dtype="bfloat16", **settings))
+    try:
+        scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        request = EngineRequest(request_id="scored", prompt_token_ids=PROMPTS["r150"], sampling=scored)
+        (answer,), (mean,), (last,) = await asyncio.gather(
+            outputs_of(client, request),
+            outputs_of(client, embedding("mean")),
+            outputs_of(client, embedding("last")),
+        )
+    finally:
+        await client.shutdown()
+    assert answer.prompt_logprobs and mean.pooled and last.pooled
+    return [[one.logprob for one in answer.prompt_logprobs], mean.pooled, last.pooled]
+
+
+async def test_what_needs_all_states_of_a_prompt_has_them(checkpoint: MakeCheckpoint) -> None:
+    model = checkpoint("qwen3", head_dim=64)
+    plain = await all_states(model, attention_backend="torch")
+    for chunk in (512, 23):
+        for found, expected in zip(await all_states(model, max_num_batched_tokens=chunk), plain, strict=True):
+            assert found == pytest.approx(expected, abs=0.03)
