@@ -48,7 +48,8 @@ class InputBatch:
 
     Both are int32; unused cells of the block table are 0, the null block. max_blocks = ceil(max_model_len /
     block_size). A request keeps its row from its first step to its end, unless rows run short: then one that is not
-    scheduled in the step makes room and gets a row again when it runs again.
+    scheduled in the step makes room and gets a row again when it runs again. generation: counts all changes but those
+    of requests that go on: while it stays, rows stay, and a request has computed what was scheduled last.
     """
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
@@ -57,6 +58,7 @@ class InputBatch:
         self.token_table: NDArray[np.int32] = np.zeros((max_num_reqs, max_model_len), dtype=np.int32)
         self.block_table: NDArray[np.int32] = np.zeros((max_num_reqs, max_blocks), dtype=np.int32)
         self.requests: dict[str, RequestState] = {}
+        self.generation = 0
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
@@ -144,13 +146,17 @@ class InputBatch:
             if tokens:
                 self._write_tokens(state, tokens)
             blocks = cached.new_block_ids[index]
-            self._write_blocks(state, blocks[0] if blocks else [], is_replacement=is_resumed)
+            if is_resumed:
+                self.generation += 1
+            if is_resumed or (blocks and blocks[0]):
+                self._write_blocks(state, blocks[0] if blocks else [], is_replacement=is_resumed)
             state.num_computed_tokens = cached.num_computed_tokens[index]
 
     def _seat(self, state: RequestState, scheduled: dict[str, int]) -> None:
         """Give the request a row, if need be the row of one that is not scheduled in this step."""
         if state.row is not None:
             return
+        self.generation += 1
         if not self._free_rows:
             self._park(scheduled)
         state.row = self._free_rows.pop()
@@ -195,6 +201,7 @@ class InputBatch:
     def _free_row(self, state: RequestState) -> None:
         if state.row is None:
             return
+        self.generation += 1
         self.token_table[state.row] = 0
         self.block_table[state.row] = 0
         self._free_rows.append(state.row)

@@ -40,6 +40,12 @@ class ForwardPass(Protocol):
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 alone."""
 
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """The token of the highest one in each row of what ``logits`` gave last, the lowest among equals.
+
+        None where that is not known, or a row holds what is no number.
+        """
+
     def capture(self, caches: Sequence[Tensor]) -> None:
         """Prepare for steps on these caches; called once, when they are allocated."""
 

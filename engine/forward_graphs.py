@@ -111,6 +111,10 @@ class GraphedForward:
         self._graphs: dict[int, _Graph] = {}
         self._caches: Sequence[Tensor] | None = None
 
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """See ForwardPass."""
+        return None
+
     def capture(self, caches: Sequence[Tensor]) -> None:
         """See ForwardPass. The largest first: the others find room in its memory."""
         start = time.monotonic()

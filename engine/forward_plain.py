@@ -44,6 +44,10 @@ class PlainForward:
         """See ForwardPass."""
         return self._model.logits(states)
 
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """See ForwardPass."""
+        return None
+
     def capture(self, caches: Sequence[Tensor]) -> None:
         """Nothing."""
 

@@ -14,6 +14,8 @@ def profile_inputs(lengths: list[int]) -> PreparedInputs:
     longest = int(counts.max())
     return PreparedInputs(
         req_ids=[f"profile-{index}" for index in range(len(lengths))],
+        generation=0,
+        rows=np.arange(len(lengths), dtype=np.int32),
         request_indices=np.repeat(np.arange(len(lengths), dtype=np.int32), counts),
         positions=np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], counts),
         token_indices=nowhere.astype(np.int64),

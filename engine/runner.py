@@ -7,10 +7,8 @@ half of the connector. Rank 0 of several draws the tokens and tells the others, 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +17,9 @@ from contract.layout import KVLayout
 from contract.requests import PoolingParams, SamplingParams
 from engine.batch import InputBatch
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
-from engine.drawn import spread
+from engine.drawn import Drawing
 from engine.forward import ForwardPass, forward_pass
-from engine.inputs import IntVector, PreparedInputs, prepare_inputs
+from engine.inputs import IntVector, Outline, PreparedInputs, outline_next, prepare_inputs
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
@@ -68,6 +66,7 @@ class ModelRunner:
         self._forward: ForwardPass | None = None
         self._memory: PagedKVMemory | None = None
         self._batch: InputBatch | None = None
+        self._ahead: Outline | None = None
         self._connector: RankConnector | None = None
 
     @property
@@ -184,7 +183,7 @@ class ModelRunner:
         return partial(self._finish, scheduled, begun)
 
     def _begin(self, scheduled: SchedulerOutput) -> _Begun:
-        inputs = prepare_inputs(_ready(self._batch, "initialize_from_config"), scheduled)
+        inputs = prepare_inputs(_ready(self._batch, "initialize_from_config"), scheduled, self._ahead)
         watch = self._layer_watch(scheduled)
         with torch.inference_mode():
             states = _ready(self._forward, "load_model").begin(inputs, self.memory.layers, watch)
@@ -215,18 +214,10 @@ class ModelRunner:
 
     def _draw_tokens(self, scheduled: SchedulerOutput, begun: _Begun) -> ModelRunnerOutput:
         batch, inputs, watch = _ready(self._batch, "initialize_from_config"), begun.inputs, begun.watch
-        states = [batch.requests[req_id] for req_id in inputs.req_ids]
-        drawing = [
-            index
-            for index, (state, length) in enumerate(zip(states, inputs.seq_lens.tolist(), strict=True))
-            if length >= state.num_tokens and state.pooling is None
-        ]
-        drawers = [states[index].req_id for index in drawing]
-        rows = [batch.sampling_rows(req_id, scheduled.bitmask_of(req_id)) for req_id in drawers]
-        owners = [index for index, own in zip(drawing, rows, strict=True) for _ in own]
-        last = inputs.query_start_loc[1:][drawing] - 1
+        drawing = Drawing.of_step(batch, scheduled, inputs)  # while the pass is under way
+        self._ahead = outline_next(batch, inputs)
         hidden = begun.states()
-        logits = self._logits(hidden, last)
+        logits = self._logits(hidden, drawing.last)
         if watch is not None:
             watch.computed()
         prompt_logprobs = PromptLogprobs(
@@ -234,22 +225,29 @@ class ModelRunner:
             partial(self._logits, hidden),
             self.model_info.vocab_size,
             is_teller=self._group.rank == 0,
-        ).of_step(inputs, states)
-        samples = self._draw(_repeated(logits, list(map(len, rows))), list(chain.from_iterable(rows)))
-        output = spread(inputs.req_ids, owners, samples)
+        ).of_step(inputs, drawing.states)
+        drawn = self._draw(_repeated(logits, drawing.places), drawing.rows, takes_best=drawing.takes_best)
+        output = drawing.spread(drawn)
         output.prompt_logprobs_dict = prompt_logprobs
         if self._group.rank == 0:  # hidden states are equal on all ranks
-            pool(hidden, inputs, states, output)
+            pool(hidden, inputs, drawing.states, output)
         for req_id, sampled in zip(inputs.req_ids, output.sampled_token_ids, strict=True):
             if sampled:
                 batch.append_token(req_id, sampled[0])
         return output
 
-    def _draw(self, logits: Tensor, rows: list[SamplingRow]) -> Samples:
-        """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone."""
+    def _draw(self, logits: Tensor, rows: list[SamplingRow], *, takes_best: bool = False) -> Samples:
+        """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone.
+
+        takes_best: every row does.
+        """
+        best = _ready(self._forward, "load_model").best_tokens(logits) if takes_best else None
+        if best is not None:
+            drawn = Samples(list(best), [0] * len(best), None)
+        else:
+            drawn = sample(logits, rows) if self._group.rank == 0 else _undrawn(len(rows))
         if self._group.size == 1:
-            return sample(logits, rows)
-        drawn = sample(logits, rows) if self._group.rank == 0 else _undrawn(len(rows))
+            return drawn
         return replace(drawn, token_ids=self._group.share_tokens(drawn.token_ids))
 
     def _layer_watch(self, scheduled: SchedulerOutput) -> LayerWatch | None:
@@ -270,12 +268,12 @@ def _undrawn(num_rows: int) -> Samples:
     return Samples([None] * num_rows, [0] * num_rows, None)
 
 
-def _repeated(logits: Tensor, times: list[int]) -> Tensor:
+def _repeated(logits: Tensor, places: IntVector | None) -> Tensor:
     """Each row so often as tokens are drawn from it."""
-    if len(times) == sum(times):
+    if places is None:
         return logits
-    (places,) = on_device([np.repeat(np.arange(len(times)), times)], logits.device)
-    return logits[places]
+    (indices,) = on_device([places], logits.device)
+    return logits[indices]
 
 
 def _ready(value: _T | None, needed: str) -> _T:

@@ -48,10 +48,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
     raw = logits if logits.dtype == torch.float32 else logits.to(torch.float32)
     scores = adjusted(raw, rows)
     random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    if scores.device.type == "cpu" and scores is raw and not random_rows:
-        drawn, is_usable = (each.tolist() for each in _best_on_host(scores.numpy()))
-    else:
-        drawn, is_usable = _drawn(raw, scores, rows, random_rows)
+    drawn, is_usable = _drawn(raw, scores, rows, random_rows)
     num_nans = [0] * len(rows) if all(is_usable) else _count_unusable(raw, scores)
     token_ids = [None if count else token for token, count in zip(drawn, num_nans, strict=True)]
     wanted = [row.sampling.logprobs for row in rows]

@@ -38,6 +38,18 @@ class SamplingRow:
     bitmask: NDArray[np.int32] | None = field(default=None, compare=False)
 
     @property
+    def changes_scores(self) -> bool:
+        """What is drawn does not depend on the model's logits alone."""
+        sampling = self.sampling
+        is_narrowed = bool(sampling.allowed_token_ids) or self.bitmask is not None
+        return is_narrowed or sampling.counts_tokens or bool(sampling.logit_bias or self.forbidden_token_ids)
+
+    @property
+    def takes_best(self) -> bool:
+        """The token of the model's highest logit, and nothing else is asked for."""
+        return self.sampling.temperature == 0 and self.sampling.logprobs is None and not self.changes_scores
+
+    @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
         """Ids that would end the answer before ``min_tokens``."""
         if self.num_generated >= self.sampling.min_tokens:
@@ -49,10 +61,9 @@ def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """A copy of ``raw [num_rows, vocab_size]`` in which every row has its changes; ``raw`` itself where none has any."""
     scores = raw
     for i, row in enumerate(rows):
-        sampling, forbidden = row.sampling, row.forbidden_token_ids
-        is_narrowed = bool(sampling.allowed_token_ids) or row.bitmask is not None
-        if not (is_narrowed or forbidden or sampling.counts_tokens or sampling.logit_bias):
+        if not row.changes_scores:
             continue
+        sampling, forbidden = row.sampling, row.forbidden_token_ids
         scores = raw.clone() if scores is raw else scores
         _mask(scores[i], row.bitmask)
         _allow(scores[i], sampling.allowed_token_ids)

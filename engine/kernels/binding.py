@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 from native.compiling import CLibrary, NotCompiledError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,14 @@ class Kernels:
         library.kvbaton_scratch_bytes.restype = _size
         library.kvbaton_end_pool.argtypes = (_pointer,)
         library.kvbaton_pack.argtypes = (_pointer, _pointer, _pointer, *[_size] * 5)
-        library.kvbaton_linear.argtypes = (_pointer, ctypes.POINTER(CLinear), _pointer, _size, _pointer)
+        library.kvbaton_linear.argtypes = (
+            _pointer,
+            ctypes.POINTER(CLinear),
+            _pointer,
+            _size,
+            _pointer,
+            _pointer,
+        )
         library.kvbaton_launch.argtypes = (_pointer, ctypes.POINTER(CStep))
         library.kvbaton_wait.argtypes = (_pointer,)
 
@@ -130,9 +139,21 @@ class Kernels:
             pool, weight.data_ptr(), packed.data_ptr(), first, *weight.shape, panel_outputs, panel_offset
         )
 
-    def linear(self, pool: int, layer: CLinear, states: "Tensor", output: "Tensor") -> None:
-        """``[num_rows, inputs]`` to float32 ``[num_rows, outputs]``, rounded to bfloat16."""
-        self._library.kvbaton_linear(pool, layer, states.data_ptr(), len(states), output.data_ptr())
+    def linear(
+        self,
+        pool: int,
+        layer: CLinear,
+        states: "Tensor",
+        output: "Tensor",
+        best: "NDArray[np.int64] | None" = None,
+    ) -> None:
+        """``[num_rows, inputs]`` to float32 ``[num_rows, outputs]``, rounded to bfloat16.
+
+        best ``[num_rows]``: gets the number of each row's highest output, the lowest among equals; -1 where a row holds
+        NaN, or its highest is infinite.
+        """
+        of_best = None if best is None else best.ctypes.data
+        self._library.kvbaton_linear(pool, layer, states.data_ptr(), len(states), output.data_ptr(), of_best)
 
     def scratch_bytes(self, model: CModel) -> int:
         """What each thread needs to work in."""

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.connector import LayerWatch
@@ -67,6 +69,7 @@ class KernelDecoder:
         self._model_pointer = ctypes.pointer(self._weights.model)
         self._make_buffers(1)
         self._pool: _Pool | None = None
+        self._best: tuple[Tensor | None, NDArray[np.int64]] = None, np.empty(0, dtype=np.int64)
         self._under_way: Any = None
         """What the kernels read of a step, for as long as they do."""
 
@@ -90,13 +93,13 @@ class KernelDecoder:
             inputs.num_reqs,
             self._block_size,
             inputs.block_table.shape[1],
-            inputs.input_ids.ctypes.data,
-            inputs.positions.ctypes.data,
-            inputs.query_start_loc.ctypes.data,
-            inputs.seq_lens.ctypes.data,
-            inputs.num_wanted.ctypes.data,
-            inputs.block_table.ctypes.data,
-            inputs.slot_mapping.ctypes.data,
+            _address(inputs.input_ids),
+            _address(inputs.positions),
+            _address(inputs.query_start_loc),
+            _address(inputs.seq_lens),
+            _address(inputs.num_wanted),
+            _address(inputs.block_table),
+            _address(inputs.slot_mapping),
             pool.addresses,
             pool.block_stride,
             *self._addresses,
@@ -119,8 +122,18 @@ class KernelDecoder:
         if self._weights.head is None:
             return self._model.logits(states)
         output = torch.empty(len(states), self._config.vocab_size)
-        self._kernels.linear(self._threads, self._weights.head, states.contiguous(), output)
+        best = np.empty(len(states), dtype=np.int64)
+        self._kernels.linear(self._threads, self._weights.head, states.contiguous(), output, best)
+        self._best = output, best
         return output
+
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """See ForwardPass."""
+        of, best = self._best
+        if logits is not of:
+            return None
+        tokens: list[int] = best.tolist()
+        return None if -1 in tokens else tokens
 
     def capture(self, caches: Sequence[Tensor]) -> None:
         """Nothing."""
@@ -141,6 +154,11 @@ class KernelDecoder:
         self._buffers = [torch.empty(num_rows, width, dtype=torch.bfloat16) for width in self._widths]
         scratch = -(-self._scratch.data_ptr() // _LINE) * _LINE
         self._addresses = [*(buffer.data_ptr() for buffer in self._buffers), scratch]
+
+
+def _address(vector: Any) -> int:
+    """Less Python than ``vector.ctypes`` runs, of which little is in the caches here."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(vector))
 
 
 @dataclass(frozen=True)

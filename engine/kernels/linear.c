@@ -2,6 +2,7 @@
 //
 // A panel of 32 outputs lies in memory as it is read: for each pair of inputs 2 vectors of 16 outputs. A register tile
 // of up to 12 rows x 32 outputs takes a pair with 24 dot-product instructions for 2 vector loads and 12 broadcasts.
+#include <math.h>
 #include <string.h>
 #include "kernels.h"
 
@@ -126,9 +127,45 @@ void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows,
     pool_run(pool, (num_panels + per_item - 1) / per_item, compute_item, &job);
 }
 
-// Rounded to bfloat16, and stored as float32.
-void kvbaton_linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, float *output) {
+typedef struct {
+    const float *rows;
+    size_t size;
+    int64_t *best;
+} Bests;
+
+static void find_best(const void *context, size_t row, size_t thread) {
+    (void)thread;
+    const Bests *job = context;
+    const float *values = job->rows + row * job->size;
+    __m512 low = _mm512_set1_ps(-INFINITY), top[4] = {low, low, low, low};
+    __m512i place[4] = {_mm512_setzero_si512()}, lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __mmask16 nans = 0;
+    for (int v = 1; v < 4; v++) place[v] = place[0];
+    for (size_t from = 0; from < job->size; from += 64)
+        for (size_t v = 0, at = from; v < 4 && at < job->size; v++, at += 16) {
+            __mmask16 known = job->size - at >= 16 ? 0xffff : (__mmask16)((1u << (job->size - at)) - 1);
+            __m512 value = _mm512_mask_loadu_ps(low, known, values + at);
+            __mmask16 is_higher = _mm512_cmp_ps_mask(value, top[v], _CMP_GT_OQ);
+            nans |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+            top[v] = _mm512_mask_mov_ps(top[v], is_higher, value);
+            place[v] = _mm512_mask_add_epi32(place[v], is_higher, lane, _mm512_set1_epi32((int)at));
+        }
+    float highest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3])));
+    int32_t first = INT32_MAX;
+    for (int v = 0; v < 4; v++) {
+        __mmask16 is_highest = _mm512_cmp_ps_mask(top[v], _mm512_set1_ps(highest), _CMP_EQ_OQ);
+        int32_t own = _mm512_mask_reduce_min_epi32(is_highest, place[v]);
+        if (own < first) first = own;
+    }
+    job->best[row] = nans || isinf(highest) ? -1 : first;
+}
+
+// Rounded to bfloat16, and stored as float32. best: NULL, or gets the number of each row's highest output, the lowest among
+// equals; -1 where one is NaN or the highest infinite.
+void kvbaton_linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, float *output, int64_t *best) {
     linear(pool, layer, input, num_rows, output, WIDE);
+    Bests job = {output, layer->outputs, best};
+    if (best) pool_run(pool, num_rows, find_best, &job);
 }
 
 typedef struct {

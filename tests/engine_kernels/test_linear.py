@@ -1,5 +1,6 @@
 """A packed linear layer equals the plain one, whatever its sizes and whoever computes beside."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,3 +64,22 @@ def test_threads_share_two_thousand_pieces_of_work(kernels: Kernels, threads: in
         room.fill_(torch.nan)
         kernels.linear(threads, layer, states, room)
         assert torch.equal(room, expected), number
+
+
+@pytest.mark.parametrize("outputs", [1, 15, 31, 64, 1000, 1153])
+def test_the_best_of_each_row(kernels: Kernels, threads: int, outputs: int) -> None:
+    """The lowest number among equals, wherever they stand; none of a row with NaN or with nothing finite."""
+    weight, states = random(outputs, 32), random(40, 32)
+    weight[outputs // 2] = weight[-1]
+    weight[:, 0], states[:, 0] = 0, 0
+    layer, _panels = packed(kernels, threads, weight)
+    states[3, 5], states[7] = torch.nan, torch.inf
+    states[9] = weight[-1] * 8  # the last, and what equals it
+    room, best = torch.empty(40, outputs), np.full(41, 77)
+    kernels.linear(threads, layer, states, room, best[:40])
+    assert best[40] == 77
+    for row, (values, found) in enumerate(zip(room.numpy(), best.tolist(), strict=False)):
+        highest = values.argmax()
+        assert found == (highest if np.isfinite(values[highest]) else -1), row
+    assert best[3] == best[7] == -1
+    assert best[9] == outputs // 2

@@ -1,0 +1,159 @@
+"""A step's outline, known a step ahead: used where all go on by a token, and right wherever it is used."""
+
+import numpy as np
+import pytest
+
+from contract.requests import PoolingParams, SamplingParams
+from engine.batch import InputBatch
+from engine.drawn import Drawing
+from engine.inputs import PreparedInputs, outline_next, prepare_inputs
+from engine.outputs import NewRequestData, SchedulerOutput
+from engine.sampling import Samples
+from tests.engine_compute.driver import add_cached
+from tests.engine_compute.test_inputs import new_request
+
+BLOCK_SIZE = 2
+
+
+def first(num_rows: int = 4) -> tuple[InputBatch, PreparedInputs]:
+    """Prompts of 3 and 4 tokens, both computed; each has drawn a token."""
+    batch = InputBatch(num_rows, 12, BLOCK_SIZE)
+    prompts = {"a": [10, 11, 12], "b": [20, 21, 22, 23]}
+    scheduled = SchedulerOutput(
+        [new_request("a", prompts["a"], [1, 2]), new_request("b", prompts["b"], [3, 4])],
+        num_scheduled_tokens={name: len(tokens) for name, tokens in prompts.items()},
+    )
+    batch.update(scheduled)
+    inputs = prepare_inputs(batch, scheduled)
+    for name in prompts:
+        batch.append_token(name, 99)
+    return batch, inputs
+
+
+def step(**num_tokens: int) -> SchedulerOutput:
+    """Of b (which needs a block now) and a, where they are named; more may be added."""
+    scheduled = SchedulerOutput(
+        num_scheduled_tokens=num_tokens, total_num_scheduled_tokens=sum(num_tokens.values())
+    )
+    blocks, computed = {"a": list[int](), "b": [5]}, {"a": 3, "b": 4}
+    for name in num_tokens:
+        add_cached(scheduled.scheduled_cached_reqs, name, blocks[name], computed[name])
+    return scheduled
+
+
+def resumed() -> SchedulerOutput:
+    scheduled = step(b=1)
+    cached = scheduled.scheduled_cached_reqs
+    add_cached(cached, "a", [8, 9], 2, resumed_with=[10, 11, 12])
+    scheduled.num_scheduled_tokens = {"a": 1, "b": 1}
+    scheduled.total_num_scheduled_tokens = 2
+    return scheduled
+
+
+def replaced() -> SchedulerOutput:
+    """Under the same name, with the same length."""
+    scheduled = step(b=1)
+    scheduled.scheduled_new_reqs.append(
+        NewRequestData("a", [7] * 9, SamplingParams(), ([6, 7, 8, 9, 10],), 8, 9)
+    )
+    scheduled.num_scheduled_tokens = {"a": 1, "b": 1}
+    scheduled.total_num_scheduled_tokens = 2
+    return scheduled
+
+
+def equal(one: PreparedInputs, other: PreparedInputs) -> bool:
+    return all(np.array_equal(value, getattr(other, name)) for name, value in vars(one).items())
+
+
+def test_it_is_used_where_all_go_on_by_a_token() -> None:
+    batch, inputs = first()
+    for length in range(2):
+        ahead = outline_next(batch, inputs)
+        scheduled = SchedulerOutput(num_scheduled_tokens={"a": 1, "b": 1}, total_num_scheduled_tokens=2)
+        add_cached(scheduled.scheduled_cached_reqs, "a", [6] if length == 1 else [], 3 + length)
+        add_cached(scheduled.scheduled_cached_reqs, "b", [5] if length == 0 else [], 4 + length)
+        batch.update(scheduled)
+        inputs = prepare_inputs(batch, scheduled, ahead)
+        assert inputs.positions is ahead.positions
+        assert equal(inputs, prepare_inputs(batch, scheduled))
+        batch.append_token("a", 50)
+        batch.append_token("b", 51)
+    assert inputs.input_ids.tolist() == [50, 51]
+    assert inputs.slot_mapping.tolist() == [6 * BLOCK_SIZE, 5 * BLOCK_SIZE + 1]
+
+
+@pytest.mark.parametrize(
+    "scheduled",
+    [step(a=1), step(b=1, a=1), step(a=1, b=2), resumed(), replaced()],
+    ids=["one alone", "another order", "two tokens", "one comes back", "another of that name"],
+)
+def test_it_is_not_used_where_anything_else_happens(scheduled: SchedulerOutput) -> None:
+    batch, inputs = first()
+    ahead = outline_next(batch, inputs)
+    batch.update(scheduled)
+    found = prepare_inputs(batch, scheduled, ahead)
+    assert found.positions is not ahead.positions
+    assert equal(found, prepare_inputs(batch, scheduled))
+
+
+def test_rows_that_were_left_and_taken_again_are_others() -> None:
+    """One makes room for a third and comes back: the same names go on, in other rows."""
+    batch, inputs = first(num_rows=2)
+    ahead = outline_next(batch, inputs)
+    batch.update(SchedulerOutput([new_request("c", [1], [6])], num_scheduled_tokens={"c": 1, "b": 1}))
+    scheduled = step(a=1, b=1)
+    scheduled.finished_req_ids = {"c"}
+    batch.update(scheduled)
+    assert equal(prepare_inputs(batch, scheduled, ahead), prepare_inputs(batch, scheduled))
+
+
+def test_each_request_gets_what_was_drawn_for_it() -> None:
+    """A chunk and a pooling prompt draw nothing; of three choices the first row is the request's own; NaN draws none."""
+    batch, scheduled = InputBatch(6, 12, BLOCK_SIZE), SchedulerOutput()
+    for name, length, asked in [
+        ("chunk", 5, SamplingParams()),
+        ("three", 2, SamplingParams(temperature=0.0)),
+        ("pools", 2, None),
+        ("bad", 2, SamplingParams(temperature=0.0)),
+        ("one", 2, SamplingParams(temperature=0.0)),
+    ]:
+        pooling = None if asked else PoolingParams()
+        num_choices = 3 if name == "three" else 1
+        scheduled.scheduled_new_reqs.append(
+            NewRequestData(
+                name, [1] * length, asked, ([1, 2, 3],), 0, length, num_choices, pooling_params=pooling
+            )
+        )
+        scheduled.num_scheduled_tokens[name] = 2
+    batch.update(scheduled)
+    drawing = Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled))
+    assert drawing.last.tolist() == [3, 7, 9]
+    assert drawing.places is not None and drawing.places.tolist() == [0, 0, 0, 1, 2]
+    assert drawing.owners == [1, 1, 1, 3, 4]
+    assert not drawing.takes_best
+    output = drawing.spread(Samples([40, 41, 42, None, 44], [0, 0, 0, 6, 0], None))
+    assert output.req_ids == ["chunk", "three", "pools", "bad", "one"]
+    assert output.sampled_token_ids == [[], [40], [], [], [44]]
+    assert {name: choices.token_ids for name, choices in output.other_choices.items()} == {"three": [41, 42]}
+    assert output.num_nans_in_logits == {"bad": 6}
+
+
+@pytest.mark.parametrize(
+    ("asked", "takes_best"),
+    [
+        ({}, True),
+        ({"temperature": 0.5}, False),
+        ({"logprobs": 0}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"min_tokens": 2, "stop_token_ids": (5,)}, False),
+        ({"min_tokens": 2}, True),
+        ({"allowed_token_ids": (1, 2)}, False),
+    ],
+)
+def test_who_takes_the_best_token(asked: dict[str, object], takes_best: bool) -> None:
+    batch, scheduled = InputBatch(1, 12, BLOCK_SIZE), SchedulerOutput(num_scheduled_tokens={"a": 1})
+    sampling = SamplingParams(**{"temperature": 0.0, **asked})  # type: ignore[arg-type]
+    scheduled.scheduled_new_reqs.append(NewRequestData("a", [1], sampling, ([1],), 0, 1))
+    batch.update(scheduled)
+    assert Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled)).takes_best is takes_best
