@@ -6,10 +6,11 @@ least its floating-point operations over the matrix rate. What the KV cache adds
 
 import ctypes
 import json
+import re
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from native.compiling import CLibrary
 _LIBRARY = CLibrary("read", Path(__file__).parent / "native", ("-O3", "-march=native"))
 _LANES = 64
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*_proj)\.weight")
 _MATRIX = (1024, 896, 4864)
 _NUM_MATRICES = 2
 
@@ -31,13 +33,14 @@ _NUM_MATRICES = 2
 class Weights:
     """Of a checkpoint: the bytes that one decode step reads, and the weights that a token is multiplied with.
 
-    num_in_head: those of them that only a token that draws another is multiplied with. linears: the shapes of all of them,
-    ``(outputs, inputs)``.
+    num_in_head: those of them that only a token that draws another is multiplied with; num_behind_kv: and those behind the
+    last layer's keys and values. linears: the shapes of all of them, ``(outputs, inputs)``.
     """
 
     num_bytes: int
     num_multiplied: int
     num_in_head: int
+    num_behind_kv: int = 0
     linears: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -51,6 +54,7 @@ class Weights:
             num_bytes=sum(2 * prod(shape) for shape in shapes.values()),
             num_multiplied=sum(prod(shape) for shape in shapes.values() if len(shape) > 1),
             num_in_head=prod(head),
+            num_behind_kv=sum(prod(shapes[name]) for name in _behind_kv(shapes)),
             linears=tuple((shape[0], shape[1]) for shape in shapes.values() if len(shape) == 2),
         )
 
@@ -70,7 +74,8 @@ class Ceilings:
 
     def prompt_tokens_per_second(self, weights: Weights) -> float:
         """The most prompt tokens that can be computed in a second, attention left out."""
-        return self.flops / (2 * (weights.num_multiplied - weights.num_in_head))
+        num_needed = weights.num_multiplied - weights.num_in_head - weights.num_behind_kv
+        return self.flops / (2 * num_needed)
 
 
 def measure_ceilings(num_threads: int, num_bytes: int = 2**30, repeats: int = 5) -> Ceilings:
@@ -129,6 +134,17 @@ def _flops(repeats: int) -> float:
             torch.nn.functional.linear(states, weight)
         seconds.append(time.perf_counter() - begin)
     return 2.0 * rows * inputs * outputs * len(weights) / min(seconds[1:])
+
+
+def _behind_kv(names: Iterable[str]) -> list[str]:
+    """The last layer's linear layers but those that make keys and values."""
+    layers = [(int(found[1]), found[2]) for name in names if (found := _LAYER.fullmatch(name))]
+    last = max((number for number, _ in layers), default=0)
+    return [
+        f"model.layers.{last}.{linear}.weight"
+        for number, linear in layers
+        if number == last and not linear.endswith((".k_proj", ".v_proj"))
+    ]
 
 
 def _shapes(file: Path) -> list[tuple[str, list[int]]]:

@@ -1,6 +1,7 @@
 """What the benchmarks make of their samples."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -42,6 +43,7 @@ def test_limits_are_those_of_memory_or_of_arithmetic() -> None:
     assert EIGHT.limit(slow_memory, weights) == pytest.approx(4.0)
     assert EIGHT.limit(slow_arithmetic, weights) == pytest.approx(4.0)
     assert PREFILL.limit(slow_arithmetic, weights) == pytest.approx(5.0)
+    assert PREFILL.limit(slow_arithmetic, replace(weights, num_behind_kv=30)) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -51,6 +53,9 @@ def test_an_embedding_is_read_where_it_is_the_head(tmp_path: Path, is_tied: bool
     in_file = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     looked_up = 0 if is_tied else 2 * weights.num_in_head
     assert weights.num_in_head == 264 * 64
+    config = json.loads((folder / "config.json").read_text())
+    queries, size = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
+    assert weights.num_behind_kv == size * (2 * queries + 3 * config["intermediate_size"])
     assert in_file - 10_000 < weights.num_bytes + looked_up < in_file
 
 
