@@ -61,45 +61,59 @@ class Weights:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """One round's best: bytes of memory read and floating-point operations of bfloat16 products, each per second."""
+    """Of some moment: bytes of memory read and floating-point operations of bfloat16 products, each per second."""
 
     read_bytes: float
     flops: float
 
     def seconds_per_step(self, weights: Weights, num_rows: int) -> float:
         """The least that a step of ``num_rows`` tokens takes, with memory and arithmetic perfectly overlapped."""
-        by_memory = weights.num_bytes / self.read_bytes
-        by_arithmetic = 2 * weights.num_multiplied * num_rows / self.flops
-        return max(by_memory, by_arithmetic)
+        return max(self._reading(weights), self._multiplying(weights, num_rows))
+
+    def is_memorys(self, weights: Weights, num_rows: int) -> bool:
+        """Such a step is limited by memory, not by arithmetic."""
+        return self._reading(weights) > self._multiplying(weights, num_rows)
 
     def prompt_tokens_per_second(self, weights: Weights) -> float:
         """The most prompt tokens that can be computed in a second, attention left out."""
         num_needed = weights.num_multiplied - weights.num_in_head - weights.num_behind_kv
         return self.flops / (2 * num_needed)
 
+    def _reading(self, weights: Weights) -> float:
+        return weights.num_bytes / self.read_bytes
 
-def measure_ceilings(num_threads: int, num_bytes: int = 2**30, repeats: int = 5) -> Ceilings:
-    """Raises NotCompiledError without a C compiler."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        return Ceilings(_read_bytes(num_threads, num_bytes, repeats), _flops(repeats))
-    finally:
-        torch.set_num_threads(before)
+    def _multiplying(self, weights: Weights, num_rows: int) -> float:
+        return 2 * weights.num_multiplied * num_rows / self.flops
 
 
-def _read_bytes(num_threads: int, num_bytes: int, repeats: int) -> float:
-    read = _LIBRARY.load().read_words
-    read.restype = ctypes.c_uint64
-    read.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    words = np.ones(num_bytes // 8, dtype=np.uint64)
-    share = len(words) // num_threads // _LANES * _LANES
+class Machine:
+    """Finds its limits again and again: where it has neighbours they change. Raises NotCompiledError without a C compiler."""
 
-    def part(index: int) -> None:
-        read(words.ctypes.data + index * share * 8, share)
+    def __init__(self, num_threads: int, num_bytes: int = 2**30) -> None:
+        self._num_threads = num_threads
+        self._read = _LIBRARY.load().read_words
+        self._read.restype = ctypes.c_uint64
+        self._read.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._words = np.ones(num_bytes // 8, dtype=np.uint64)
 
-    seconds = min(_side_by_side(part, num_threads) for _ in range(repeats))
-    return share * 8 * num_threads / seconds
+    def read_bytes(self, repeats: int = 3) -> float:
+        """Per second, by all threads; the best of so many readings."""
+        share = len(self._words) // self._num_threads // _LANES * _LANES
+
+        def part(index: int) -> None:
+            self._read(self._words.ctypes.data + index * share * 8, share)
+
+        seconds = min(_side_by_side(part, self._num_threads) for _ in range(repeats))
+        return share * 8 * self._num_threads / seconds
+
+    def flops(self, repeats: int = 5) -> float:
+        """Per second, by all threads; the best of so many products."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        try:
+            return _flops(repeats)
+        finally:
+            torch.set_num_threads(before)
 
 
 def _side_by_side(work: Callable[[int], Any], num_threads: int) -> float:

@@ -1,30 +1,30 @@
 """``python -m benchmarks.engine --model DIR --peers vllm,openvino,llama,transformers``: our engine beside its peers.
 
 Everything is measured in one run: every engine lives in a process of its own (``benchmarks/peers``), they take turns, and
-those that wait are stopped. The machine's limits are measured at the beginning of every round. A sample during which other
-processes kept more than 0.1 cores busy is repeated. Greedy answers are compared with those of ``transformers``, token by
-token. To ``results/engine_<model>.json``; only ratios are claims.
+those that wait are stopped. The machine's limits are measured in every round, and how fast memory is read before and
+behind every sample. A sample is repeated during which other processes kept more than 0.1 cores busy, or for which memory
+decides and gave less than 0.85 of its best in this run. Greedy answers are compared with those of ``transformers``, token
+by token. To ``results/engine_<model>.json``; only ratios are claims.
 """
 
 import argparse
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ceilings import Ceilings, Weights, measure_ceilings
+from benchmarks.ceilings import Ceilings, Machine, Weights
 from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.onednn import PackedLinears
 from benchmarks.others import end_on_sigterm
 from benchmarks.peers.work import Load
-from benchmarks.rows import ROWS, Row, Sizes, compared, quiet_sample, share_equal
+from benchmarks.rows import ROWS, Row, Scene, Sizes, compared, quiet_sample, share_equal
 from benchmarks.runners import Order, Program, Runner, RunnerError, random_prompts
 from benchmarks.samples import summary
 
@@ -91,21 +91,20 @@ def measure_engines(plan: Plan, num_threads: int) -> dict[str, Any]:
         samples: dict[str, dict[str, list[dict[str, Any]]]] = {row.name: {} for row in plan.rows}
         packed: dict[str, list[dict[str, Any]]] = {row.name: [] for row in plan.rows if row.batch}
         ceilings: list[Ceilings] = []
+        scene = Scene(Machine(num_threads, plan.probe_bytes), weights)
         for number in range(plan.rounds):
-            ceilings.append(measure_ceilings(num_threads, plan.probe_bytes))
+            ceilings.append(scene.begin_round())
             for row in plan.rows:
                 if row.batch:
                     packed[row.name].append(linears.sample(row.batch, num_threads))
                 turns = runners[number % len(runners) :] + runners[: number % len(runners)]
                 for runner in turns:
-                    _take_turn(
-                        plan, row, runner, random.Random(f"{seed}:{number}:{row.name}"), samples, failed
-                    )
+                    rng = random.Random(f"{seed}:{number}:{row.name}")
+                    _take_turn(plan, row, runner, rng, samples, failed, scene)
         engines = {runner.name: _about(runner, answers) for runner in runners}
-    best = _typical(ceilings)
     return {
         "seed": seed,
-        "ceilings": {"used": asdict(best), "rounds": [asdict(one) for one in ceilings]},
+        "ceilings": {"best_read_bytes": scene.best_read, "rounds": [asdict(one) for one in ceilings]},
         "weights": {"num_bytes": weights.num_bytes, "num_multiplied": weights.num_multiplied},
         "packed_linears_of_onednn": {name: summary(taken) for name, taken in packed.items()},
         "engines": engines,
@@ -113,9 +112,11 @@ def measure_engines(plan: Plan, num_threads: int) -> dict[str, Any]:
         "rows": {
             row.name: compared(
                 row,
-                {name: summary(taken) for name, taken in samples[row.name].items()},
+                {
+                    name: summary([scene.judged(one) for one in taken])
+                    for name, taken in samples[row.name].items()
+                },
                 OURS.name,
-                row.limit(best, weights),
             )
             for row in plan.rows
         },
@@ -218,11 +219,12 @@ def _take_turn(
     rng: random.Random,
     samples: dict[str, dict[str, list[dict[str, Any]]]],
     failed: dict[str, str],
+    scene: Scene,
 ) -> None:
     if runner.name in failed:
         return
     try:
-        taken = quiet_sample(row, runner, plan.sizes, rng, plan.max_repeats)
+        taken = quiet_sample(row, runner, plan.sizes, rng, plan.max_repeats, scene)
         samples[row.name].setdefault(runner.name, []).extend(taken)
     except RunnerError as error:
         _leave_out(runner, error, failed)
@@ -244,13 +246,6 @@ def _about(runner: Runner, answers: Mapping[str, list[list[int]]]) -> dict[str, 
         if reference is None
         else share_equal(answers[runner.name], reference),
     }
-
-
-def _typical(rounds: Sequence[Ceilings]) -> Ceilings:
-    """The median of the rounds, each of which is the best of its own repeats."""
-    return Ceilings(
-        statistics.median(one.read_bytes for one in rounds), statistics.median(one.flops for one in rounds)
-    )
 
 
 def _arguments() -> argparse.Namespace:

@@ -20,12 +20,18 @@ def sample(value: float, use: Use) -> dict[str, Any]:
     }
 
 
+def median_of(samples: list[dict[str, Any]], name: str) -> float:
+    """Of this figure, over the quiet samples, or over all where none was quiet."""
+    quiet = [one[name] for one in samples if one["is_quiet"]]
+    return statistics.median(quiet or [one[name] for one in samples])
+
+
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Median over the quiet samples, or, said so, over all where none was quiet; with all of them."""
-    quiet = [one["value"] for one in samples if one["is_quiet"]]
+    num_quiet = sum(one["is_quiet"] for one in samples)
     return {
-        "median": statistics.median(quiet or [one["value"] for one in samples]),
-        "is_quiet": bool(quiet),
-        "num_dropped": len(samples) - len(quiet) if quiet else 0,
+        "median": median_of(samples, "value"),
+        "is_quiet": num_quiet > 0,
+        "num_dropped": len(samples) - num_quiet if num_quiet else 0,
         "samples": samples,
     }

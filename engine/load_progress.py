@@ -1,4 +1,4 @@
-"""How far the reading of weights is: a bar on a terminal, elsewhere a line in the log every few seconds."""
+"""How far the reading or packing of weights is: a bar on a terminal, elsewhere a line in the log every few seconds."""
 
 import logging
 import os
@@ -21,6 +21,7 @@ class LoadProgress:
     """Counts the bytes of weights that are in their place; a last line says how many there were, and how long it took.
 
     console: where the bar is drawn if it is a terminal, standard error if None and ``has_terminal``. clock: in seconds.
+    name: what the lines are about.
     """
 
     def __init__(
@@ -28,7 +29,9 @@ class LoadProgress:
         total_bytes: int,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        name: str = "weights",
     ) -> None:
+        self._name = name
         console = console or Console(stderr=True, force_terminal=has_terminal())
         self._total, self._done = total_bytes, 0
         self._clock = clock
@@ -43,7 +46,7 @@ class LoadProgress:
             transient=True,
             disable=not self._is_drawn,
         )
-        self._task = self._bar.add_task("Loading weights", total=total_bytes)
+        self._task = self._bar.add_task(name.capitalize(), total=total_bytes)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -54,7 +57,8 @@ class LoadProgress:
     ) -> None:
         self._bar.stop()
         if kind is None:
-            logger.info("weights: %s in %.1f s%s", _gib(self._done), self._seconds(), self._speed())
+            done = _gib(self._done)
+            logger.info("%s: %s in %.1f s%s", self._name, done, self._seconds(), self._speed())
 
     def advance(self, num_bytes: int) -> None:
         """So many bytes more are in their place."""
@@ -62,7 +66,8 @@ class LoadProgress:
         self._bar.advance(self._task, num_bytes)
         if not self._is_drawn and self._clock() - self._logged >= _LOG_SECONDS:
             self._logged = self._clock()
-            logger.info("weights: %s of %s%s", _gib(self._done), _gib(self._total), self._speed())
+            done, total = _gib(self._done), _gib(self._total)
+            logger.info("%s: %s of %s%s", self._name, done, total, self._speed())
 
     def _seconds(self) -> float:
         return self._clock() - self._start

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.binding import PANEL, CLayer, CLinear, CModel, Kernels
+from engine.load_progress import LoadProgress
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM, DecoderLayer
 from engine.models.layers import RMSNorm
@@ -30,11 +31,15 @@ class PackedWeights:
         self._free = _pages(_packed_bytes(model))
         self._kept: list[Tensor] = []
         layers = (CLayer * config.num_layers)()
-        for index, layer in enumerate(model.model.layers):
-            assert isinstance(layer, DecoderLayer)
-            layers[index] = self._layer(layer, config.sliding_windows[index])
-        head = model.head_weight()
-        self.head = None if head is None else self._packed([head])
+        with LoadProgress(
+            sum(weight.nbytes for weight in _weights(model)), name="packed weights"
+        ) as progress:
+            self._progress = progress
+            for index, layer in enumerate(model.model.layers):
+                assert isinstance(layer, DecoderLayer)
+                layers[index] = self._layer(layer, config.sliding_windows[index])
+            head = model.head_weight()
+            self.head = None if head is None else self._packed([head])
         angles = rotation(model.model.frequencies, torch.arange(max_length), torch.bfloat16)
         cosines, sines = (self._address(table[:, 0, : config.head_dim // 2].contiguous()) for table in angles)
         self.model = CModel(
@@ -80,7 +85,7 @@ class PackedWeights:
         outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
         packed, first = self._take(outputs, inputs), 0
         for weight in weights:
-            self._kernels.pack(self._pool, weight, packed, first)
+            self._pack(weight, packed, first)
             first += len(weight)
         return CLinear(packed.data_ptr(), None, inputs, outputs)
 
@@ -88,13 +93,17 @@ class PackedWeights:
         """Of each panel the gate has the first half and the other the second."""
         outputs, inputs, half = len(gate.weight) + len(up.weight), gate.in_features, PANEL // 2
         packed, bias = self._take(outputs, inputs), None
-        self._kernels.pack(self._pool, gate.weight, packed, 0, half, 0)
-        self._kernels.pack(self._pool, up.weight, packed, 0, half, half)
+        self._pack(gate.weight, packed, 0, half, 0)
+        self._pack(up.weight, packed, 0, half, half)
         if gate.bias is not None:
             both = torch.stack((gate.bias.view(-1, half), up.bias.view(-1, half)), dim=1)
             bias = self._bias(both.flatten(), outputs)
         _forget((gate, up))
         return CLinear(packed.data_ptr(), bias, inputs, outputs)
+
+    def _pack(self, weight: Tensor, packed: Tensor, *places: int) -> None:
+        self._kernels.pack(self._pool, weight, packed, *places)
+        self._progress.advance(weight.nbytes)
 
     def _bias(self, bias: Tensor, outputs: int) -> int:
         padded = torch.zeros(_panels(outputs) * PANEL, dtype=torch.bfloat16)
@@ -128,10 +137,14 @@ def _rounded(size: int) -> int:
     return -(-size * 2 // _LINE) * _LINE // 2
 
 
-def _packed_bytes(model: CausalLM) -> int:
+def _weights(model: CausalLM) -> list[Tensor]:
     linears = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
-    weights = [*(linear.weight for linear in linears), model.head_weight()]
-    return sum((len(w) + PANEL) * w.shape[1] * 2 + _LINE for w in weights if w is not None)
+    head = model.head_weight()
+    return [*(linear.weight for linear in linears), *([] if head is None else [head])]
+
+
+def _packed_bytes(model: CausalLM) -> int:
+    return sum((len(weight) + PANEL) * weight.shape[1] * 2 + _LINE for weight in _weights(model))
 
 
 def _pages(num_bytes: int) -> Tensor:

@@ -1,21 +1,24 @@
 """What the benchmarks make of their samples."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import tables
-from benchmarks.ceilings import Ceilings, Weights, measure_ceilings
+from benchmarks.ceilings import Ceilings, Machine, Weights
 from benchmarks.gaps import Latency, of_chats, percentile
 from benchmarks.goodput import all_maps, difference, goodput, goodput_map
 from benchmarks.interference import compared as interference_over
 from benchmarks.load import Outcome
 from benchmarks.others import Use, watch_use
-from benchmarks.rows import ROWS, Sizes, compared, share_equal
+from benchmarks.rows import ROWS, Row, Scene, Sizes, compared, quiet_sample, share_equal
 from benchmarks.runners import Order
 from benchmarks.samples import sample, summary
 from benchmarks.streams import Stream
@@ -60,9 +63,9 @@ def test_an_embedding_is_read_where_it_is_the_head(tmp_path: Path, is_tied: bool
 
 
 def test_the_machine_is_measured() -> None:
-    found = measure_ceilings(2, num_bytes=2**22, repeats=1)
-    assert found.read_bytes > 0
-    assert found.flops > 0
+    machine = Machine(2, num_bytes=2**22)
+    assert machine.read_bytes(repeats=1) > 0
+    assert machine.flops(repeats=1) > 0
 
 
 def test_only_quiet_samples_count() -> None:
@@ -85,15 +88,70 @@ def test_own_work_is_not_that_of_others() -> None:
 
 
 def test_engines_are_compared_with_the_best_of_the_others() -> None:
-    def of(**medians: float) -> dict[str, dict[str, object]]:
-        return {name: {"median": median} for name, median in medians.items()}
+    def of(limit: float, **values: float) -> dict[str, dict[str, Any]]:
+        row = SINGLE if limit < 10 else EIGHT
+        return {
+            name: summary(
+                [{"value": value, "limit": limit, "share_of_limit": row.over(value, limit), "is_quiet": True}]
+            )
+            for name, value in values.items()
+        }
 
-    times = compared(SINGLE, of(kvbaton=10.0, one=20.0, two=15.0), "kvbaton", limit=8.0)
-    assert (times["best_peer"], times["over_best_peer"]) == ("two", 1.5)
+    times = compared(SINGLE, of(8.0, kvbaton=10.0, one=20.0, two=15.0), "kvbaton")
+    assert (times["best_peer"], times["over_best_peer"], times["limit"]) == ("two", 1.5, 8.0)
     assert times["share_of_limit"] == {"kvbaton": 0.8, "one": 0.4, "two": pytest.approx(8 / 15)}
-    speeds = compared(EIGHT, of(kvbaton=30.0, one=20.0), "kvbaton", limit=40.0)
+    speeds = compared(EIGHT, of(40.0, kvbaton=30.0, one=20.0), "kvbaton")
     assert (speeds["over_best_peer"], speeds["share_of_limit"]["kvbaton"]) == (1.5, 0.75)
-    assert compared(EIGHT, of(kvbaton=30.0), "kvbaton", limit=40.0)["over_best_peer"] is None
+    assert compared(EIGHT, of(40.0, kvbaton=30.0), "kvbaton")["over_best_peer"] is None
+
+
+class NeighboursMachine:
+    """Gives so many bytes per second, reading by reading."""
+
+    def __init__(self, *readings: float) -> None:
+        self._readings = list(readings)
+
+    def read_bytes(self) -> float:
+        return self._readings.pop(0)
+
+    def flops(self) -> float:
+        return 1e6
+
+
+class SteadyRunner:
+    """Takes a second for the first token, and two for all."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        yield
+
+    def run(self, order: Order) -> dict[str, float]:
+        self.num_runs += 1
+        return {"seconds": 1.0 if order.num_tokens == 1 else 2.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "readings", "num_samples"),
+    [(SINGLE, (100.0, 90.0), 1), (SINGLE, (50.0, 100.0, 100.0, 100.0), 2), (PREFILL, (50.0, 100.0), 1)],
+)
+def test_a_sample_that_had_little_of_the_memory_is_repeated(
+    row: Row, readings: tuple[float, ...], num_samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory decides; its limit is that of its own moment."""
+    monkeypatch.setattr("benchmarks.rows.watch_use", lambda: nullcontext(Use(wall_seconds=1.0)))
+    weights, runner = Weights(num_bytes=20, num_multiplied=10, num_in_head=0), SteadyRunner()
+    machine = NeighboursMachine(100.0, *readings)
+    scene = Scene(machine, weights)  # type: ignore[arg-type]
+    scene.begin_round()
+    samples = quiet_sample(row, runner, SIZES, Random(0), 3, scene)  # type: ignore[arg-type]
+    assert len(samples) == num_samples
+    assert [one["is_quiet"] for one in samples] == [False] * (num_samples - 1) + [True]
+    if row is SINGLE:
+        assert samples[0]["limit"] == pytest.approx(1000 * 20 / ((readings[0] + readings[1]) / 2))
+        assert scene.judged(samples[-1] | {"least_read_bytes": 80.0})["is_quiet"] is False
 
 
 def test_tokens_are_compared_place_by_place() -> None:

@@ -1,5 +1,6 @@
 """A forward pass of the kernels equals the plain decoder's, for every family and every kind of batch."""
 
+import logging
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -118,6 +119,20 @@ def pair(request: pytest.FixtureRequest, checkpoint: MakeCheckpoint, kernels: Ke
     made = Pair(checkpoint(family, **overrides), kernels)
     yield made
     made.decoder.close()
+
+
+def test_all_packed_weights_are_counted_once(
+    checkpoint: MakeCheckpoint, kernels: Kernels, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every linear layer's, and the output head's, which is the embedding here."""
+    caplog.set_level(logging.INFO)
+    folder = checkpoint("qwen2", intermediate_size=2**15, tie_word_embeddings=True)
+    pair = Pair(folder, kernels)
+    pair.decoder.close()
+    matrices = [weight for weight in pair.rounding.model.parameters() if weight.ndim == 2]
+    num_bytes = sum(weight.nbytes for weight in matrices)
+    assert num_bytes > 2**23
+    assert any(line.startswith(f"packed weights: {num_bytes / 2**30:.2f} GiB in") for line in caplog.messages)
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
