@@ -87,7 +87,7 @@ class Ceilings:
 
 
 class Machine:
-    """Finds its limits again and again: where it has neighbours they change. Raises NotCompiledError without a C compiler."""
+    """Finds its limits again and again: neighbours change them. Raises NotCompiledError without a C compiler."""
 
     def __init__(self, num_threads: int, num_bytes: int = 2**30) -> None:
         self._num_threads = num_threads
