@@ -22,8 +22,8 @@ def sample(value: float, use: Use) -> dict[str, Any]:
 
 def median_of(samples: list[dict[str, Any]], name: str) -> float:
     """Of this figure, over the quiet samples, or over all where none was quiet."""
-    quiet = [one[name] for one in samples if one["is_quiet"]]
-    return statistics.median(quiet or [one[name] for one in samples])
+    quiet = [float(one[name]) for one in samples if one["is_quiet"]]
+    return statistics.median(quiet or [float(one[name]) for one in samples])
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
