@@ -7,6 +7,7 @@ least its floating-point operations over the matrix rate. What the KV cache adds
 import ctypes
 import json
 import re
+import statistics
 import struct
 import threading
 import time
@@ -68,22 +69,14 @@ class Ceilings:
 
     def seconds_per_step(self, weights: Weights, num_rows: int) -> float:
         """The least that a step of ``num_rows`` tokens takes, with memory and arithmetic perfectly overlapped."""
-        return max(self._reading(weights), self._multiplying(weights, num_rows))
-
-    def is_memorys(self, weights: Weights, num_rows: int) -> bool:
-        """Such a step is limited by memory, not by arithmetic."""
-        return self._reading(weights) > self._multiplying(weights, num_rows)
+        by_memory = weights.num_bytes / self.read_bytes
+        by_arithmetic = 2 * weights.num_multiplied * num_rows / self.flops
+        return max(by_memory, by_arithmetic)
 
     def prompt_tokens_per_second(self, weights: Weights) -> float:
         """The most prompt tokens that can be computed in a second, attention left out."""
         num_needed = weights.num_multiplied - weights.num_in_head - weights.num_behind_kv
         return self.flops / (2 * num_needed)
-
-    def _reading(self, weights: Weights) -> float:
-        return weights.num_bytes / self.read_bytes
-
-    def _multiplying(self, weights: Weights, num_rows: int) -> float:
-        return 2 * weights.num_multiplied * num_rows / self.flops
 
 
 class Machine:
@@ -96,14 +89,14 @@ class Machine:
         self._read.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self._words = np.ones(num_bytes // 8, dtype=np.uint64)
 
-    def read_bytes(self, repeats: int = 3) -> float:
-        """Per second, by all threads; the best of so many readings."""
+    def read_bytes(self, repeats: int = 5) -> float:
+        """Per second, by all threads; the median of so many readings."""
         share = len(self._words) // self._num_threads // _LANES * _LANES
 
         def part(index: int) -> None:
             self._read(self._words.ctypes.data + index * share * 8, share)
 
-        seconds = min(_side_by_side(part, self._num_threads) for _ in range(repeats))
+        seconds = statistics.median(_side_by_side(part, self._num_threads) for _ in range(repeats))
         return share * 8 * self._num_threads / seconds
 
     def flops(self, repeats: int = 5) -> float:

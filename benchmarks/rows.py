@@ -1,6 +1,7 @@
 """The rows of ``benchmarks.engine``: what is asked of every engine, what the seconds mean, and how engines compare."""
 
 import random
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 from benchmarks.ceilings import Ceilings, Machine, Weights
 from benchmarks.others import watch_use
 from benchmarks.runners import Order, Runner, random_prompts
-from benchmarks.samples import median_of, sample
+from benchmarks.samples import median_of, sample, summary
 
-LEAST_READ = 0.85
-"""Of the best that memory has given in this run: with less of it no sample counts for which it decides."""
+LEAST_ALIKE = 0.85
+"""The lower of two limits over the higher: with less between them the machine was not the same."""
 _PREFILLS_OF_A_SAMPLE = 4
 
 
@@ -58,10 +59,6 @@ class Row:
         per_step = ceilings.seconds_per_step(weights, self.batch)
         return per_step * 1000 if self.is_time else self.batch / per_step
 
-    def is_memorys(self, ceilings: Ceilings, weights: Weights) -> bool:
-        """How fast memory is read decides."""
-        return bool(self.batch) and ceilings.is_memorys(weights, self.batch)
-
     def over(self, ours: float, other: float) -> float:
         """How many times as good ours is."""
         return other / ours if self.is_time else ours / other
@@ -83,45 +80,41 @@ ROWS = (
 class Scene:
     """Where samples are taken: a machine whose neighbours take of its memory's speed what they like.
 
-    flops: of this round. best_read: bytes per second, the most that was seen so far.
+    number, flops: of this round.
     """
 
     machine: Machine
     weights: Weights
+    number: int = -1
     flops: float = 0.0
-    best_read: float = 0.0
 
     def begin_round(self) -> Ceilings:
         """Measure both limits."""
+        self.number += 1
         self.flops = self.machine.flops()
-        return Ceilings(self.read(), self.flops)
-
-    def read(self) -> float:
-        """Measure how fast memory is read now."""
-        found = self.machine.read_bytes()
-        self.best_read = max(self.best_read, found)
-        return found
+        return Ceilings(self.machine.read_bytes(), self.flops)
 
     def sample(self, row: Row, runner: Runner, sizes: Sizes, rng: random.Random) -> dict[str, Any]:
-        """One, with the limit of its own moment: the mean of what memory gave before and behind it."""
-        before = self.read()
+        """One, with the limit of its own moment: the mean of those before and behind it, which are alike if it is quiet."""
+        before = self._limit(row)
         with runner.turn(), watch_use() as use:
             value = row.sample(lambda order: float(runner.run(order)["seconds"]), sizes, rng)
-        behind = self.read()
-        ceilings = Ceilings((before + behind) / 2, self.flops)
-        limit = row.limit(ceilings, self.weights)
-        found = sample(value, use) | {
+        behind = self._limit(row)
+        found, limit = sample(value, use), (before + behind) / 2
+        return found | {
+            "is_quiet": found["is_quiet"] and _are_alike(before, behind),
+            "round": self.number,
             "limit": limit,
             "share_of_limit": row.over(value, limit),
-            "least_read_bytes": min(before, behind),
-            "is_memorys": row.is_memorys(ceilings, self.weights),
         }
-        return self.judged(found)
 
-    def judged(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The sample is not quiet if memory decides, and gave less than ``LEAST_READ`` of its best around it."""
-        is_starved = found["is_memorys"] and found["least_read_bytes"] < LEAST_READ * self.best_read
-        return found | {"is_quiet": found["is_quiet"] and not is_starved}
+    def _limit(self, row: Row) -> float:
+        read_bytes = self.machine.read_bytes() if row.batch else 1.0
+        return row.limit(Ceilings(read_bytes, self.flops), self.weights)
+
+
+def _are_alike(one: float, other: float) -> bool:
+    return min(one, other) >= LEAST_ALIKE * max(one, other)
 
 
 def quiet_sample(
@@ -134,19 +127,35 @@ def quiet_sample(
     return samples
 
 
-def compared(row: Row, found: Mapping[str, dict[str, Any]], ours: str) -> dict[str, Any]:
-    """What a row's figures say: every engine's share of its samples' limits, and ours over the best of the others."""
-    medians = {name: one["median"] for name, one in found.items()}
-    others = {name: median for name, median in medians.items() if name != ours}
-    best = (min if row.is_time else max)(others, key=lambda name: others[name], default=None)
+def compared(row: Row, found: Mapping[str, list[dict[str, Any]]], ours: str) -> dict[str, Any]:
+    """What a row's figures say: every engine's share of its samples' limits, and ours over each of the others.
+
+    The best of the others is the one over which ours is the least.
+    """
+    over = {name: _over(row, found[ours], samples) for name, samples in found.items() if name != ours}
+    best = min(over, key=lambda name: over[name]["median"], default=None)
     return {
         "unit": row.unit,
-        "limit": median_of(found[ours]["samples"], "limit"),
-        "share_of_limit": {name: median_of(one["samples"], "share_of_limit") for name, one in found.items()},
+        "limit": median_of(found[ours], "limit"),
+        "share_of_limit": {name: median_of(samples, "share_of_limit") for name, samples in found.items()},
+        "over": over,
         "best_peer": best,
-        "over_best_peer": None if best is None else row.over(medians[ours], others[best]),
-        "engines": dict(found),
+        "over_best_peer": None if best is None else over[best]["median"],
+        "engines": {name: summary(samples) for name, samples in found.items()},
     }
+
+
+def _over(row: Row, ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many times as good ours is, round by round: only those in which both were quiet and had like limits, if any is."""
+    last_ours, last_others = ({one["round"]: one for one in samples} for samples in (ours, others))
+    pairs = [(last_ours[number], last_others[number]) for number in last_ours if number in last_others]
+    fair = [
+        (one, other)
+        for one, other in pairs
+        if one["is_quiet"] and other["is_quiet"] and _are_alike(one["limit"], other["limit"])
+    ]
+    ratios = [row.over(one["value"], other["value"]) for one, other in fair or pairs]
+    return {"median": statistics.median(ratios), "is_fair": bool(fair), "ratios": ratios}
 
 
 def share_equal(answers: list[list[int]], reference: list[list[int]]) -> float:

@@ -103,15 +103,15 @@ def _is_of(ahead: Outline, batch: InputBatch, scheduled: SchedulerOutput) -> boo
 
 
 def _of_step(batch: InputBatch, scheduled: SchedulerOutput) -> Outline:
-    req_ids, num_tokens = list(scheduled.num_scheduled_tokens), scheduled.num_scheduled_tokens.values()
+    req_ids, counts = list(scheduled.num_scheduled_tokens), scheduled.num_scheduled_tokens.values()
     states = [batch.requests[req_id] for req_id in req_ids]
     return _outline(
         batch,
         req_ids,
         _vector([batch.row_of(req_id) for req_id in req_ids]),
-        _vector(list(num_tokens)),
+        _vector(list(counts)),
         _vector([state.num_computed_tokens for state in states]),
-        _vector([state.num_wanted(count) for state, count in zip(states, num_tokens, strict=True)]),
+        _vector([state.num_wanted(count) for state, count in zip(states, counts, strict=True)]),
     )
 
 
