@@ -148,8 +148,7 @@ class InputBatch:
             blocks = cached.new_block_ids[index]
             if is_resumed:
                 self.generation += 1
-            if is_resumed or (blocks and blocks[0]):
-                self._write_blocks(state, blocks[0] if blocks else [], is_replacement=is_resumed)
+            self._write_blocks(state, blocks[0] if blocks else [], is_replacement=is_resumed)
             state.num_computed_tokens = cached.num_computed_tokens[index]
 
     def _seat(self, state: RequestState, scheduled: dict[str, int]) -> None:
@@ -183,6 +182,8 @@ class InputBatch:
         state.num_tokens = len(token_ids)
 
     def _write_blocks(self, state: RequestState, block_ids: Sequence[int], *, is_replacement: bool) -> None:
+        if not (is_replacement or block_ids):
+            return
         kept = [] if is_replacement else state.block_ids
         state.block_ids = [*kept, *block_ids]
         if len(state.block_ids) > self.block_table.shape[1]:
