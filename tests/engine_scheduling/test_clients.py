@@ -1,6 +1,7 @@
 """Both clients of an engine: same tokens, same endings; and what becomes of a process that dies."""
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -17,12 +18,30 @@ from contract.requests import EngineOutput, EngineRequest, FinishReason
 from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.hosting.process import EngineProcess
 from engine.hosting.step_loop import EnginePlan
-from engine.testing import CRASH_TOKEN, fake_answer, start_fake_executor
+from engine.settings import EngineSettings
+from engine.testing import CRASH_TOKEN, FakeExecutor, fake_answer, start_fake_executor
 from engine.testing_transfer import fake_connector_factory
 from tests.engine_scheduling.stepping import RECEIVE, fake_request, fake_settings
 
 KINDS = [InProcessClient, ProcessClient]
 Started = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+class FrozenExecutor(FakeExecutor):
+    """At its end it tells how many objects garbage collections left out, in the file that is its model."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self._file = settings.model
+
+    def shutdown(self) -> None:
+        self._file.write_text(str(gc.get_freeze_count()))
+        super().shutdown()
+
+
+def start_frozen(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+    executor = FrozenExecutor(settings)
+    return executor, executor.memory.num_blocks
 
 
 @asynccontextmanager
@@ -207,3 +226,11 @@ def test_engine_dies_with_its_parent() -> None:
 def test_talking_to_an_engine_does_not_load_torch() -> None:
     code = "import sys, engine.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_garbage_collections_of_an_engine_leave_out_what_it_started_with(tmp_path: Path) -> None:
+    """All of it takes a tenth of a second, in the middle of a step."""
+    file = tmp_path / "frozen"
+    client = await ProcessClient.start(fake_settings(model=file), start=start_frozen)
+    await client.shutdown()
+    assert int(file.read_text()) > 1000
