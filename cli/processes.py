@@ -25,6 +25,7 @@ _WORKER_FLAGS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_num_mixed_tokens",
+    "max_hold_share",
     "kv_cache_bytes",
     "gpu_memory_utilization",
     "attention_backend",

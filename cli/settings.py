@@ -88,6 +88,8 @@ class LocalSettings(CommandSettings):
     """Tokens of one step of one worker; longer prompts are computed in chunks of this size."""
     max_num_mixed_tokens: int | None = Field(default=None, ge=1)
     """Tokens of prompts in a step in which answers go on as well: their next tokens wait for it."""
+    max_hold_share: float | None = Field(default=None, ge=0, le=1)
+    """Share of the time in which steps may be held for answers that are about to join them; 0: never; unset: 0.03."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Bytes of each worker's KV pool, which it has from its start; unset: measured."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)

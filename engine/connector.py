@@ -123,6 +123,9 @@ class SchedulerConnector(Protocol):
     def take_events(self) -> list[TransferEvent]:
         """Events since the last call, in order. Raises InternalError once the connector is broken: the engine must end."""
 
+    def next_arrival(self) -> float | None:
+        """When, on the monotonic clock, the next fetch is expected to be over; None where no sender has said so. A guess."""
+
     def build_metadata(self) -> Any | None:
         """This step's orders to the ranks (``SchedulerOutput.kv_connector_metadata``), or None."""
 

@@ -25,6 +25,7 @@ from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler import Scheduler
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.boarding import Boarding
 from engine.scheduling.ending import RequestStatus
 from engine.scheduling.grammars import Grammars
 from engine.scheduling.inspection import check_integrity, counters, debug_state
@@ -97,6 +98,7 @@ class EngineCore:
         self.executor, num_blocks = start(settings)
         self._under_way: _Begun | None = None
         self._clock = clock
+        self._boarding = Boarding(settings.max_hold_share, clock)
         model = self.executor.model_info
         load = partial(load_vocabulary, settings.model, model.eos_token_ids)
         self._grammars = GrammarCompiler(load, model.vocab_size)
@@ -127,19 +129,41 @@ class EngineCore:
         meanwhile()
         self.scheduler.batcher.draft(scheduled)
         output = finish()
-        if may_go_on() and (following := self.scheduler.go_on(output)):
-            self._under_way = following, self.executor.begin(following)
+        self._boarding.ended(is_empty=not scheduled.total_num_scheduled_tokens)
+        if may_go_on() and not self._seconds_to_arrival() and (following := self.scheduler.go_on(output)):
+            self._under_way = self._let_begin(following)
         return self.scheduler.update_from_output(scheduled, output)
 
     def _begin(self) -> _Begun:
         self.scheduler.hear_finished(*self._take_finished())
-        scheduled = self.scheduler.schedule()
+        return self._let_begin(self.scheduler.schedule())
+
+    def _let_begin(self, scheduled: SchedulerOutput) -> _Begun:
+        self.scheduler.totals.held_seconds += self._boarding.begun()
         return scheduled, self.executor.begin(scheduled)
 
     @property
     def is_under_way(self) -> bool:
         """The next step has begun: nothing but ``step`` may be called."""
         return self._under_way is not None
+
+    def seconds_to_hold(self) -> float:
+        """How long the next step had better not begin, since a request is about to join it. Ask again after any news."""
+        if self._seconds_to_arrival() == 0:
+            return 0.0
+        self.scheduler.hear_finished(*self._take_finished())
+        self.scheduler.hear_connector()
+        batcher = self.scheduler.batcher
+        is_for_answers = (batcher.running or batcher.arrived) and not batcher.waiting
+        return self._seconds_to_arrival() if is_for_answers else 0.0
+
+    def _seconds_to_arrival(self) -> float:
+        due = self._connector.scheduler.next_arrival() if self._connector is not None else None
+        return 0.0 if due is None else self._boarding.seconds_to_hold(due)
+
+    def rested(self) -> None:
+        """There was nothing to do until now."""
+        self._boarding.rested()
 
     def needs_step(self) -> bool:
         """False while nothing would change: wait for input, ``wake`` or ``seconds_to_deadline``."""

@@ -60,11 +60,8 @@ class Scheduler:
         self.grammars = grammars or Grammars(None, settings.max_grammar_bytes)
         self.totals = Totals()
         self.prefix_stats = PrefixCacheStats()
-        self._settings = settings
-        self._vocab_size = vocab_size
-        self._model_fingerprint = model_fingerprint
-        self._connector = connector
-        self._clock = clock
+        self._settings, self._connector, self._clock = settings, connector, clock
+        self._vocab_size, self._model_fingerprint = vocab_size, model_fingerprint
         self._deadlines = Deadlines()
         self._outbox = Outbox(self.totals)
         self.forking = Forking(pool, self.batcher, self.roll, self._outbox)
@@ -76,7 +73,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide one forward pass (B1). Its result goes to ``update_from_output`` before anything else is called."""
         self._end_overdue()
-        self._hear_connector()
+        self.hear_connector()
         self._hear_grammars()
         return self._give_orders(self.batcher.plan(self.receiver.unserved if self.receiver else None))
 
@@ -247,7 +244,8 @@ class Scheduler:
             overdue = self.grammars.overdue(request, seconds) if is_grammars else None
             self._finish(request, overdue or ended_late(request.status, seconds))
 
-    def _hear_connector(self) -> None:
+    def hear_connector(self) -> None:
+        """Transfers that have failed end their requests, those that have begun get blocks."""
         if self.receiver:
             for failure in self.receiver.take_events():
                 self._finish(self.requests[failure.request_id], ending_of(failure))

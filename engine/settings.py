@@ -15,7 +15,8 @@ class EngineSettings:
     """How one engine runs. Raises SettingError with the name, the value and the allowed range.
 
     model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_num_batched_tokens: of a step;
-    max_num_mixed_tokens: of prompts, in a step in which answers go on as well. max_model_len: None is the model's own.
+    max_num_mixed_tokens: of prompts, in a step in which answers go on as well. max_hold_share: of the time, in
+    which steps are held for requests that are about to join them. max_model_len: None is the model's own.
     kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory / workers_on_host); CUDA: total ×
     gpu_memory_utilization / workers_on_host − peak). num_threads: that compute. cores: where each of them is kept, if there
     are any (the process itself is kept there by whoever starts it).
@@ -32,6 +33,7 @@ class EngineSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_mixed_tokens: int = 512
+    max_hold_share: float = 0.03
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -71,6 +73,10 @@ class EngineSettings:
             raise SettingError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]",
                 param="gpu_memory_utilization",
+            )
+        if not 0.0 <= self.max_hold_share <= 1.0:
+            raise SettingError(
+                f"max_hold_share is {self.max_hold_share}; it must lie in 0..1", param="max_hold_share"
             )
         _above_zero("remote_kv_timeout_seconds", self.remote_kv_timeout_seconds)
         _above_zero("rank_timeout_seconds", self.rank_timeout_seconds)

@@ -95,6 +95,7 @@ class FakeConnector:
         self.sends: dict[str, FakeSend] = {}
         self.fetches: dict[str, FakeFetch] = {}
         self.is_closed = False
+        self.expected: float | None = None
         self.refusal: KvbatonError | None = None
         self._wake = wake
         self._orders: list[tuple[str, int]] = []
@@ -217,6 +218,10 @@ class FakeConnector:
             if isinstance(event, Failed):
                 self.fetches.pop(event.request_id, None)
         return events
+
+    def next_arrival(self) -> float | None:
+        """See SchedulerConnector."""
+        return self.expected
 
     def build_metadata(self) -> Any | None:
         """See SchedulerConnector."""

@@ -1,4 +1,4 @@
-"""What a sender that cuts the prompt otherwise, or has several ranks, has announced, as the receiver's blocks see it."""
+"""What a sender's words mean for the receiver's blocks, also where it cuts the prompt otherwise or has several ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from kv_transfer import events as ev
 from kv_transfer import messages as msg
 from kv_transfer.orders import Share, digest_seeds
 from kv_transfer.plan import PeerTerms, TransferPlan
+from kv_transfer.states import NOT_NEEDED
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,18 @@ class AnnouncedBlocks:
 
     def _last_source(self, our_block: int) -> int:
         return self.plan.source_blocks(our_block, our_block + 1, self.num_tokens).stop - 1
+
+
+def changed_lease(message: msg.BlocksPublished) -> ev.SenderFailed:
+    """What a ``published`` means that names another lease than words before it."""
+    text = f"the sender changed the lease of transfer {message.transfer_id} in the middle"
+    return ev.SenderFailed(ErrorKind.TRANSFER_FAILED, text)
+
+
+def failed_event(message: msg.TransferFailed) -> ev.SenderFailed:
+    """What a ``failed`` means. The scheduler gets NOT_NEEDED, which is no error, or an ErrorKind: others are bugs."""
+    is_known = message.kind == NOT_NEEDED or message.kind in set(ErrorKind)
+    return ev.SenderFailed(message.kind if is_known else ErrorKind.INTERNAL, message.message)
 
 
 def published_event(

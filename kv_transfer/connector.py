@@ -142,6 +142,7 @@ def _send_desk(
             settings.lease_seconds,
             settings.parked_seconds,
             num_layer_groups=settings.num_layer_groups if me.side.num_ranks == 1 else 1,
+            foresees_ends=me.side.num_ranks == 1,
         ),
         SendPorts(links.send, lending.release, me.wake, links.look_by),
         counters,

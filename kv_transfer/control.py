@@ -104,6 +104,10 @@ class ControlHalf:
         """Events since the last call. Raises InternalError once a thread of the connector has failed."""
         return self._fetches.take_events()
 
+    def next_arrival(self) -> float | None:
+        """When the next fetch is expected to be over."""
+        return self._fetches.next_arrival()
+
     def build_metadata(self) -> TransferMetadata | None:
         """This step's orders; each is given out once, so the step that takes them must be run."""
         orders = self._sends.take_orders()

@@ -18,7 +18,7 @@ from kv_transfer import events as ev
 from kv_transfer.block_views import BlockPart, BlockViews, KeptViews, is_flat, read_views, write_views
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.digesting import Landing, UnfinishedBlocks, digests_of
-from kv_transfer.layer_watch import SplitOrders
+from kv_transfer.layer_watch import PassJobs, PassListeners
 from kv_transfer.orders import Ahead, CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata
 from kv_transfer.pulling import PullThreads
 from kv_transfer.staging import DEFAULT_STAGING_BYTES, Staging
@@ -74,7 +74,6 @@ class DataHalf:
         self._jobs = Mailbox[Callable[[], None] | None]()
         self._current: CommitJob | None = None
         self._unfinished: dict[str, UnfinishedBlocks] = {}
-        self._split: SplitOrders | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
         self._staging = Staging(counters, max_staging_bytes)
@@ -93,24 +92,20 @@ class DataHalf:
         """Begin to work on ``memory``."""
         self._memory = memory
         self._kept_views = KeptViews(memory) if is_flat(memory) else None
+        jobs = PassJobs(self._jobs.put, self._publish_layers, self._publish, self._foresee)
+        self._listeners = PassListeners(memory, jobs)
         self._lending.start(memory)
         self._thread.start()
 
     def execute(self, metadata: Any) -> None:
         """Digest and publish what the step that just ran has computed, but for what was published in the meantime."""
-        split, self._split = self._split, None
         for order in _orders_of(metadata):
-            if split is None or not split.has_published(order):
+            if not self._listeners.has_published(order):
                 self._jobs.put(partial(self._publish, order))
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
-        """Who makes the first layers of this step's blocks readable while the others are computed, if any are to be."""
-        orders = [order for order in _orders_of(metadata) if order.num_parts > 1]
-        self._split = None
-        if orders:
-            post = self._jobs.put
-            self._split = SplitOrders(orders, self._memory, post, self._publish_layers, self._publish)
-        return self._split
+        """Who makes this step's blocks readable layer by layer, and foresees its end, where that is of use to receivers."""
+        return self._listeners.begin(_orders_of(metadata))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Keys (sent, received) since the last call."""
@@ -183,6 +178,11 @@ class DataHalf:
                 self._reports.send_event(order.key, ready)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
             unfinished.error = error
+
+    def _foresee(self, orders: Sequence[PublishOrder], end: float) -> None:
+        seconds = max(0.0, end - time.monotonic())
+        for order in orders:
+            self._reports.send_event(order.key, ev.EndForeseen(seconds))
 
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
         step, num_blocks = blocks_per_piece(self._memory.layout.block_bytes), len(order.block_ids)

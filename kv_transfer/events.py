@@ -54,6 +54,12 @@ class LayersReady(msgspec.Struct, frozen=True):
     grants: tuple[tuple[str, bytes], ...] = ()
 
 
+class EndForeseen(msgspec.Struct, frozen=True):
+    """The forward pass that computes the last blocks will be over in about so many seconds."""
+
+    seconds: float
+
+
 class RangeFailed(msgspec.Struct, frozen=True):
     """An ordered range could not be digested."""
 
@@ -113,6 +119,7 @@ SendEvent = (
     | Ordered
     | RangeReady
     | LayersReady
+    | EndForeseen
     | RangeFailed
     | SendFinished
     | Abandoned
@@ -145,6 +152,12 @@ class AnnounceLayers(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class AnnounceEnd(msgspec.Struct, frozen=True):
+    """Tell the fetching peer in about how many seconds the transfer will be complete."""
+
+    seconds: float
+
+
 class AnnounceComplete(msgspec.Struct, frozen=True):
     """Tell the fetching peer that all blocks are announced, with token 0 of every choice."""
 
@@ -167,7 +180,9 @@ class ReportSent(msgspec.Struct, frozen=True):
     """The key goes to ``finished_sending``."""
 
 
-SendAction = Announce | AnnounceStart | AnnounceLayers | AnnounceComplete | Refuse | Revoke | ReportSent
+SendAction = (
+    Announce | AnnounceStart | AnnounceLayers | AnnounceEnd | AnnounceComplete | Refuse | Revoke | ReportSent
+)
 
 # What happens to a Fetch.
 
@@ -342,16 +357,6 @@ class TellReceived(msgspec.Struct, frozen=True):
     """The key goes to ``finished_recving``."""
 
 
-FetchAction = (
-    Pull
-    | ReadAhead
-    | ReadAgain
-    | CommitBlocks
-    | StopReads
-    | AskRelease
-    | AskCancel
-    | TellPublished
-    | TellFailed
-    | TellDrained
-    | TellReceived
-)
+FetchOrder = Pull | ReadAhead | ReadAgain | CommitBlocks | StopReads
+FetchWord = AskRelease | AskCancel | TellPublished | TellFailed | TellDrained | TellReceived
+FetchAction = FetchOrder | FetchWord

@@ -9,13 +9,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from contract.errors import ErrorKind, InternalError
+from contract.errors import InternalError
 from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
 from engine.connector import Drained, Failed, Published, Received, TransferEvent
 from kv_transfer import events as ev
 from kv_transfer import messages as msg
 from kv_transfer.alternatives import Alternatives
-from kv_transfer.announced import AnnouncedBlocks, complete_event, published_event
+from kv_transfer.announced import (
+    AnnouncedBlocks,
+    changed_lease,
+    complete_event,
+    failed_event,
+    published_event,
+)
+from kv_transfer.arrivals import Arrivals
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.desk import Desk
 from kv_transfer.handshake import PeerTarget, Session
@@ -74,6 +81,7 @@ class FetchDesk(Desk):
         self._sources: dict[PeerRef, Source] = {}
         self._terms: dict[PeerRef, PeerTerms] = {}
         self._events: list[TransferEvent] = []
+        self._arrivals = Arrivals()
         self._failure: str | None = None
         counters.add("transfer_fallbacks_total", 0)
         for rung in Rung:
@@ -164,6 +172,13 @@ class FetchDesk(Desk):
         with self._lock:
             return bool(self._events) or self._failure is not None
 
+    def next_arrival(self) -> float | None:
+        """See ``SchedulerConnector.next_arrival``."""
+        if not self._wanted:
+            return None
+        with self._lock:
+            return self._arrivals.next(self._clock())
+
     def fail(self, message: str) -> None:
         """The connector is broken: wake the core, which hears so from ``take_events`` and ends."""
         with self._acting():
@@ -221,14 +236,12 @@ class FetchDesk(Desk):
         with self._acting():
             wanted = self._by_wire.get((ref, message.transfer_id, message.attempt))
             if wanted is None:
-                self._counters.add("transfer_stale_messages_total")
-                if not isinstance(message, msg.TransferFailed):
-                    self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
+                self._drop(ref, message)
                 return
             match message:
                 case msg.BlocksPublished():
                     if not wanted.hears_of(message.lease):
-                        self._apply(wanted, _changed_lease(message))
+                        self._apply(wanted, changed_lease(message))
                         return
                     wanted.add_grants(message.grants)
                     published = published_event(self._announced(wanted), message, now)
@@ -238,11 +251,18 @@ class FetchDesk(Desk):
                     self._apply(wanted, ev.Started())
                 case msg.LayersReadable() if wanted.lease == message.lease:
                     self._announced_layers(wanted, message)
+                case msg.EndExpected() if wanted.lease == message.lease:
+                    self._arrivals.expect(wanted.key, ref, now + message.seconds)
                 case msg.TransferComplete():
                     num_blocks, announced = wanted.fetch.num_blocks, self._announced(wanted)
                     self._apply(wanted, complete_event(announced, message, num_blocks))
                 case msg.TransferFailed():
-                    self._apply(wanted, ev.SenderFailed(_known_kind(message.kind), message.message))
+                    self._apply(wanted, failed_event(message))
+
+    def _drop(self, ref: PeerRef, message: msg.SenderWord) -> None:
+        self._counters.add("transfer_stale_messages_total")
+        if not isinstance(message, msg.TransferFailed):
+            self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
 
     def gauges(self) -> dict[str, float]:
         """How many fetches there are, and how many hold quarantined blocks."""
@@ -272,21 +292,7 @@ class FetchDesk(Desk):
         """Every fetch, as plain data."""
         now = self._clock()
         with self._lock:
-            return [
-                {
-                    "transfer_id": wanted.transfer_id,
-                    "attempt": wanted.attempt,
-                    "request": wanted.key,
-                    "state": str(wanted.fetch.state),
-                    "age_seconds": now - wanted.since,
-                    "num_blocks": wanted.fetch.num_blocks,
-                    "num_landed": wanted.fetch.num_landed,
-                    "transport": None if wanted.source is None else wanted.source.transport,
-                    "rungs": [str(rung) for rung in wanted.fetch.rungs],
-                    "peer": wanted.ref.boot_id,
-                }
-                for wanted in self._wanted.values()
-            ]
+            return [wanted.debug_state(now) for wanted in self._wanted.values()]
 
     def _note(self, worker_id: str, terms: PeerTerms) -> None:
         what = terms.plan.describe() or "nothing"
@@ -311,19 +317,17 @@ class FetchDesk(Desk):
     def _apply(self, wanted: Wanted, event: ev.FetchEvent) -> None:
         wanted.fetch, actions = advance_fetch(wanted.fetch, event)
         for action in actions:
-            if isinstance(action, (ev.Pull, ev.ReadAhead, ev.ReadAgain, ev.CommitBlocks, ev.StopReads)):
+            if isinstance(action, ev.FetchOrder):
                 self._order(wanted, action)
             else:
                 self._tell(wanted, action)
+        if wanted.fetch.has_ended:
+            self._arrivals.forget(wanted.key)
         if wanted.fetch.state is FetchState.FREE:
             self._wanted.pop(wanted.key, None)
             self._by_wire.pop(wanted.wire_key, None)
 
-    def _order(
-        self,
-        wanted: Wanted,
-        action: ev.Pull | ev.ReadAhead | ev.ReadAgain | ev.CommitBlocks | ev.StopReads,
-    ) -> None:
+    def _order(self, wanted: Wanted, action: ev.FetchOrder) -> None:
         match action:
             case ev.Pull() | ev.ReadAhead():
                 wanted.source = wanted.source or self._sources[wanted.ref]
@@ -359,7 +363,7 @@ class FetchDesk(Desk):
         self._counters.add("transfer_pulled_again_total", rung=rung.value)
         self._counters.add("transfer_fallbacks_total", rung is Rung.OTHER_TRANSPORT)
 
-    def _tell(self, wanted: Wanted, action: ev.FetchAction) -> None:
+    def _tell(self, wanted: Wanted, action: ev.FetchWord) -> None:
         """Words for the sender and for the scheduler."""
         wire = (wanted.transfer_id, wanted.attempt)
         match action:
@@ -382,15 +386,6 @@ class FetchDesk(Desk):
             case ev.TellReceived():
                 if wanted.source is not None:
                     self._alternatives.worked(wanted.source)
+                self._arrivals.arrived(wanted.key, self._clock())
                 self._completions.add_received(wanted.key)
         self._later.append(self._ports.wake_core)
-
-
-def _changed_lease(message: msg.BlocksPublished) -> ev.SenderFailed:
-    text = f"the sender changed the lease of transfer {message.transfer_id} in the middle"
-    return ev.SenderFailed(ErrorKind.TRANSFER_FAILED, text)
-
-
-def _known_kind(kind: str) -> str:
-    """The scheduler gets NOT_NEEDED, which is no error, or an ErrorKind value: an unknown kind is a bug."""
-    return kind if kind == NOT_NEEDED or kind in set(ErrorKind) else ErrorKind.INTERNAL

@@ -153,6 +153,18 @@ class LayersReadable(Message, frozen=True, tag="layers"):
     grants: list[RangeGrant] = []
 
 
+class EndExpected(Message, frozen=True, tag="due"):
+    """The prompt's last blocks are being computed: the transfer will be complete in about so many seconds.
+
+    A guess, of use to a receiver that can choose when to begin a step.
+    """
+
+    transfer_id: str
+    attempt: int
+    lease: str
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
 class TransferComplete(Message, frozen=True, tag="complete"):
     """Everything is published; token 0 of every choice."""
 
@@ -185,7 +197,9 @@ class CancelFetch(Message, frozen=True, tag="cancel"):
     attempt: int
 
 
-SenderWord = PromptStarted | LayersReadable | BlocksPublished | TransferComplete | TransferFailed
+SenderWord = (
+    PromptStarted | LayersReadable | EndExpected | BlocksPublished | TransferComplete | TransferFailed
+)
 TransferMessage = FetchBlocks | SenderWord | ReleaseLease | CancelFetch
 AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | TransferMessage
 

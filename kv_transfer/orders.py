@@ -15,7 +15,8 @@ class PublishOrder(msgspec.Struct, frozen=True):
     """After the forward pass: digest these blocks of a lease, then make them readable.
 
     first_block: index of ``block_ids[0]`` in the transfer. seeds: what each block's digest is seeded with. num_parts: into
-    how many groups of layers the forward pass is cut, which are made readable while it runs; 1: none is.
+    how many groups of layers the forward pass is cut, which are made readable while it runs; 1: none is. tells_end: nothing
+    follows, and the receiver wants to know when to expect the end.
     """
 
     key: str
@@ -24,6 +25,7 @@ class PublishOrder(msgspec.Struct, frozen=True):
     block_ids: list[int]
     seeds: list[int]
     num_parts: int = 1
+    tells_end: bool = False
 
 
 class TransferMetadata(msgspec.Struct, frozen=True):

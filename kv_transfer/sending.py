@@ -4,7 +4,8 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from contract.errors import ErrorKind, InternalError
@@ -14,14 +15,14 @@ from kv_transfer import events as ev
 from kv_transfer import messages as msg
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.desk import Desk
+from kv_transfer.lent import Lent, TransferKey
 from kv_transfer.link import PeerRef
 from kv_transfer.orders import PublishOrder, digest_seeds
 from kv_transfer.states import Ending, Send, SendState
 from kv_transfer.transitions import advance_send
-from kv_transfer.transport import LeaseName, RangeGrant, grants_within
+from kv_transfer.transport import LeaseName
 
 _MAX_REMEMBERED = 4096
-_TransferKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class SendSettings:
     """What lending depends on.
 
     max_parked: fetches of one peer that may wait for transfers that are not open yet. num_layer_groups: in how many parts
-    a prompt's last range is made readable, if it has ``min_split_blocks`` or more.
+    a prompt's last range is made readable, if it has ``min_split_blocks`` or more. foresees_ends: receivers are told when
+    to expect it.
     """
 
     model_fingerprint: str
@@ -39,6 +41,7 @@ class SendSettings:
     max_parked: int = 1024
     num_layer_groups: int = 1
     min_split_blocks: int = 8
+    foresees_ends: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,73 +52,6 @@ class SendPorts:
     release: Callable[[LeaseName], None]
     wake_core: Callable[[], None]
     look_by: Callable[[float | None], None]
-
-
-@dataclass
-class _Lent:
-    """One transfer with what the pure machine does not need to know.
-
-    num_wanted: blocks to order at the next step. grants: of what is published, in order; empty where nobody hands out any.
-    other_digests: of the ranks from 1 on; the machine has rank 0's.
-    """
-
-    transfer_id: str
-    attempt: int
-    send: Send
-    since: float
-    key: str | None = None
-    lease: str = ""
-    block_ids: list[int] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    num_wanted: int = 0
-    grants: list[RangeGrant] = field(default_factory=list)
-    other_digests: list[list[int]] = field(default_factory=list)
-
-    @property
-    def name(self) -> LeaseName:
-        return LeaseName(self.transfer_id, self.attempt, self.lease)
-
-    def note(self, ready: ev.RangeReady) -> None:
-        """Keep what the machine does not need of a range."""
-        first, num_blocks = ready.first_block, len(ready.digests)
-        for rank, grants in enumerate((ready.grants, *(other.grants for other in ready.others))):
-            if grants:
-                self.grants.append(RangeGrant(first, num_blocks, dict(grants), rank))
-        self.other_digests = self.other_digests or [[] for _ in ready.others]
-        for known, other in zip(self.other_digests, ready.others, strict=True):
-            known.extend(other.digests)
-
-    def note_layers(self, ready: ev.LayersReady) -> None:
-        """Keep the grants, which are not given again when the range is whole."""
-        if ready.grants:
-            self.grants.append(RangeGrant(ready.first_block, ready.num_blocks, dict(ready.grants)))
-
-    def readable(self, action: ev.AnnounceLayers) -> msg.LayersReadable:
-        """The words for the peer."""
-        first, end = action.first_block, action.first_block + action.num_blocks
-        return msg.LayersReadable(
-            self.transfer_id,
-            self.attempt,
-            self.lease,
-            first,
-            action.num_blocks,
-            action.num_bytes,
-            grants_within(self.grants, first, end),
-        )
-
-    def announcement(self, action: ev.Announce) -> msg.BlocksPublished:
-        """The words for the peer."""
-        first, end = action.first_block, action.first_block + len(action.digests)
-        return msg.BlocksPublished(
-            self.transfer_id,
-            self.attempt,
-            self.lease,
-            first,
-            list(action.digests),
-            grants_within(self.grants, first, end),
-            [digests[first:end] for digests in self.other_digests],
-        )
 
 
 class SendDesk(Desk):
@@ -134,10 +70,10 @@ class SendDesk(Desk):
         self._new_lease = new_lease
         self._counters, self._completions = counters, completions
         super().__init__()
-        self._lent: dict[_TransferKey, _Lent] = {}
-        self._by_key: dict[str, _Lent] = {}
+        self._lent: dict[TransferKey, Lent] = {}
+        self._by_key: dict[str, Lent] = {}
         self._newest: OrderedDict[str, int] = OrderedDict()
-        self._endings: OrderedDict[_TransferKey, Ending] = OrderedDict()
+        self._endings: OrderedDict[TransferKey, Ending] = OrderedDict()
         counters.add("leases_expired_total", 0)
 
     def open(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
@@ -161,7 +97,7 @@ class SendDesk(Desk):
                     lease_seconds=self._settings.lease_seconds,
                     num_blocks=len(block_ids),
                 )
-                lent = _Lent(*wire_key, send, self._clock())
+                lent = Lent(*wire_key, send, self._clock())
                 self._lent[wire_key] = lent
             else:
                 self._apply(lent, ev.Opened(len(block_ids), self._clock()))
@@ -201,8 +137,10 @@ class SendDesk(Desk):
                 first, end = lent.send.num_ordered, lent.num_wanted
                 if end > first and not lent.send.has_ended:
                     blocks, seeds = lent.block_ids[first:end], lent.seeds[first:end]
-                    parts = self._num_parts(lent, end - first)
-                    orders.append(PublishOrder(key, lent.name, first, blocks, seeds, parts))
+                    is_last = end == lent.send.num_blocks
+                    parts = self._num_parts(end - first) if is_last else 1
+                    tells_end = is_last and self._settings.foresees_ends
+                    orders.append(PublishOrder(key, lent.name, first, blocks, seeds, parts, tells_end))
                     self._apply(lent, ev.Ordered(end))
         return orders
 
@@ -299,19 +237,17 @@ class SendDesk(Desk):
                 for lent in self._lent.values()
             ]
 
-    def _find(self, key: str) -> _Lent:
+    def _find(self, key: str) -> Lent:
         lent = self._by_key.get(key)
         if lent is None:
             raise InternalError(f"request {key} lends nothing")
         return lent
 
-    def _num_parts(self, lent: _Lent, num_blocks: int) -> int:
-        """The prompt's last range is what its receiver waits for; the others cross while later ones are computed."""
-        is_last = lent.num_wanted == lent.send.num_blocks
-        is_long = num_blocks >= self._settings.min_split_blocks
-        return self._settings.num_layer_groups if is_last and is_long else 1
+    def _num_parts(self, num_blocks: int) -> int:
+        """Of a prompt's last range, which its receiver waits for; the others cross while later ones are computed."""
+        return self._settings.num_layer_groups if num_blocks >= self._settings.min_split_blocks else 1
 
-    def _num_full_blocks(self, lent: _Lent, num_tokens: int) -> int:
+    def _num_full_blocks(self, lent: Lent, num_tokens: int) -> int:
         if num_tokens >= lent.num_tokens:
             return len(lent.block_ids)
         return num_tokens // self._settings.block_size
@@ -335,19 +271,20 @@ class SendDesk(Desk):
             from_block=message.from_block,
             deadline=now + self._settings.parked_seconds,
         )
-        self._lent[wire_key] = _Lent(*wire_key, send, now)
+        self._lent[wire_key] = Lent(*wire_key, send, now)
         self._remember_attempt(*wire_key)
 
     def _num_parked(self, peer: str) -> int:
-        sends = (lent.send for lent in self._lent.values())
-        return sum(send.state is SendState.PARKED and send.peer == peer for send in sends)
+        return sum(
+            (lent.send.state, lent.send.peer) == (SendState.PARKED, peer) for lent in self._lent.values()
+        )
 
     def _apply_all(self, event: ev.Heartbeat | ev.PeerGone | ev.Tick) -> None:
         with self._acting():
             for lent in list(self._lent.values()):
                 self._apply(lent, event)
 
-    def _apply(self, lent: _Lent, event: ev.SendEvent) -> None:
+    def _apply(self, lent: Lent, event: ev.SendEvent) -> None:
         before = lent.send.state
         lent.send, actions = advance_send(lent.send, event)
         if lent.send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
@@ -357,7 +294,7 @@ class SendDesk(Desk):
         if lent.send.is_done:
             self._forget(lent)
 
-    def _perform(self, lent: _Lent, action: ev.SendAction) -> None:
+    def _perform(self, lent: Lent, action: ev.SendAction) -> None:
         match action:
             case ev.Announce():
                 self._post(lent, lent.announcement(action))
@@ -365,30 +302,31 @@ class SendDesk(Desk):
                 self._post(lent, msg.PromptStarted(*self._wire(lent), lent.lease))
             case ev.AnnounceLayers():
                 self._post(lent, lent.readable(action))
+            case ev.AnnounceEnd():
+                self._post(lent, msg.EndExpected(*self._wire(lent), lent.lease, action.seconds))
             case ev.AnnounceComplete():
                 tokens = list(action.first_tokens)
                 self._post(lent, msg.TransferComplete(*self._wire(lent), lent.send.num_blocks, tokens))
             case ev.Refuse():
                 self._refuse(self._wire(lent), action)
             case ev.Revoke():
-                name = lent.name
-                self._later.append(lambda: self._ports.release(name))
+                self._later.append(partial(self._ports.release, lent.name))
             case ev.ReportSent() if lent.key is not None:
                 self._completions.add_sent(lent.key)
                 self._later.append(self._ports.wake_core)
 
-    def _wire(self, lent: _Lent) -> _TransferKey:
+    def _wire(self, lent: Lent) -> TransferKey:
         return lent.transfer_id, lent.attempt
 
-    def _post(self, lent: _Lent, message: msg.Message) -> None:
+    def _post(self, lent: Lent, message: msg.Message) -> None:
         if lent.send.peer is not None:
             self._ports.post(PeerRef(lent.send.peer, is_dialed=False), message)
 
-    def _refuse(self, wire_key: _TransferKey, refusal: ev.Refuse) -> None:
+    def _refuse(self, wire_key: TransferKey, refusal: ev.Refuse) -> None:
         message = msg.TransferFailed(*wire_key, refusal.kind, refusal.message)
         self._ports.post(PeerRef(refusal.peer, is_dialed=False), message)
 
-    def _forget(self, lent: _Lent) -> None:
+    def _forget(self, lent: Lent) -> None:
         wire_key = self._wire(lent)
         self._lent.pop(wire_key, None)
         if lent.key is not None:

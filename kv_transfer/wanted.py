@@ -1,6 +1,7 @@
 """One request whose KV is being fetched, as the fetch desk keeps it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from contract.errors import InternalError
 from contract.requests import EngineRequest
@@ -56,6 +57,21 @@ class Wanted:
     def lease_name(self) -> LeaseName:
         """What is read."""
         return LeaseName(self.transfer_id, self.attempt, self.lease)
+
+    def debug_state(self, now: float) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "transfer_id": self.transfer_id,
+            "attempt": self.attempt,
+            "request": self.key,
+            "state": str(self.fetch.state),
+            "age_seconds": now - self.since,
+            "num_blocks": self.fetch.num_blocks,
+            "num_landed": self.fetch.num_landed,
+            "transport": None if self.source is None else self.source.transport,
+            "rungs": [str(rung) for rung in self.fetch.rungs],
+            "peer": self.ref.boot_id,
+        }
 
     def hears_of(self, lease: str) -> bool:
         """The sender's word about what it lends under; False where it has said another before."""

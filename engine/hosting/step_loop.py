@@ -81,6 +81,7 @@ class StepLoop:
                 else:
                     self._send()
                     self._wait()
+                self._hold()
                 if not self._is_stopping and self._has_work():
                     self._step()
         finally:
@@ -95,6 +96,16 @@ class StepLoop:
         self._unsent = self._core.step(self._send, self._is_quiet)
         while self._core.is_under_way:
             self._unsent = self._core.step(self._send, self._is_quiet)
+
+    def _hold(self) -> None:
+        """While a request is about to arrive that would miss a step that began now."""
+        while not self._is_stopping and (seconds := self._core.seconds_to_hold()) > 0:
+            self._send()
+            try:
+                self._handle(self._inbox.get(seconds))
+            except Empty:
+                return
+            self._drain()
 
     def _is_quiet(self) -> bool:
         return not self._inbox.num_waiting
@@ -119,6 +130,7 @@ class StepLoop:
             else:
                 self._report()
             return
+        self._core.rested()
         self._handle(item)
         self._drain()
 

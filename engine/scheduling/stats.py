@@ -36,6 +36,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
     num_prefill_tokens: tokens of prompts computed here. num_cached_tokens: tokens of prompts found in the cache.
     num_received_tokens: tokens of prompts whose KV was fetched. num_generated_tokens: tokens emitted.
+    held_seconds: that steps were held for requests about to join them.
     """
 
     num_requests: int = 0
@@ -48,6 +49,7 @@ class Totals(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_received_tokens: int = 0
     num_generated_tokens: int = 0
+    held_seconds: float = 0.0
 
     def as_counters(self) -> dict[str, float]:
         """Name → value, named as ``serving.metrics.ENGINE_METRICS`` explains them."""
@@ -62,4 +64,5 @@ class Totals(msgspec.Struct, kw_only=True):
             "cached_tokens_total": self.num_cached_tokens,
             "received_tokens_total": self.num_received_tokens,
             "generation_tokens_total": self.num_generated_tokens,
+            "step_held_seconds_total": self.held_seconds,
         }

@@ -105,6 +105,12 @@ def _layers_ready(send: Send, event: ev.LayersReady) -> SendStep:
     return send, [ev.AnnounceLayers(event.first_block, event.num_blocks, event.num_bytes)]
 
 
+def _end_foreseen(send: Send, event: ev.EndForeseen) -> SendStep:
+    """A hint: it may be wrong, late or missing."""
+    is_of_use = send.peer is not None and not send.has_ended
+    return send, [ev.AnnounceEnd(event.seconds)] if is_of_use else []
+
+
 def _range_failed(send: Send, event: ev.RangeFailed) -> SendStep:
     send = _digested(send, event.first_block, event.num_blocks)
     if send.has_ended:
@@ -215,6 +221,7 @@ _SEND_RULES: dict[type, Callable[[Send, Any], SendStep]] = {
     ev.Ordered: _ordered,
     ev.RangeReady: _range_ready,
     ev.LayersReady: _layers_ready,
+    ev.EndForeseen: _end_foreseen,
     ev.RangeFailed: _range_failed,
     ev.SendFinished: _send_finished,
     ev.Abandoned: _abandoned,

@@ -1,6 +1,7 @@
 """An engine core on fakes that a test moves step by step, with a clock that the test moves too."""
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,13 @@ class SteppedEngine:
         for request in requests:
             self.core.add_request(request)
 
-    def step(self, times: int = 1, *, goes_on: bool = True) -> None:
+    def step(
+        self, times: int = 1, *, goes_on: bool = True, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         """Step, hear, check. Of several steps each may begin while the one before is taken in."""
         for number in range(times):
             may_go_on = goes_on and number + 1 < times
-            for outputs in self.core.step(may_go_on=partial(bool, may_go_on)).values():
+            for outputs in self.core.step(meanwhile, partial(bool, may_go_on)).values():
                 for output in outputs:
                     self._hear(output)
             self.num_gone_on += self.core.is_under_way

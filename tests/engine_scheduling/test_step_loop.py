@@ -22,6 +22,9 @@ class BusyCore:
     def needs_step(self) -> bool:
         return True
 
+    def seconds_to_hold(self) -> float:
+        return 0.0
+
     def step(
         self, meanwhile: Callable[[], None], may_go_on: Callable[[], bool]
     ) -> dict[int, list[EngineOutput]]:
@@ -45,3 +48,30 @@ def test_a_step_goes_on_until_input_waits_which_is_taken_between_two_steps() -> 
     StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=1.0).run()
     assert core.happened == ["begins", "goes on", "goes on", "late", "begins"]
     assert isinstance(inbox, Mailbox) and not inbox.num_waiting and not said
+
+
+class HoldingCore(BusyCore):
+    """Holds its second step until somebody has come."""
+
+    def seconds_to_hold(self) -> float:
+        if self.happened != ["begins"]:
+            return 0.0
+        self.happened.append("holds")
+        self._inbox.put(AddRequest(fake_request("late", [1, 2, 3])))
+        return 600.0
+
+    def step(
+        self, meanwhile: Callable[[], None], may_go_on: Callable[[], bool]
+    ) -> dict[int, list[EngineOutput]]:
+        meanwhile()
+        self.happened.append("begins")
+        if "late" in self.happened:
+            self._inbox.put(Shutdown())
+        return {}
+
+
+def test_a_step_is_held_until_there_is_news() -> None:
+    inbox, said = Inbox(), list[FromEngine]()
+    core = HoldingCore(inbox)
+    StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=1.0).run()
+    assert core.happened == ["begins", "holds", "late", "begins"]

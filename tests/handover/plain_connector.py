@@ -95,6 +95,9 @@ class PlainConnector:
         events, self._events = self._events, []
         return events
 
+    def next_arrival(self) -> None:
+        return None
+
     def build_metadata(self) -> Any | None:
         ready, self._ready = self._ready, []
         return ready or None

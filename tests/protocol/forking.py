@@ -1,8 +1,8 @@
 """Copies of production objects that are good enough to go back to, and a name for each state that they can be in.
 
 ``fork`` copies the mutable part of an object graph; ``freeze`` gives equal values for states that behave alike. Both
-walk plain attributes, so a class that gains one is covered without a word here. What only counts, waits or is called
-back (locks, counters, ports, deadlines) is shared by all copies and is no part of a state.
+walk plain attributes, so a class that gains one is covered without a word here. What only counts, guesses, waits or is
+called back (locks, counters, expected arrivals, ports, deadlines) is shared by all copies and is no part of a state.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import numpy as np
 
 from contract.requests import EngineRequest
 from engine.scheduling.deadlines import Deadlines
+from kv_transfer.arrivals import Arrivals
 from kv_transfer.counters import Counters
 from kv_transfer.fetching import FetchPorts
 from kv_transfer.sending import SendPorts
@@ -25,7 +26,7 @@ from tests.protocol.sink import Sink
 
 _T = TypeVar("_T")
 _COPIED_PACKAGES = ("engine.", "kv_transfer.", "router.", "tests.protocol.")
-_SHARED: tuple[type, ...] = (Counters, Deadlines, FetchPorts, SendPorts, Sink)
+_SHARED: tuple[type, ...] = (Arrivals, Counters, Deadlines, FetchPorts, SendPorts, Sink)
 _NAMELESS = (type(threading.Lock()), FunctionType, MethodType)
 
 

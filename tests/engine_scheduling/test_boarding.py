@@ -1,0 +1,174 @@
+"""A step waits for a request that is about to join it, and the steps before are spread so that it need not wait long."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduling.boarding import Boarding, steps_to_hold
+from tests.engine_scheduling.stepping import PROMPT, SteppedEngine, fake_request, receiving
+from tests.soak_settings import machine_settings
+
+STEP_SECONDS = 2.0
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stepping(share: float) -> tuple[Boarding, Clock]:
+    """One step is over."""
+    clock = Clock()
+    boarding = Boarding(share, clock)
+    step(boarding, clock)
+    return boarding, clock
+
+
+def step(boarding: Boarding, clock: Clock) -> float:
+    """Returns for how long it was held."""
+    held = boarding.begun()
+    clock.now += STEP_SECONDS
+    boarding.ended(is_empty=False)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("until_due", "hold"),
+    [
+        (-0.2, 0.0),  # it is late, and nobody knows how late
+        (-0.1, 0.05),  # a little late: it must be here any moment
+        (0.2, 0.35),  # it comes first, even if it is a little late
+        (0.5, 0.5),
+        (0.6, 0.0),  # it waits less for this step's end than the others would for it
+        (1.6, 0.3),  # spread over this step and the next one
+        (1.7, 0.0),
+        (2.0, 0.0),  # it comes when two steps are over
+        (3.8, 0.2),
+        (8.8, 0.8 / 9),
+        (9.5, 0.0),  # too far away to know
+    ],
+)
+def test_the_smaller_one_of_both_gaps_is_chosen(until_due: float, hold: float) -> None:
+    assert steps_to_hold(until_due) == pytest.approx(hold)
+
+
+@machine_settings(300, 1)
+@given(until_due=st.floats(0, 8.99))
+def test_no_gap_grows_by_more_than_half_a_step(until_due: float) -> None:
+    """And by less, the earlier it is known when somebody comes."""
+    most, left = 0.0, until_due
+    while left > 0:
+        hold = min(steps_to_hold(left), left)
+        left -= hold
+        most = max(most, hold)
+        if left > 1e-9:
+            left -= 1.0
+    assert max(most, -left) <= max(1 / (int(until_due) + 2), 1e-6)
+
+
+def test_a_step_is_held_until_the_one_that_is_expected_is_there() -> None:
+    boarding, clock = stepping(share=0.1)
+    due = clock.now + 0.25 * STEP_SECONDS
+    assert boarding.seconds_to_hold(due) == pytest.approx(0.4 * STEP_SECONDS)
+    clock.now += 0.3 * STEP_SECONDS
+    assert boarding.seconds_to_hold(due) == pytest.approx(0.1 * STEP_SECONDS)
+    assert step(boarding, clock) == pytest.approx(0.3 * STEP_SECONDS)
+    assert boarding.seconds_to_hold(due) == 0, "it has not come"
+
+
+def test_who_comes_first_after_a_rest_waits_for_those_who_come_with_it() -> None:
+    boarding, clock = stepping(share=0.1)
+    clock.now += 50 * STEP_SECONDS
+    boarding.rested()
+    assert boarding.seconds_to_hold(clock.now + 0.1) > 0
+    assert step(boarding, clock) == 0, "they came at once"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.2])
+def test_no_more_than_its_share_of_the_time_is_spent(share: float) -> None:
+    boarding, clock = stepping(share)
+    held = 0.0
+    for _ in range(1000):
+        clock.now += boarding.seconds_to_hold(clock.now + 0.4 * STEP_SECONDS)
+        held += step(boarding, clock)
+    num_saved_at_first = 4 if share else 0
+    assert held <= (1000 * share + num_saved_at_first + 1e-6) * STEP_SECONDS
+    assert held >= 0.95 * 1000 * share * STEP_SECONDS
+
+
+def test_a_step_that_computed_nothing_says_nothing_of_how_long_steps_take() -> None:
+    boarding, clock = stepping(share=0.1)
+    for _ in range(20):
+        boarding.begun()
+        boarding.ended(is_empty=True)
+    assert boarding.seconds_to_hold(clock.now + 0.25 * STEP_SECONDS) == pytest.approx(0.4 * STEP_SECONDS)
+
+
+def answering(engine: SteppedEngine) -> None:
+    """One answer goes on, in steps of two seconds, and the KV of request ``d`` is on its way."""
+
+    def compute() -> None:
+        engine.now += STEP_SECONDS
+
+    engine.add(fake_request("r", PROMPT, 20))
+    engine.step()
+    key = receiving(engine)
+    engine.connector.publish_peer(key)
+    for _ in range(2):
+        engine.step(meanwhile=compute)
+
+
+def test_a_core_holds_a_step_for_kv_that_is_about_to_arrive() -> None:
+    engine = SteppedEngine()
+    answering(engine)
+    assert engine.core.seconds_to_hold() == 0, "nobody has said when"
+    engine.connector.expected = engine.now + 0.2 * STEP_SECONDS
+    assert engine.core.seconds_to_hold() == pytest.approx(0.35 * STEP_SECONDS)
+    engine.now += 0.2 * STEP_SECONDS
+    engine.connector.land("d#0.0")
+    engine.connector.expected = None
+    assert engine.core.seconds_to_hold() == 0, "it is here"
+    engine.step()
+    assert engine.scheduler.get_request_counts() == (2, 0)
+    assert engine.core.call("counters", [])["step_held_seconds_total"] == pytest.approx(0.2 * STEP_SECONDS)
+
+
+def test_blocks_are_given_to_who_is_waited_for_before_the_step() -> None:
+    """Else it would be waited for in vain."""
+    engine = SteppedEngine()
+    answering(engine)
+    key = receiving(engine, "late")
+    engine.connector.publish_peer(key)
+    engine.connector.expected = engine.now + 0.2 * STEP_SECONDS
+    assert engine.core.seconds_to_hold() > 0
+    assert engine.connector.fetches[key].state == "reading"
+
+
+@pytest.mark.parametrize("what", ["a prompt waits", "nothing runs", "it may not"])
+def test_a_core_holds_nothing_where(what: str) -> None:
+    engine = SteppedEngine(max_hold_share=0.0 if what == "it may not" else 0.03)
+    answering(engine)
+    engine.connector.expected = engine.now + 0.2 * STEP_SECONDS
+    if what == "a prompt waits":
+        engine.add(fake_request("other", PROMPT))
+    elif what == "nothing runs":
+        engine.core.abort(["r#0.0"])
+    assert engine.core.seconds_to_hold() == 0
+
+
+@pytest.mark.parametrize("is_expected", [True, False])
+def test_no_step_begins_early_that_somebody_is_about_to_join(is_expected: bool) -> None:
+    engine = SteppedEngine()
+    answering(engine)
+
+    def compute() -> None:
+        engine.now += STEP_SECONDS
+        engine.connector.expected = engine.now + 0.2 * STEP_SECONDS if is_expected else None
+
+    engine.step(2, meanwhile=compute)
+    assert engine.num_gone_on == (0 if is_expected else 1)
