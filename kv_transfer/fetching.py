@@ -228,10 +228,7 @@ class FetchDesk(Desk):
         return source
 
     def message(self, ref: PeerRef, message: msg.SenderWord) -> None:
-        """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted.
-
-        A sender that still lends is told again that nobody reads: its lease would be renewed as long as this worker lives.
-        """
+        """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted."""
         now = self._clock()
         with self._acting():
             wanted = self._by_wire.get((ref, message.transfer_id, message.attempt))
@@ -260,6 +257,7 @@ class FetchDesk(Desk):
                     self._apply(wanted, failed_event(message))
 
     def _drop(self, ref: PeerRef, message: msg.SenderWord) -> None:
+        """A sender that still lends is told again that nobody reads: its lease would be renewed while this worker lives."""
         self._counters.add("transfer_stale_messages_total")
         if not isinstance(message, msg.TransferFailed):
             self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
