@@ -2,6 +2,7 @@
 
 A decode step reads every weight that it multiplies once, so it takes at least ``weight_bytes`` over the bandwidth, and at
 least its floating-point operations over the matrix rate. What the KV cache adds is left out: the limit is a little generous.
+A weight counts as the 16 bits of the checkpoint: an engine that keeps fewer can pass the limit.
 """
 
 import ctypes

@@ -132,44 +132,16 @@ static void pack(const Job *job, const bf16 *const *keys, const bf16 *const *nex
     pack_values(keys, next, job->to_values, desk->values, size);
 }
 
-// As `multiply` with two panels at once, for so few rows that one instruction would wait for the one before.
-#define BOTH(R)                                                                                                      \
-    static void both_##R(const uint32_t *pairs, size_t stride, const bf16 *panels, size_t num_pairs, float *sums,    \
-                         size_t sums_stride, int adds) {                                                             \
-        const char *weights = (const char *)panels, *beside = weights + num_pairs * 128;                             \
-        __m512 sum[R][4];                                                                                            \
-        _Pragma("GCC unroll 6") for (int r = 0; r < R; r++)                                                          \
-            _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                                      \
-                sum[r][v] = adds ? _mm512_loadu_ps(sums + r * sums_stride + v * 16) : _mm512_setzero_ps();           \
-        for (size_t pair = 0; pair < num_pairs; pair++, weights += 128, beside += 128) {                             \
-            __m512bh weight[4] = {                                                                                   \
-                (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_loadu_si512(weights + 64),                   \
-                (__m512bh)_mm512_loadu_si512(beside), (__m512bh)_mm512_loadu_si512(beside + 64)};                    \
-            _Pragma("GCC unroll 6") for (int r = 0; r < R; r++) {                                                    \
-                __m512bh input = (__m512bh)_mm512_set1_epi32((int)pairs[(size_t)r * stride + pair]);                 \
-                _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                                  \
-                    sum[r][v] = _mm512_dpbf16_ps(sum[r][v], input, weight[v]);                                       \
-            }                                                                                                        \
-        }                                                                                                            \
-        _Pragma("GCC unroll 6") for (int r = 0; r < R; r++)                                                          \
-            _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                                      \
-                _mm512_storeu_ps(sums + r * sums_stride + v * 16, sum[r][v]);                                        \
-    }
-BOTH(1) BOTH(2) BOTH(3) BOTH(4) BOTH(5) BOTH(6)
-typedef void (*Both)(const uint32_t *, size_t, const bf16 *, size_t, float *, size_t, int);
-static const Both BOTH_OF[] = {NULL, both_1, both_2, both_3, both_4, both_5, both_6};
-
 // Some rows with some panels of num_pairs pairs each.
 static void multiply_panels(const bf16 *rows, size_t num_rows, const bf16 *panels, size_t num_panels, size_t num_pairs, float *sums,
                             size_t stride, int adds) {
     const uint32_t *pairs = (const uint32_t *)rows;
     size_t i = 0;
-    if (num_rows < sizeof BOTH_OF / sizeof *BOTH_OF)
+    if (num_rows <= TWO_ROWS)
         for (; i + 1 < num_panels; i += 2)
-            BOTH_OF[num_rows](pairs, num_pairs, panels + i * num_pairs * PANEL * 2, num_pairs, sums + i * PANEL, stride, adds);
+            multiply_two(pairs, num_pairs, num_rows, panels + i * num_pairs * NUMBERS, num_pairs, sums + i * PANEL, stride, adds);
     for (; i < num_panels; i++)
-        multiply(pairs, num_pairs, num_rows, panels + i * num_pairs * PANEL * 2, num_pairs, sums + i * PANEL, stride, adds,
-                 (const char *)panels, 0);
+        multiply(pairs, num_pairs, num_rows, panels + i * num_pairs * NUMBERS, num_pairs, sums + i * PANEL, stride, adds, NULL);
 }
 
 // Which of 64 keys from `from` on a token at `position` sees.

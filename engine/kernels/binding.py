@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PANEL = 32
 """Outputs that are packed together."""
+NUM_CODES = 16
+"""Upper bytes that compressed weights have codes for."""
 LIBRARY = CLibrary(
     "kernels",
     Path(__file__).parent,
     (
         *("-O3", "-std=gnu11", "-pthread"),
         *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
+        "-Wl,-Bsymbolic",  # names of the process, zlib's among them, are not taken for the library's own
     ),
 )
 _size, _pointer = ctypes.c_size_t, ctypes.c_void_p
@@ -37,7 +40,10 @@ Stored = ctypes.CFUNCTYPE(None, _size)
 class CLinear(ctypes.Structure):
     """``Linear``."""
 
-    _fields_: ClassVar = [("weight", _pointer), ("bias", _pointer), ("inputs", _size), ("outputs", _size)]
+    _fields_: ClassVar = [
+        *((name, _pointer) for name in ("weight", "uppers", "starts", "others", "bias")),
+        *((name, _size) for name in ("inputs", "outputs")),
+    ]
 
 
 class CLayer(ctypes.Structure):
@@ -101,6 +107,9 @@ class Kernels:
         library.kvbaton_scratch_bytes.restype = _size
         library.kvbaton_end_pool.argtypes = (_pointer,)
         library.kvbaton_pack.argtypes = (_pointer, _pointer, _pointer, *[_size] * 5)
+        library.kvbaton_compress.argtypes = (_pointer, _pointer, ctypes.POINTER(CLinear))
+        library.kvbaton_compress.restype = _size
+        library.kvbaton_list_others.argtypes = (_pointer, _pointer, ctypes.POINTER(CLinear))
         library.kvbaton_linear.argtypes = (
             _pointer,
             ctypes.POINTER(CLinear),
@@ -138,6 +147,15 @@ class Kernels:
         self._library.kvbaton_pack(
             pool, weight.data_ptr(), packed.data_ptr(), first, *weight.shape, panel_outputs, panel_offset
         )
+
+    def compress(self, pool: int, panels: "Tensor", layer: CLinear) -> int:
+        """Fill what ``layer`` points to but the others and the bias; how many others there are: see ``kvbaton_compress``."""
+        num_others: int = self._library.kvbaton_compress(pool, panels.data_ptr(), layer)
+        return num_others
+
+    def list_others(self, pool: int, panels: "Tensor", layer: CLinear) -> None:
+        """Fill in the numbers whose upper byte has no code."""
+        self._library.kvbaton_list_others(pool, panels.data_ptr(), layer)
 
     def linear(
         self,

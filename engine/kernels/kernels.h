@@ -10,6 +10,7 @@
 typedef uint16_t bf16;
 
 enum { PANEL = 32, MAX_ROWS = 12, KEYS = 64 };  // outputs of a packed panel, rows of a register tile, keys at once
+enum { NUMBERS = 2 * PANEL };  // of a pair of inputs in a panel
 
 // Threads that share one piece of work after the other; the caller is one of them.
 typedef struct Pool Pool;
@@ -22,12 +23,23 @@ typedef void (*Task)(Pool *pool, const void *context);
 void pool_launch(Pool *pool, Task task, const void *context);
 void kvbaton_wait(Pool *pool);
 
-// A linear layer whose weights are packed by kvbaton_pack.
+enum { NUM_CODES = 16, TWO_PAIRS = 3 * NUMBERS };  // of upper bytes; bytes of two compressed pairs
+
 typedef struct {
-    const bf16 *weight;  // [panels][inputs / 2][PANEL][2]
-    const bf16 *bias;    // [panels * PANEL], or NULL
+    uint32_t place, number;  // in its panel; bf16
+} Other;
+
+// A linear layer whose weights are packed by kvbaton_pack, and compressed as compressed.c says.
+typedef struct {
+    uint8_t *weight;   // [panels][inputs / 4][TWO_PAIRS]
+    uint8_t *uppers;   // [NUM_CODES]: the upper bytes that codes stand for
+    uint32_t *starts;  // [panels + 1]: where each panel's others begin
+    Other *others;     // the numbers whose upper byte has no code
+    const bf16 *bias;  // [panels * PANEL], or NULL
     size_t inputs, outputs;
 } Linear;
+
+static inline size_t num_panels_of(const Linear *layer) { return (layer->outputs + PANEL - 1) / PANEL; }
 
 // Store; store as float32; add to what is there; store silu(first half) * second half.
 typedef enum { PLAIN, WIDE, RESIDUAL, GATED } Ending;
@@ -35,8 +47,26 @@ typedef enum { PLAIN, WIDE, RESIDUAL, GATED } Ending;
 void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending);
 
 // sums[r][0..31] (+)= the products of rows of pairs with a packed panel, pair by pair. At most MAX_ROWS rows.
+// ahead: NULL, or compressed pairs, as many, that the second cache is to have meanwhile.
 void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums,
-              size_t sums_stride, int adds, const char *ahead, size_t step);
+              size_t sums_stride, int adds, const uint8_t *ahead);
+
+// As `multiply` with two panels at once, for so few rows (at most TWO_ROWS) that one instruction would wait for the one before.
+enum { TWO_ROWS = 6 };
+void multiply_two(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panels, size_t num_pairs, float *sums,
+                  size_t sums_stride, int adds);
+
+// How far a compressed panel is read.
+typedef struct {
+    const uint8_t *next, *uppers;
+    const Other *other, *end;
+    size_t pair;
+} Reader;
+
+// As `multiply` with a compressed panel's next pairs, an even number of them; sums are [num_rows][PANEL]. expanded: NULL,
+// or gets the packed pairs that were read.
+void multiply_compressed(const uint32_t *pairs, size_t stride, size_t num_rows, Reader *reader, size_t num_pairs, float *sums,
+                         int adds, bf16 *expanded);
 
 typedef struct {
     const bf16 *input_norm, *post_norm, *query_norm, *key_norm;  // the last two [head_dim], or NULL

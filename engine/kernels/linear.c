@@ -1,51 +1,9 @@
-// Linear layers over packed bf16 weights: at the speed of memory for a few rows, of arithmetic for many.
-//
-// A panel of 32 outputs lies in memory as it is read: for each pair of inputs 2 vectors of 16 outputs. A register tile
-// of up to 12 rows x 32 outputs takes a pair with 24 dot-product instructions for 2 vector loads and 12 broadcasts.
+// Linear layers over packed and compressed bf16 weights: at the speed of memory for a few rows, of arithmetic for many.
 #include <math.h>
 #include <string.h>
 #include "kernels.h"
 
-enum { ITEM_BYTES = 32768, NEAR = 8192, ALL_LINES = 128, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 192 };
-
-#define ROWS(R, NAME, HINT)                                                                                          \
-    static void NAME##R(const uint32_t *pairs, size_t stride, const char *weights, size_t num_pairs, float *sums,     \
-                        size_t sums_stride, int adds, const char *ahead, size_t step) {                              \
-        __m512 sum[R][2];                                                                                            \
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)                                                         \
-            _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)                                                      \
-                sum[r][v] = adds ? _mm512_loadu_ps(sums + r * sums_stride + v * 16) : _mm512_setzero_ps();           \
-        for (size_t pair = 0; pair < num_pairs; pair++, weights += 128, ahead += step) {                             \
-            _mm_prefetch(ahead, HINT);                                                                               \
-            _mm_prefetch(ahead + 64, HINT);                                                                          \
-            __m512bh low = (__m512bh)_mm512_loadu_si512(weights), high = (__m512bh)_mm512_loadu_si512(weights + 64); \
-            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                   \
-                __m512bh input = (__m512bh)_mm512_set1_epi32((int)pairs[(size_t)r * stride + pair]);                 \
-                sum[r][0] = _mm512_dpbf16_ps(sum[r][0], input, low);                                                 \
-                sum[r][1] = _mm512_dpbf16_ps(sum[r][1], input, high);                                                \
-            }                                                                                                        \
-        }                                                                                                            \
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)                                                         \
-            _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)                                                      \
-                _mm512_storeu_ps(sums + r * sums_stride + v * 16, sum[r][v]);                                        \
-    }
-#define EACH(NAME, HINT)                                                                                             \
-    ROWS(1, NAME, HINT) ROWS(2, NAME, HINT) ROWS(3, NAME, HINT) ROWS(4, NAME, HINT) ROWS(5, NAME, HINT)              \
-    ROWS(6, NAME, HINT) ROWS(7, NAME, HINT) ROWS(8, NAME, HINT) ROWS(9, NAME, HINT) ROWS(10, NAME, HINT)             \
-    ROWS(11, NAME, HINT) ROWS(12, NAME, HINT)
-EACH(several_, _MM_HINT_T1)
-EACH(single_, _MM_HINT_NTA)  // weights that are read once leave the caches to what comes after them: Python's code and data
-#define TABLE(NAME)                                                                                                  \
-    {NULL, NAME##1, NAME##2, NAME##3, NAME##4, NAME##5, NAME##6, NAME##7, NAME##8, NAME##9, NAME##10, NAME##11, NAME##12}
-
-typedef void (*Multiply)(const uint32_t *, size_t, const char *, size_t, float *, size_t, int, const char *, size_t);
-static const Multiply SEVERAL[] = TABLE(several_), SINGLE[] = TABLE(single_);
-
-void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums,
-              size_t sums_stride, int adds, const char *ahead, size_t step) {
-    const Multiply *by_rows = step == ALL_LINES ? SINGLE : SEVERAL;
-    by_rows[num_rows](pairs, stride, (const char *)panel, num_pairs, sums, sums_stride, adds, ahead, step);
-}
+enum { ITEM_BYTES = 32768, PAIRS_AT_ONCE = 1024, ROWS_AT_ONCE = 192 };
 
 static __m512 silu(__m512 x) {
     __m512 size = _mm512_abs_ps(x), grown = power_of_2(_mm512_mul_ps(size, _mm512_set1_ps(-LOG2_E)));  // e^-|x|
@@ -91,21 +49,23 @@ static void finish_row(const Job *job, size_t panel, size_t row, const float *su
     }
 }
 
+// Of several tiles of rows the first leaves what it has expanded to the others, and the second asks for what comes next.
 static void compute_panel(const Job *job, size_t panel, size_t first_row, size_t num_rows) {
-    size_t num_pairs = job->layer->inputs / 2, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const Linear *layer = job->layer;
+    size_t num_pairs = layer->inputs / 2, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const uint32_t *input = (const uint32_t *)job->input + first_row * num_pairs;
-    const bf16 *weight = job->layer->weight + panel * num_pairs * PANEL * 2;
-    size_t step = num_tiles == 1 ? ALL_LINES : 64;  // of several tiles the first two ask for the next part's lines
+    const Other *others = layer->others + layer->starts[panel], *end = layer->others + layer->starts[panel + 1];
+    Reader reader = {layer->weight + panel * (num_pairs / 2) * TWO_PAIRS, layer->uppers, others, end, 0};
     float sums[ROWS_AT_ONCE * PANEL];
-    for (size_t pair = 0; pair < num_pairs; pair += PAIRS_AT_ONCE) {
-        size_t now = num_pairs - pair < PAIRS_AT_ONCE ? num_pairs - pair : PAIRS_AT_ONCE;
-        const bf16 *part = weight + pair * PANEL * 2;
-        for (size_t tile = 0, row = 0; tile < num_tiles; tile++) {
-            size_t end = num_rows * (tile + 1) / num_tiles;
-            const char *ahead = (const char *)part + (num_tiles == 1 ? NEAR : now * (PANEL * 4 + tile * step));
-            multiply(input + row * num_pairs + pair, num_pairs, end - row, part, now, sums + row * PANEL, PANEL, pair > 0, ahead,
-                     tile * step < PANEL * 4 ? step : 0);
-            row = end;
+    _Alignas(64) bf16 expanded[PAIRS_AT_ONCE * NUMBERS];
+    for (size_t pair = 0; pair < num_pairs; pair += PAIRS_AT_ONCE, input += PAIRS_AT_ONCE) {
+        size_t now = num_pairs - pair < PAIRS_AT_ONCE ? num_pairs - pair : PAIRS_AT_ONCE, row = num_rows / num_tiles;
+        multiply_compressed(input, num_pairs, row, &reader, now, sums, pair > 0, num_tiles > 1 ? expanded : NULL);
+        for (size_t tile = 1; tile < num_tiles; tile++) {
+            size_t next = num_rows * (tile + 1) / num_tiles;
+            multiply(input + row * num_pairs, num_pairs, next - row, expanded, now, sums + row * PANEL, PANEL, pair > 0,
+                     tile == 1 ? reader.next : NULL);
+            row = next;
         }
     }
     for (size_t row = 0; row < num_rows; row++) finish_row(job, panel, first_row + row, sums + row * PANEL);
@@ -114,14 +74,14 @@ static void compute_panel(const Job *job, size_t panel, size_t first_row, size_t
 static void compute_item(const void *context, size_t item, size_t thread) {
     (void)thread;
     const Job *job = context;
-    size_t num_panels = (job->layer->outputs + PANEL - 1) / PANEL, from = item * job->panels_per_item;
+    size_t num_panels = num_panels_of(job->layer), from = item * job->panels_per_item;
     for (size_t panel = from; panel < from + job->panels_per_item && panel < num_panels; panel++)
         for (size_t row = 0; row < job->num_rows; row += ROWS_AT_ONCE)
             compute_panel(job, panel, row, job->num_rows - row < ROWS_AT_ONCE ? job->num_rows - row : ROWS_AT_ONCE);
 }
 
 void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending) {
-    size_t num_panels = (layer->outputs + PANEL - 1) / PANEL, panel_bytes = layer->inputs * PANEL * sizeof(bf16);
+    size_t num_panels = num_panels_of(layer), panel_bytes = layer->inputs / 4 * TWO_PAIRS;
     size_t per_item = panel_bytes < ITEM_BYTES ? ITEM_BYTES / panel_bytes : 1;
     Job job = {layer, input, output, num_rows, per_item, ending};
     pool_run(pool, (num_panels + per_item - 1) / per_item, compute_item, &job);

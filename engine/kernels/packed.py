@@ -1,6 +1,7 @@
-"""A model's weights, packed for the kernels in one piece of memory."""
+"""A model's weights, packed and compressed for the kernels in one piece of memory."""
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Sequence
 
@@ -8,17 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.binding import PANEL, CLayer, CLinear, CModel, Kernels
+from engine.kernels.compressed import compress, num_panels, weight_bytes
 from engine.load_progress import LoadProgress
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM, DecoderLayer
 from engine.models.layers import RMSNorm
 from engine.models.rope import rotation
 
+logger = logging.getLogger(__name__)
 _LINE = 64
 
 
 class PackedWeights:
-    """Owns a copy of every linear layer's weights in panels, and the structs that say where things are.
+    """Owns a compressed copy of every linear layer's weights, and the structs that say where things are.
 
     The copy lies in private huge pages where the system has them; what the model keeps (norms, the embedding) stays in
     its checkpoint's memory map. ``model`` loses its linear layers' weights. max_length: positions to have angles for.
@@ -29,17 +32,22 @@ class PackedWeights:
     ) -> None:
         self._kernels, self._pool = kernels, pool
         self._free = _pages(_packed_bytes(model))
+        self._panels = torch.empty(0, dtype=torch.bfloat16)
+        """One layer before it is compressed."""
         self._kept: list[Tensor] = []
+        self._num_others = 0
         layers = (CLayer * config.num_layers)()
-        with LoadProgress(
-            sum(weight.nbytes for weight in _weights(model)), name="packed weights"
-        ) as progress:
+        num_weights = sum(weight.numel() for weight in _weights(model))
+        with LoadProgress(2 * num_weights, name="packed weights") as progress:
             self._progress = progress
             for index, layer in enumerate(model.model.layers):
                 assert isinstance(layer, DecoderLayer)
                 layers[index] = self._layer(layer, config.sliding_windows[index])
             head = model.head_weight()
             self.head = None if head is None else self._packed([head])
+        del self._panels
+        share = 100 * self._num_others / num_weights
+        logger.info("%d weights are compressed to 12 bits, but for %.2g %% of them", num_weights, share)
         angles = rotation(model.model.frequencies, torch.arange(max_length), torch.bfloat16)
         cosines, sines = (self._address(table[:, 0, : config.head_dim // 2].contiguous()) for table in angles)
         self.model = CModel(
@@ -75,38 +83,53 @@ class PackedWeights:
 
     def _linear(self, linears: Sequence[nn.Linear]) -> CLinear:
         """One layer that computes what several do, one behind the other."""
-        packed = self._packed([linear.weight for linear in linears])
+        layer = self._packed([linear.weight for linear in linears])
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        packed.bias = self._bias(torch.cat(biases), packed.outputs) if biases else None
+        layer.bias = self._bias(torch.cat(biases), layer.outputs) if biases else None
         _forget(linears)
-        return packed
+        return layer
 
     def _packed(self, weights: Sequence[Tensor]) -> CLinear:
         outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
-        packed, first = self._take(outputs, inputs), 0
+        panels, first = self._empty_panels(outputs, inputs), 0
         for weight in weights:
-            self._pack(weight, packed, first)
+            self._pack(weight, panels, first)
             first += len(weight)
-        return CLinear(packed.data_ptr(), None, inputs, outputs)
+        return self._compressed(panels, outputs, inputs)
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> CLinear:
         """Of each panel the gate has the first half and the other the second."""
         outputs, inputs, half = len(gate.weight) + len(up.weight), gate.in_features, PANEL // 2
-        packed, bias = self._take(outputs, inputs), None
-        self._pack(gate.weight, packed, 0, half, 0)
-        self._pack(up.weight, packed, 0, half, half)
+        panels = self._empty_panels(outputs, inputs)
+        self._pack(gate.weight, panels, 0, half, 0)
+        self._pack(up.weight, panels, 0, half, half)
+        layer = self._compressed(panels, outputs, inputs)
         if gate.bias is not None:
             both = torch.stack((gate.bias.view(-1, half), up.bias.view(-1, half)), dim=1)
-            bias = self._bias(both.flatten(), outputs)
+            layer.bias = self._bias(both.flatten(), outputs)
         _forget((gate, up))
-        return CLinear(packed.data_ptr(), bias, inputs, outputs)
+        return layer
 
-    def _pack(self, weight: Tensor, packed: Tensor, *places: int) -> None:
-        self._kernels.pack(self._pool, weight, packed, *places)
+    def _empty_panels(self, outputs: int, inputs: int) -> Tensor:
+        size = num_panels(outputs) * PANEL * inputs
+        if size > len(self._panels):
+            self._panels = torch.empty(size, dtype=torch.bfloat16)
+        return self._panels[:size].zero_() if outputs % PANEL else self._panels[:size]
+
+    def _pack(self, weight: Tensor, panels: Tensor, *places: int) -> None:
+        self._kernels.pack(self._pool, weight, panels, *places)
         self._progress.advance(weight.nbytes)
 
+    def _compressed(self, panels: Tensor, outputs: int, inputs: int) -> CLinear:
+        size = weight_bytes(outputs, inputs)
+        taken, self._free = self._free[:size], self._free[_rounded(size) :]
+        compressed = compress(self._kernels, self._pool, panels, outputs, inputs, taken)
+        self._kept.extend(compressed.kept)
+        self._num_others += compressed.num_others
+        return compressed.layer
+
     def _bias(self, bias: Tensor, outputs: int) -> int:
-        padded = torch.zeros(_panels(outputs) * PANEL, dtype=torch.bfloat16)
+        padded = torch.zeros(num_panels(outputs) * PANEL, dtype=torch.bfloat16)
         padded[:outputs] = bias
         return self._address(padded)
 
@@ -117,24 +140,15 @@ class PackedWeights:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _take(self, outputs: int, inputs: int) -> Tensor:
-        size = _panels(outputs) * PANEL * inputs
-        taken, self._free = self._free[:size], self._free[_rounded(size) :]
-        return taken
-
 
 def _forget(linears: Sequence[nn.Linear]) -> None:
     for linear in linears:
         linear.register_parameter("weight", None)
 
 
-def _panels(outputs: int) -> int:
-    return -(-outputs // PANEL)
-
-
-def _rounded(size: int) -> int:
-    """Elements up to the next cache line."""
-    return -(-size * 2 // _LINE) * _LINE // 2
+def _rounded(num_bytes: int) -> int:
+    """Up to the next cache line."""
+    return -(-num_bytes // _LINE) * _LINE
 
 
 def _weights(model: CausalLM) -> list[Tensor]:
@@ -144,15 +158,15 @@ def _weights(model: CausalLM) -> list[Tensor]:
 
 
 def _packed_bytes(model: CausalLM) -> int:
-    return sum((len(weight) + PANEL) * weight.shape[1] * 2 + _LINE for weight in _weights(model))
+    return sum(weight_bytes(len(weight) + PANEL, weight.shape[1]) + _LINE for weight in _weights(model))
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Fresh zeroed memory as bfloat16 numbers, page aligned."""
+    """Fresh memory, page aligned."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.bfloat16)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def null_caches(config: DecoderConfig, block_size: int) -> list[Tensor]:
