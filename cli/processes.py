@@ -16,6 +16,7 @@ from worker.launch import Facts, ProcessSpec
 
 ROUTER = "router"
 _LOOPBACK = "127.0.0.1:0"
+_NVIDIA = Path("/dev/nvidiactl")
 _WORKER_FLAGS = (
     "device",
     "transport",
@@ -64,13 +65,22 @@ def local_processes(
     specs = [ProcessSpec(ROUTER, Role.ROUTER, router, env=child_environment(given))]
     for role, count in pools.items():
         given = from_file(settings, role) if count else {}
-        flags = _without(worker_flags, given)
+        flags = _without({**worker_flags, "nice": _nice(role, settings)}, given)
         for index in range(count):
             worker = f"{role.value}-{index}"
             cores_flag = _without({"cores": next(own_cores, None)}, given)
             command = _worker_command(role, {**flags, **cores_flag, "worker_id": worker})
             specs.append(ProcessSpec(worker, role, command, needs=(ROUTER,), env=child_environment(given)))
     return specs
+
+
+def _nice(role: Role, settings: LocalSettings) -> int | None:
+    """Prompts wait for some milliseconds rather than everybody's next token does, where they share cores."""
+    return settings.prefill_nice if role is Role.PREFILL and not _may_use_gpu(settings) else None
+
+
+def _may_use_gpu(settings: LocalSettings) -> bool:
+    return settings.device == "cuda" or (settings.device == "auto" and _NVIDIA.exists())
 
 
 def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> list[str]:

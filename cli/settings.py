@@ -102,6 +102,8 @@ class LocalSettings(CommandSettings):
     """Threads of each worker; unset: the machine's cores shared evenly."""
     pin_cores: bool = False
     """Keep each worker to cores of its own, as many as it has threads; for machines with nothing else to do."""
+    prefill_nice: int = Field(default=5, ge=0, le=19)
+    """How far prefill workers on the CPU give way to decode workers on the same cores, as nice(1) counts it."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes (on CUDA: devices) of each worker that share the model's weights and KV heads."""
     http: Address = "127.0.0.1:8000"

@@ -24,6 +24,7 @@ from serving.settings import split_address
 from serving.signals import until_stopped
 from worker.aggregated import AggregatedServicer
 from worker.cores import run_on
+from worker.priority import give_way
 from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
 from worker.worker import Worker, WorkerIdentity
@@ -48,6 +49,7 @@ async def serve_worker(
     Raises KvbatonError when the engine cannot start or dies, or when the router refuses the worker.
     """
     run_on(settings.core_numbers)
+    give_way(settings.nice)
     async with until_stopped() as stopped, running_worker(role, settings, servicer) as (worker, addresses):
         run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
         ready = asyncio.create_task(_announce(worker, addresses, on_ready))

@@ -73,6 +73,8 @@ class WorkerSettings(Settings):
     """Threads that compute the model."""
     cores: str | None = None
     """Cores that the worker's processes are kept to, as 0-3,8; each thread that computes has one of them. Unset: any."""
+    nice: int = Field(default=0, ge=0, le=19)
+    """How far the worker gives way to other processes on the same cores, as nice(1) counts it."""
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """What computes attention; auto: on CUDA FlashInfer where it is installed, else Triton; on the CPU kernels or torch."""
     enforce_eager: bool = False

@@ -78,6 +78,17 @@ def test_each_worker_has_cores_of_its_own_on_request() -> None:
         cores(pin_cores=True, num_threads=3)
 
 
+def test_prefill_workers_give_way_to_decode_workers_beside_them() -> None:
+    def nice(**settings: Any) -> list[str | None]:
+        every = specs(UpSettings(**settings))
+        return [flags(one.command({"router": ROUTER_FACTS})).get("--nice") for one in every]
+
+    assert nice(device="cpu") == [None, "5", None]
+    assert nice(device="cpu", prefill=1, decode=1, both=1, prefill_nice=7) == [None, "7", None, None]
+    assert nice(device="cpu", both=1) == [None] * 2
+    assert nice(device="cuda") == [None] * 3
+
+
 def test_a_restarted_router_takes_its_earlier_ports() -> None:
     router = specs(UpSettings(http="127.0.0.1:0"))[0]
     assert flags(router.command({}))["--http"] == "127.0.0.1:0"
