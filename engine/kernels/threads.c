@@ -4,6 +4,9 @@
 // its own is gone. Nobody waits for a thread that has not begun: work is over when its items are done, whoever did them.
 // So a thread that the system has put aside delays a step by the one item that it holds, not by its share.
 //
+// Between items a thread gives way now and then: what waits for its core is short (a token on its way to a client) and
+// would get it at the system's next tick only, after up to 4 ms. Where nobody waits, nothing is given away.
+//
 // A whole task, which is many pieces of work, can be launched: thread 1 leads it from piece to piece, and thread 0 (who
 // launched it) does something else and comes to help when it waits.
 #define _GNU_SOURCE
@@ -18,11 +21,13 @@
 #include "kernels.h"
 
 enum { LINE = 64, SPINS = 4000 };  // bytes of a cache line; pauses before an idle thread sleeps (some 50 microseconds)
+enum { STRETCH = 1 << 20 };  // of a processor's time stamps, for which a thread keeps its core: 0.2 to 0.5 ms
 
 typedef struct {
     _Alignas(LINE) atomic_long left;  // items that nobody has taken; 0 or less: none
     size_t end;
     _Alignas(LINE) atomic_long done;  // items that the share's thread has done, of whichever share
+    uint64_t gave_way;                // when it last did, in time stamps
 } Share;
 
 struct Pool {
@@ -51,14 +56,23 @@ static void futex_wait(_Atomic uint32_t *word, uint32_t value) {
 
 static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
 
+static inline void give_way(Share *own) {
+    uint64_t now = __rdtsc();
+    if (now - own->gave_way < STRETCH) return;
+    own->gave_way = now;
+    sched_yield();
+}
+
 static void take_items(Pool *pool, size_t thread) {
+    Share *own = &pool->shares[thread];
     for (size_t next = 0; next < pool->num_threads; next++) {
         Share *share = &pool->shares[(thread + next) % pool->num_threads];
         while (atomic_load_explicit(&share->left, memory_order_relaxed) > 0) {
             long left = atomic_fetch_sub(&share->left, 1);
             if (left <= 0) break;
             pool->work(pool->context, share->end - (size_t)left, thread);
-            atomic_fetch_add(&pool->shares[thread].done, 1);
+            atomic_fetch_add(&own->done, 1);
+            give_way(own);
         }
     }
 }
@@ -149,7 +163,10 @@ static long num_done(const Pool *pool) {
 // Returns when all items are done.
 void pool_run(Pool *pool, size_t num_items, Work work, const void *context) {
     if (pool->num_threads == 1 || num_items < 2) {
-        for (size_t item = 0; item < num_items; item++) work(context, item, 0);
+        for (size_t item = 0; item < num_items; item++) {
+            work(context, item, 0);
+            give_way(&pool->shares[pool->leader]);
+        }
         return;
     }
     pool->work = work;
