@@ -124,6 +124,7 @@ def timed_steps(
 
     def step() -> None:
         states = forward.begin(inputs, caches)()
+        assert states is not None
         drawn = sample(forward.logits(states if work.num_tokens == 1 else states[last]), rows)
         if any(drawn.num_nans):
             raise AssertionError("the model's logits are not numbers")

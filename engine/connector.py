@@ -126,6 +126,9 @@ class SchedulerConnector(Protocol):
     def next_arrival(self) -> float | None:
         """When, on the monotonic clock, the next fetch is expected to be over; None where no sender has said so. A guess."""
 
+    def has_arrived(self) -> bool:
+        """True when a fetch is over whose id is not in ``finished_recving`` yet. From any thread, within ``wake`` too."""
+
     def build_metadata(self) -> Any | None:
         """This step's orders to the ranks (``SchedulerOutput.kv_connector_metadata``), or None."""
 

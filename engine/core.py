@@ -97,7 +97,7 @@ class EngineCore:
     ) -> None:
         self.executor, num_blocks = start(settings)
         self._under_way: _Begun | None = None
-        self._clock = clock
+        self._clock, self._wake = clock, wake
         self._boarding = Boarding(settings.max_hold_share, clock)
         model = self.executor.model_info
         load = partial(load_vocabulary, settings.model, model.eos_token_ids)
@@ -106,7 +106,7 @@ class EngineCore:
         self._take_finished: Callable[[], tuple[set[str], set[str]]] = lambda: (set(), set())
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._connect(connector_factory, settings.tensor_parallel_size, wake)
+            self._connect(connector_factory, settings.tensor_parallel_size, self._hear_connector)
             self.info, self.scheduler = self._schedule_with(settings, num_blocks, wake)
             self.executor.watch(wake)
             undo.pop_all()
@@ -129,6 +129,10 @@ class EngineCore:
         meanwhile()
         self.scheduler.batcher.draft(scheduled)
         output = finish()
+        if output.was_cut_short:
+            self._boarding.cut_short()
+            self.scheduler.batcher.drop_draft()
+            return self.scheduler.update_from_output(scheduled, output)
         self._boarding.ended(is_empty=not scheduled.total_num_scheduled_tokens)
         if may_go_on() and not self._seconds_to_arrival() and (following := self.scheduler.go_on(output)):
             self._under_way = self._let_begin(following)
@@ -160,6 +164,16 @@ class EngineCore:
     def _seconds_to_arrival(self) -> float:
         due = self._connector.scheduler.next_arrival() if self._connector is not None else None
         return 0.0 if due is None else self._boarding.seconds_to_hold(due)
+
+    def _hear_connector(self) -> None:
+        """From a thread of the connector's, which has news: who arrives early in a step joins it, which begins again."""
+        if self._boarding.may_cut_short() and self._has_newcomer():
+            self.executor.cut_short()
+        self._wake()
+
+    def _has_newcomer(self) -> bool:
+        connector = self._connector
+        return connector is not None and connector.scheduler.has_arrived() and self.scheduler.batcher.has_room
 
     def rested(self) -> None:
         """There was nothing to do until now."""

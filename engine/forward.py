@@ -27,15 +27,25 @@ class ForwardPass(Protocol):
     """What a rank computes with. ``close`` it."""
 
     def begin(
-        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
-    ) -> Callable[[], Tensor]:
+        self,
+        inputs: PreparedInputs,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
+        *,
+        may_be_cut_short: bool = False,
+    ) -> Callable[[], Tensor | None]:
         """Let a forward pass begin; nothing else is asked of this object before what is returned was called: that waits.
 
-        It gives the final hidden states ``[num_tokens, hidden_size]``, equal on all ranks; valid until the next call.
+        It gives the final hidden states ``[num_tokens, hidden_size]``, equal on all ranks; valid until the next call. None
+        where the pass was cut short.
 
         caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: is told of
-        every layer whose KV is written.
+        every layer whose KV is written. may_be_cut_short: whoever asks can do without the states, and with KV that is partly
+        written: the same tokens are computed again.
         """
+
+    def cut_short(self) -> None:
+        """From any thread: the pass that is under way had better end now, if it may. It need not."""
 
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 alone."""

@@ -155,11 +155,19 @@ class GraphedForward:
         return graph.recording.output[: inputs.num_reqs]
 
     def begin(
-        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+        self,
+        inputs: PreparedInputs,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
+        *,
+        may_be_cut_short: bool = False,
     ) -> Callable[[], Tensor]:
         """See ForwardPass."""
         states = self.forward(inputs, caches, watch)
         return lambda: states
+
+    def cut_short(self) -> None:
+        """See ForwardPass. It goes on to its end."""
 
     def logits(self, states: Tensor) -> Tensor:
         """See ForwardPass."""

@@ -32,13 +32,21 @@ class PlainForward:
         return states
 
     def begin(
-        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+        self,
+        inputs: PreparedInputs,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
+        *,
+        may_be_cut_short: bool = False,
     ) -> Callable[[], Tensor]:
         """See ForwardPass. On the host nothing can go on meanwhile: whoever has something else to do does it first."""
         if self._device.type == "cpu":
             return partial(self.forward, inputs, caches, watch)
         states = self.forward(inputs, caches, watch)
         return lambda: states
+
+    def cut_short(self) -> None:
+        """See ForwardPass. It goes on to its end."""
 
     def logits(self, states: Tensor) -> Tensor:
         """See ForwardPass."""

@@ -110,6 +110,7 @@ class ModelRunnerOutput:
     other_choices: by request, where its prompt is finished and it asks for several answers. prompt_logprobs_dict: by
     request, a row for each token of the prompt that follows one which was computed. pooler_output: empty where no request
     pools, else row i for request i: the float32 numbers of its embedding, None until its prompt is finished.
+    was_cut_short: nothing was computed that counts, and all of it is to be scheduled again.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -123,3 +124,4 @@ class ModelRunnerOutput:
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
     num_nans_in_logits: dict[str, int] | None = None
+    was_cut_short: bool = False

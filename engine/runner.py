@@ -43,11 +43,11 @@ _HOST_PROFILE_TOKENS = 512
 
 @dataclass(frozen=True)
 class _Begun:
-    """A step whose forward pass is under way. states: waits for it."""
+    """A step whose forward pass is under way. states: waits for it; None where it was cut short."""
 
     inputs: PreparedInputs
     watch: LayerWatch | None
-    states: Callable[[], Tensor]
+    states: Callable[[], Tensor | None]
 
 
 class ModelRunner:
@@ -115,7 +115,7 @@ class ModelRunner:
         lengths = profile_lengths(num_tokens, settings.max_num_seqs, self.model_info.max_model_len)
         inputs = profile_inputs(lengths)
         with torch.inference_mode():
-            hidden = _ready(self._forward, "load_model").begin(inputs, None)()
+            hidden = _ready(_ready(self._forward, "load_model").begin(inputs, None)(), "it has profiled")
             if self.model_info.has_head:
                 logits = self._logits(hidden, inputs.query_start_loc[1:] - 1)
                 self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
@@ -175,7 +175,7 @@ class ModelRunner:
         A request draws a token when all its known tokens are computed after this step; the token joins its known
         tokens. Others get an empty list, and so does a request whose logits are not numbers (it is in
         ``num_nans_in_logits``). One that pools draws none; rank 0 has its embedding in ``pooler_output``. Without
-        scheduled tokens nothing is computed.
+        scheduled tokens nothing is computed, and nobody draws anything where the step was cut short.
         """
         _ready(self._batch, "initialize_from_config").update(scheduled)
         self.memory.copy_blocks(scheduled.block_copies)
@@ -185,8 +185,11 @@ class ModelRunner:
     def _begin(self, scheduled: SchedulerOutput) -> _Begun:
         inputs = prepare_inputs(_ready(self._batch, "initialize_from_config"), scheduled, self._ahead)
         watch = self._layer_watch(scheduled)
+        is_of_answers = inputs.num_tokens == inputs.num_reqs and scheduled.kv_connector_metadata is None
         with torch.inference_mode():
-            states = _ready(self._forward, "load_model").begin(inputs, self.memory.layers, watch)
+            states = _ready(self._forward, "load_model").begin(
+                inputs, self.memory.layers, watch, may_be_cut_short=is_of_answers
+            )
         return _Begun(inputs, watch, states)
 
     def _finish(self, scheduled: SchedulerOutput, begun: _Begun | None) -> ModelRunnerOutput:
@@ -201,6 +204,14 @@ class ModelRunner:
             sent, received = self._connector.take_finished()
             output.finished_sending, output.finished_recving = sent or None, received or None
         return output
+
+    def cut_short(self) -> None:
+        """From any thread: end the step that is under way without results, if nothing is promised for its end.
+
+        That is so in a step of one token for each request, with no orders for the connector.
+        """
+        if self._forward is not None:
+            self._forward.cut_short()
 
     def shutdown(self) -> None:
         """Stop the connector's rank half, give the pool back, leave the other ranks."""
@@ -217,6 +228,9 @@ class ModelRunner:
         drawing = Drawing.of_step(batch, scheduled, inputs)  # while the pass is under way
         self._ahead = outline_next(batch, inputs)
         hidden = begun.states()
+        if hidden is None:
+            self._ahead = None
+            return ModelRunnerOutput(was_cut_short=True)
         logits = self._logits(hidden, drawing.last)
         if watch is not None:
             watch.computed()

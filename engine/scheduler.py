@@ -90,7 +90,8 @@ class Scheduler:
     ) -> dict[int, list[EngineOutput]]:
         """Take in a step's results; returns what each client must hear, by client index (B7)."""
         self.hear_finished(runner_output.finished_sending or (), runner_output.finished_recving or ())
-        for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
+        computed = {} if runner_output.was_cut_short else scheduler_output.num_scheduled_tokens
+        for key, num_tokens in computed.items():
             if running := self.requests.get(key):
                 self._advance(running, num_tokens, runner_output)
         return self._outbox.take()

@@ -16,7 +16,7 @@ class EngineSettings:
 
     model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_num_batched_tokens: of a step;
     max_num_mixed_tokens: of prompts, in a step in which answers go on as well. max_hold_share: of the time, in
-    which steps are held for requests that are about to join them. max_model_len: None is the model's own.
+    which steps are held, or computed in vain, for requests that join them. max_model_len: None is the model's own.
     kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory / workers_on_host); CUDA: total ×
     gpu_memory_utilization / workers_on_host − peak). num_threads: that compute. cores: where each of them is kept, if there
     are any (the process itself is kept there by whoever starts it).

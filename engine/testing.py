@@ -145,6 +145,7 @@ class FakeRunner:
         self.memory = memory
         self.connector: RankConnector | None = None
         self.num_forward_passes = 0
+        self.is_cut_short = False
         self.batch_sizes: list[int] = []
         self._sequences: dict[str, _Sequence] = {}
 
@@ -156,14 +157,18 @@ class FakeRunner:
         self.memory.copy_blocks(scheduled.block_copies)
         starts = self._learn(scheduled)
         assert starts.keys() == scheduled.num_scheduled_tokens.keys()
-        output = ModelRunnerOutput(num_nans_in_logits={})
-        for row, (key, num_tokens) in enumerate(scheduled.num_scheduled_tokens.items()):
+        is_of_answers = set(scheduled.num_scheduled_tokens.values()) == {1}
+        may_be_cut_short = is_of_answers and scheduled.kv_connector_metadata is None
+        output = ModelRunnerOutput(was_cut_short=self.is_cut_short and may_be_cut_short)
+        output.num_nans_in_logits = {}
+        computed = {} if output.was_cut_short else scheduled.num_scheduled_tokens
+        for row, (key, num_tokens) in enumerate(computed.items()):
             output.req_ids.append(key)
             output.req_id_to_index[key] = row
             bitmask = scheduled.bitmask_of(key)
             output.pooler_output.append(None)
             output.sampled_token_ids.append(self._compute(key, starts[key], num_tokens, output, bitmask))
-        self.num_forward_passes += bool(scheduled.num_scheduled_tokens)
+        self.num_forward_passes += bool(computed)
         self.batch_sizes.append(scheduled.total_num_scheduled_tokens)
         output.logprobs = self._logprobs(output)
         if self.connector:
@@ -310,7 +315,12 @@ class FakeExecutor:
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See Executor. Nothing happens meanwhile."""
+        self.runner.is_cut_short = False
         return partial(self.execute_model, scheduled)
+
+    def cut_short(self) -> None:
+        """See Executor."""
+        self.runner.is_cut_short = True
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. Ranks in this process end with it."""

@@ -109,6 +109,10 @@ class FakeConnector:
 
     # The levers.
 
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Whom to tell of news."""
+        self._wake = wake
+
     def publish_peer(self, key: str) -> None:
         """The peer has published its first range."""
         assert self.fetches[key].state == "asked"
@@ -222,6 +226,10 @@ class FakeConnector:
     def next_arrival(self) -> float | None:
         """See SchedulerConnector."""
         return self.expected
+
+    def has_arrived(self) -> bool:
+        """See SchedulerConnector."""
+        return bool(self.rank.finished_recving)
 
     def build_metadata(self) -> Any | None:
         """See SchedulerConnector."""

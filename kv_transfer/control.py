@@ -108,6 +108,10 @@ class ControlHalf:
         """When the next fetch is expected to be over."""
         return self._fetches.next_arrival()
 
+    def has_arrived(self) -> bool:
+        """See ``SchedulerConnector``."""
+        return self._completions.has_received
+
     def build_metadata(self) -> TransferMetadata | None:
         """This step's orders; each is given out once, so the step that takes them must be run."""
         orders = self._sends.take_orders()

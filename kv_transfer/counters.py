@@ -67,6 +67,12 @@ class Completions:
             return taken
 
     @property
+    def has_received(self) -> bool:
+        """Somebody's KV is here and was not taken."""
+        with self._lock:
+            return bool(self._received)
+
+    @property
     def is_empty(self) -> bool:
         """Nothing to take."""
         with self._lock:

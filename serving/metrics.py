@@ -21,7 +21,7 @@ ENGINE_METRICS = {
     "prefix_cache_hits_total": "Prompt tokens that were found in the prefix cache.",
     "prompt_tokens_total": "Prompt tokens computed.",
     "generation_tokens_total": "Tokens sampled.",
-    "step_held_seconds_total": "Seconds that steps were held for answers about to arrive from other workers.",
+    "step_held_seconds_total": "Seconds that steps were held, or computed in vain, for answers from other workers.",
     "num_preemptions_total": "Requests taken out of the batch to free their blocks.",
     "transfer_blocks_total": "KV blocks that crossed from another worker, by transport.",
     "transfer_bytes_total": "Bytes of KV that crossed from another worker, by transport.",

@@ -55,6 +55,7 @@ static void decode(Pool *pool, const void *context) {
     int32_t starts[step->num_requests + 1];
     embed(pool, model, step);
     for (size_t layer = 0; layer < last; layer++) {
+        if (step->may_be_cut_short && pool_ends_early(pool)) return;
         store_layer(pool, model, layer, step);
         mix_layer(pool, model, layer, step);
     }
@@ -65,7 +66,7 @@ static void decode(Pool *pool, const void *context) {
     scatter(model, step, &few);
 }
 
-// Begin: tokens become the layers' result, normed, in step->normed when kvbaton_wait returns: the wanted ones' rows.
+// Begin: tokens become the layers' result, normed, in step->normed when kvbaton_wait returns 1: the wanted ones' rows.
 void kvbaton_launch(Pool *pool, const Step *step) { pool_launch(pool, decode, step); }
 
 size_t kvbaton_scratch_bytes(const Model *model) { return attention_scratch(model); }

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contract.errors import InternalError
 from engine.connector import LayerWatch
 from engine.inputs import PreparedInputs
 from engine.kernels.binding import CStep, Kernels, Stored
@@ -76,12 +77,23 @@ class KernelDecoder:
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
-        """Final hidden states ``[num_tokens, hidden_size]``, valid until the next call. Without caches nothing is kept."""
-        return self.begin(inputs, caches, watch)()
+        """Final hidden states ``[num_tokens, hidden_size]``, valid until the next call. Without caches nothing is kept.
+
+        Raises InternalError where it was cut short.
+        """
+        states = self.begin(inputs, caches, watch)()
+        if states is None:
+            raise InternalError("a forward pass was cut short that is needed")
+        return states
 
     def begin(
-        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
-    ) -> Callable[[], Tensor]:
+        self,
+        inputs: PreparedInputs,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
+        *,
+        may_be_cut_short: bool = False,
+    ) -> Callable[[], Tensor | None]:
         """See ForwardPass. Meanwhile Python's lock is free, but for what the watch does with it."""
         num_tokens = inputs.num_tokens
         if num_tokens > self._num_rows:
@@ -105,17 +117,22 @@ class KernelDecoder:
             *self._addresses,
             self._model_pointer,
             heard.callback,
+            may_be_cut_short,
         )
         self._kernels.launch(self._threads, step)
 
-        def finish() -> Tensor:
-            self._kernels.wait(self._threads)
+        def finish() -> Tensor | None:
+            is_whole = self._kernels.wait(self._threads)
             self._under_way = None
             heard.check()
-            return self._buffers[1][:num_tokens]
+            return self._buffers[1][:num_tokens] if is_whole else None
 
         self._under_way = inputs, caches, step, heard
         return finish
+
+    def cut_short(self) -> None:
+        """See ForwardPass."""
+        self._kernels.cut_short(self._threads)
 
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""

@@ -39,6 +39,8 @@ struct Pool {
     Task task;
     const void *task_context;
     atomic_int is_launched, is_under_way;
+    atomic_int shall_end_early;
+    int has_ended_early;
     size_t num_threads;
     pthread_t *threads;
     Share *shares;
@@ -189,6 +191,8 @@ void pool_run(Pool *pool, size_t num_items, Work work, const void *context) {
 void pool_launch(Pool *pool, Task task, const void *context) {
     pool->task = task;
     pool->task_context = context;
+    atomic_store(&pool->shall_end_early, 0);
+    pool->has_ended_early = 0;
     atomic_store(&pool->is_under_way, 1);
     if (pool->num_threads == 1) return;
     pool->leader = 1;
@@ -196,12 +200,22 @@ void pool_launch(Pool *pool, Task task, const void *context) {
     wake(pool);
 }
 
-// Helps with the task that was launched, if one was, until it is over; a pool of one thread does all of it here.
-void kvbaton_wait(Pool *pool) {
+// From any thread: nobody needs any more what was launched. One that comes too late, or in the wrong moment, does no harm.
+void kvbaton_cut_short(Pool *pool) { atomic_store(&pool->shall_end_early, 1); }
+
+// The task asks, and returns at once where the answer is 1.
+int pool_ends_early(Pool *pool) {
+    if (atomic_load_explicit(&pool->shall_end_early, memory_order_relaxed)) pool->has_ended_early = 1;
+    return pool->has_ended_early;
+}
+
+// Helps with the task that was launched, if one was, until it is over; a pool of one thread does all of it here. 0: it was
+// cut short.
+int kvbaton_wait(Pool *pool) {
     if (pool->num_threads == 1 && atomic_load(&pool->is_under_way)) lead(pool);
     for (;;) {
         uint32_t turn = atomic_load(&pool->turn);
-        if (!atomic_load(&pool->is_under_way)) return;
+        if (!atomic_load(&pool->is_under_way)) return !pool->has_ended_early;
         take_items(pool, 0);
         wait_for_turn(pool, turn);
     }

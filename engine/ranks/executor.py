@@ -133,6 +133,9 @@ class RanksExecutor:
             output.finished_sending, output.finished_recving = sent or None, received or None
         return output
 
+    def cut_short(self) -> None:
+        """See Executor. Ranks go on to the end: they have to agree on what they compute."""
+
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor."""
         for process in self._processes:

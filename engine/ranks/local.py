@@ -136,6 +136,9 @@ class LocalRanksExecutor:
         """See Executor. Nothing happens meanwhile."""
         return partial(self.execute_model, scheduled)
 
+    def cut_short(self) -> None:
+        """See Executor. A step goes on to its end."""
+
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. Ranks in this process end with it."""
 

@@ -90,6 +90,15 @@ class Batcher:
             return None
         return self._take_draft()
 
+    def drop_draft(self) -> None:
+        """The step was cut short: what was to follow it does not."""
+        self._draft = None
+
+    @property
+    def has_room(self) -> bool:
+        """Another request could run."""
+        return len(self.running) < self._max_num_seqs
+
     def _take_draft(self) -> StepPlan | None:
         """The step as drafted, with its blocks; None where it is not that which is due. Either way the draft is gone."""
         draft, self._draft = self._draft, None

@@ -14,6 +14,8 @@ _GRACE = 0.15
 """Of a step: somebody may be so much later than expected."""
 _MAX_LAST_HOLD = 0.5
 """Of a step: longer is not waited for somebody who would arrive in this one."""
+_LATEST_CUT = 0.5
+"""Of a step: who arrives later waits for its end."""
 _SMOOTHING = 0.25
 _MAX_SAVED_STEPS = 4.0
 
@@ -39,6 +41,16 @@ class Boarding:
             self._saved_steps -= held / self._step_seconds
         self._is_holding = False
         return held
+
+    def may_cut_short(self) -> bool:
+        """The step that is under way had better begin again, with who has just arrived. From any thread."""
+        step = self._step_seconds
+        gone = (self._clock() - self._began) / step if step else 1.0
+        return gone < min(_LATEST_CUT, self._saved_steps)
+
+    def cut_short(self) -> None:
+        """The step was: as if it had been held until now."""
+        self._is_holding = self._step_seconds > 0
 
     def ended(self, *, is_empty: bool) -> None:
         """It is over, and the next one can begin. is_empty: it computed nothing."""

@@ -36,7 +36,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
     num_prefill_tokens: tokens of prompts computed here. num_cached_tokens: tokens of prompts found in the cache.
     num_received_tokens: tokens of prompts whose KV was fetched. num_generated_tokens: tokens emitted.
-    held_seconds: that steps were held for requests about to join them.
+    held_seconds: that steps were held, or computed in vain, for requests that join them.
     """
 
     num_requests: int = 0

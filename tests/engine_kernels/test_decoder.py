@@ -257,6 +257,39 @@ def test_a_pass_that_is_under_way_ends_before_the_threads(
     assert watch.heard == [1, 2]
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_pass_that_was_cut_short_can_be_computed_again(
+    checkpoint: MakeCheckpoint, kernels: Kernels, num_threads: int
+) -> None:
+    """One thread computes within the wait; several may be done before they hear of it."""
+    pair, sequences = Pair(checkpoint("llama", num_hidden_layers=6), kernels, num_threads), Sequences()
+    first, second = (sequences.inputs(step) for step in STEPS[1:3])
+    whole_pool, no_cuts = empty_pool(pair.exact), Pair(checkpoint("llama", num_hidden_layers=6), kernels)
+    for inputs in (sequences.inputs(STEPS[0]), first):
+        pair.decoder.forward(inputs, pair.pool)
+        no_cuts.decoder.forward(inputs, whole_pool)
+    whole = no_cuts.decoder.forward(second, whole_pool)
+    for _ in range(20):
+        finish = pair.decoder.begin(second, pair.pool, may_be_cut_short=True)
+        pair.decoder.cut_short()
+        states = finish()
+        assert states is None or (num_threads > 1 and torch.equal(states, whole))
+    pair.decoder.cut_short()  # too late for that one, and not meant for the next
+    assert torch.equal(pair.decoder.forward(second, pair.pool), whole)
+    for layer, expected in zip(pair.pool, whole_pool, strict=True):
+        assert torch.equal(layer.nan_to_num(), expected.nan_to_num())
+    pair.decoder.close()
+    no_cuts.decoder.close()
+
+
+def test_a_pass_that_is_needed_is_not_cut_short(checkpoint: MakeCheckpoint, kernels: Kernels) -> None:
+    pair = Pair(checkpoint("llama"), kernels, num_threads=1)
+    finish = pair.decoder.begin(Sequences().inputs({"a": (0, 200)}), pair.pool, Watch())
+    pair.decoder.cut_short()
+    assert finish() is not None
+    pair.decoder.close()
+
+
 @pytest.mark.parametrize(
     ("dtype", "num_ranks", "overrides", "reason"),
     [

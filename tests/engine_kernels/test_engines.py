@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,8 @@ import pytest
 
 from contract.requests import EngineOutput, EngineRequest, PoolingParams, SamplingParams, TokenLogprobs
 from engine.client import EngineClient, InProcessClient
+from engine.core import EngineCore, start_executor
+from engine.outputs import NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings
 from tests.engine_kernels.conftest import MakeCheckpoint
 from tests.engine_pair import Sides, outputs_of, running_pair
@@ -95,3 +98,53 @@ async def test_what_needs_all_states_of_a_prompt_has_them(checkpoint: MakeCheckp
     for chunk in (512, 23):
         for found, expected in zip(await all_states(model, max_num_batched_tokens=chunk), plain, strict=True):
             assert found == pytest.approx(expected, abs=0.03)
+
+
+def stepped(model: Path, *, cut_share: float) -> tuple[dict[str, Told], int]:
+    """Every token of all prompts at once, while so many steps are cut short; and how many were."""
+    settings = EngineSettings(model=model, max_num_batched_tokens=40, max_hold_share=1.0)
+    core, rng, found, num_cut = EngineCore(settings), random.Random(3), dict[str, list[EngineOutput]](), 0
+    for name, prompt in PROMPTS.items():
+        core.add_request(EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=SAMPLED))
+
+    def meanwhile() -> None:
+        nonlocal num_cut
+        if rng.random() < cut_share:
+            num_cut += 1
+            core.executor.cut_short()
+
+    while core.needs_step():
+        for output in chain.from_iterable(core.step(meanwhile, lambda: rng.random() < 0.5).values()):
+            found.setdefault(output.request_id, []).append(output)
+    core.close()
+    return {name: told(outputs) for name, outputs in found.items()}, num_cut
+
+
+def test_steps_that_are_cut_short_change_no_bit(checkpoint: MakeCheckpoint) -> None:
+    model = checkpoint("qwen3", head_dim=64)
+    whole, _ = stepped(model, cut_share=0.0)
+    cut, num_cut = stepped(model, cut_share=0.4)
+    assert cut == whole
+    assert num_cut > 20
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "orders", "may_be_cut_short"), [(1, None, True), (2, None, False), (1, [], False)]
+)
+def test_a_step_for_which_something_is_promised_is_not_cut_short(
+    checkpoint: MakeCheckpoint, num_tokens: int, orders: list[Any] | None, may_be_cut_short: bool
+) -> None:
+    """KV that is published behind the step has to be there; a prompt's chunk is too much to compute twice."""
+    executor, _ = start_executor(EngineSettings(model=checkpoint("llama")))
+    new = NewRequestData("r", [1, 2][:num_tokens], SamplingParams(), ([1],), 0, num_tokens)
+    finish = executor.begin(
+        SchedulerOutput(
+            [new],
+            num_scheduled_tokens={"r": num_tokens},
+            total_num_scheduled_tokens=num_tokens,
+            kv_connector_metadata=orders,
+        )
+    )
+    executor.cut_short()
+    assert finish().was_cut_short is may_be_cut_short
+    executor.shutdown()

@@ -59,7 +59,8 @@ def fake_request(
 class SteppedEngine:
     """Collects what each request was told, and checks the books after every step.
 
-    woken: counts how often another thread wanted the core to be stepped. num_gone_on: steps that began before the results
+    woken: counts how often another thread wanted the core to be stepped. hear_connector: what the core gave the connector
+    to be woken by. num_gone_on: steps that began before the results
     of the one before were taken in.
     """
 
@@ -74,6 +75,7 @@ class SteppedEngine:
         self.now = 0.0
         self.num_gone_on = 0
         self.woken = threading.Semaphore(0)
+        self.hear_connector: Callable[[], None] = lambda: None
         self.connector = connector or FakeConnector()
         executor: list[FakeExecutor] = []
 
@@ -138,7 +140,8 @@ class SteppedEngine:
             assert output.first_index == outputs[-1].first_index + len(outputs[-1].token_ids)
         outputs.append(output)
 
-    def _connect(self, layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
+    def _connect(self, layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+        self.hear_connector = wake
         return ConnectorPair(self.connector, self.connector.rank, "127.0.0.1:9")
 
 

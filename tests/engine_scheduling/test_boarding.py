@@ -1,10 +1,13 @@
 """A step waits for a request that is about to join it, and the steps before are spread so that it need not wait long."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduling.boarding import Boarding, steps_to_hold
+from engine.testing import fake_answer
 from tests.engine_scheduling.stepping import PROMPT, SteppedEngine, fake_request, receiving
 from tests.soak_settings import machine_settings
 
@@ -101,6 +104,49 @@ def test_no_more_than_its_share_of_the_time_is_spent(share: float) -> None:
     assert held >= 0.95 * 1000 * share * STEP_SECONDS
 
 
+def test_a_step_that_was_cut_short_counts_as_held_and_says_nothing_of_how_long_steps_take() -> None:
+    boarding, clock = stepping(share=0.1)
+    for _ in range(3):
+        boarding.begun()
+        clock.now += 0.2 * STEP_SECONDS
+        boarding.cut_short()
+    assert step(boarding, clock) == pytest.approx(0.6 * STEP_SECONDS)
+    assert boarding.seconds_to_hold(clock.now + 0.25 * STEP_SECONDS) == pytest.approx(0.4 * STEP_SECONDS)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_step_is_cut_short_in_its_first_half_alone(share: float) -> None:
+    boarding, clock = stepping(share)
+    boarding.begun()
+    clock.now += 0.49 * STEP_SECONDS
+    assert boarding.may_cut_short() is (share > 0)
+    clock.now += 0.02 * STEP_SECONDS
+    assert not boarding.may_cut_short()
+
+
+def test_steps_are_not_cut_short_for_ever() -> None:
+    """Each counts as held, and what may be spent on that is saved up slowly."""
+    boarding, clock = stepping(share=0.1)
+    num_cut = 0
+    for _ in range(100):
+        boarding.begun()
+        clock.now += 0.4 * STEP_SECONDS
+        if boarding.may_cut_short():
+            num_cut += 1
+            boarding.cut_short()
+            step(boarding, clock)
+        else:
+            clock.now += 0.6 * STEP_SECONDS
+            boarding.ended(is_empty=False)
+    assert 10 <= num_cut <= (4 + 100 * 0.1) / 0.4
+
+
+def test_nobody_knows_a_first_step_well_enough_to_cut_it_short() -> None:
+    boarding = Boarding(0.1, Clock())
+    boarding.begun()
+    assert not boarding.may_cut_short()
+
+
 def test_a_step_that_computed_nothing_says_nothing_of_how_long_steps_take() -> None:
     boarding, clock = stepping(share=0.1)
     for _ in range(20):
@@ -172,3 +218,49 @@ def test_no_step_begins_early_that_somebody_is_about_to_join(is_expected: bool) 
 
     engine.step(2, meanwhile=compute)
     assert engine.num_gone_on == (0 if is_expected else 1)
+
+
+def landing(engine: SteppedEngine, part_of_step: float) -> Callable[[], None]:
+    """What happens while a step is computed: the KV of request ``d`` arrives after so much of it."""
+
+    def compute() -> None:
+        engine.now += part_of_step * STEP_SECONDS
+        if "d#0.0" in engine.connector.fetches:
+            engine.connector.land("d#0.0")
+            engine.now += (1 - part_of_step) * STEP_SECONDS * (not engine.executor.runner.is_cut_short)
+
+    return compute
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
+def test_a_step_begins_anew_for_who_arrives_early_in_it(part: float) -> None:
+    """Who goes on anyway has the same tokens, and no later than the part that was computed in vain."""
+    engine = SteppedEngine()
+    answering(engine)
+    engine.connector.attach(engine.hear_connector)
+    num_tokens, passes = len(engine.tokens("r#0.0")), engine.executor.runner.num_forward_passes
+    engine.step(meanwhile=landing(engine, part))
+    is_early = part < 0.5
+    assert len(engine.tokens("r#0.0")) == num_tokens + (0 if is_early else 1)
+    assert engine.executor.runner.num_forward_passes == passes + (0 if is_early else 1)
+    engine.step()
+    assert engine.scheduler.get_request_counts() == (2, 0)
+    held = engine.core.call("counters", [])["step_held_seconds_total"]
+    assert held == pytest.approx(part * STEP_SECONDS if is_early else 0.0)
+    engine.connector.attach(lambda: None)
+    engine.run()
+    assert engine.tokens("r#0.0") == fake_answer(PROMPT, 20)
+    assert engine.tokens("d#0.0") == fake_answer(PROMPT, 4)[1:]
+
+
+@pytest.mark.parametrize("what", ["all seats are taken", "it may not", "only blocks are asked for"])
+def test_no_step_begins_anew_where(what: str) -> None:
+    engine = SteppedEngine(
+        max_hold_share=0.0 if what == "it may not" else 0.03,
+        max_num_seqs=1 if what == "all seats are taken" else 8,
+    )
+    answering(engine)
+    engine.connector.attach(engine.hear_connector)
+    num_tokens = len(engine.tokens("r#0.0"))
+    engine.step(meanwhile=engine.hear_connector if what.startswith("only") else landing(engine, 0.1))
+    assert len(engine.tokens("r#0.0")) == num_tokens + 1

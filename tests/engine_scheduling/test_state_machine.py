@@ -114,6 +114,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         self.engine.step(times)
 
+    @rule(times=st.integers(1, 3))
+    def cut_steps_short(self, times: int) -> None:
+        self.engine.step(times, meanwhile=self.engine.executor.cut_short)
+
     @rule()
     def run(self) -> None:
         self.engine.run()

@@ -98,6 +98,9 @@ class PlainConnector:
     def next_arrival(self) -> None:
         return None
 
+    def has_arrived(self) -> bool:
+        return bool(self.received)
+
     def build_metadata(self) -> Any | None:
         ready, self._ready = self._ready, []
         return ready or None
