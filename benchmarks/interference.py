@@ -3,8 +3,9 @@
 Four closed-loop chats, and long prompts at a fixed rate: none, one every five seconds, and a sweep up to 60 % of what one
 core can prefill, which is measured first. Three servers get the same load one after the other: one prefill and one decode
 worker with a core each; one aggregated worker with two threads, with the chunk size that a small search finds best; and the
-server of vLLM. To ``results/interference_<model>.json``, and beside it a picture of the goodput over (TTFT, TPOT) goals,
-where matplotlib is installed (the extra ``benchmarks``). Only ratios are claims.
+server of vLLM. At the rate that they are compared at they then take turns for some rounds, since the machine's own stalls
+come and go: the ratios are medians of those of the rounds. To ``results/interference_<model>.json``, and beside it a picture
+of the goodput over (TTFT, TPOT) goals, where matplotlib is installed (the extra ``benchmarks``). Only ratios are claims.
 """
 
 import argparse
@@ -18,11 +19,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.goodput import all_maps, draw
-from benchmarks.load import Load, Outcome, quiet_run, run_load, seconds_alone
+from benchmarks.load import Load, Outcome, quiet_run, seconds_alone
 from benchmarks.others import end_on_sigterm
 from benchmarks.samples import MAX_OTHER_CORES
 from benchmarks.servers import Server, Start, kvbaton_server, vllm_server
@@ -33,13 +35,17 @@ _PROMPTS_ALONE = 5
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. load: at the rate that the servers are compared at. shares: of one core's prefill, for the sweep."""
+    """What to run. load: at the rate that the servers are compared at. shares: of one core's prefill, for the sweep.
+
+    rounds: behind the sweep, whose run at that rate is the first.
+    """
 
     load: Load
     shares: tuple[float, ...]
     chunks: tuple[int, ...]
     search_seconds: float
     max_repeats: int
+    rounds: int = 0
 
 
 def main() -> None:
@@ -53,6 +59,7 @@ def main() -> None:
         chunks=tuple(int(chunk) for chunk in given.chunks.split(",")),
         search_seconds=given.search_seconds,
         max_repeats=given.max_repeats,
+        rounds=given.rounds,
     )
     starts = _starts(given)
     with tempfile.TemporaryDirectory(prefix="kvbaton-interference-") as folder:
@@ -76,29 +83,36 @@ async def measure_interference(
         capacity = 1 / sorted(alone)[len(alone) // 2]
         rates = sorted({0.0, plan.load.rate, *(share * capacity for share in plan.shares)})
         runs = {OURS: await _sweep(server, plan, rates)}
-    search = {chunk: await _searched(starts[AGGREGATED](chunk), plan, folder) for chunk in plan.chunks}
+    short = replace(plan.load, seconds=plan.search_seconds)
+    search = {chunk: await _once(starts[AGGREGATED](chunk), short, 0, folder) for chunk in plan.chunks}
     best = min(search, key=lambda chunk: float(search[chunk]["chats"]["itl_p999"]))
-    others = {AGGREGATED: starts[AGGREGATED](best)}
-    others |= {name: start() for name, start in starts.items() if name not in (OURS, AGGREGATED)}
-    for name, start in others.items():
+    servers = {name: start(best) if name == AGGREGATED else start() for name, start in starts.items()}
+    for name, start in servers.items():
+        if name == OURS:
+            continue
         async with start(folder) as server:
             await seconds_alone(server, plan.load, 1)
             runs[name] = await _sweep(server, plan, rates)
+    compared_at = rates.index(plan.load.rate)
+    rounds = [{name: outcomes[compared_at].figures for name, outcomes in runs.items()}]
+    for _ in range(plan.rounds):
+        turns = {name: _once(start, plan.load, plan.max_repeats, folder) for name, start in servers.items()}
+        rounds.append({name: await turn for name, turn in turns.items()})
     figures = {
         "one_core_prompts_per_second": capacity,
         "seconds_alone": alone,
         "compared_at": plan.load.rate,
         "chunk_search": {"best": best, "runs": search},
         "runs": {name: [one.figures for one in outcomes] for name, outcomes in runs.items()},
+        "rounds": rounds,
     }
     return {**figures, "over": compared(figures)}, runs
 
 
-async def _searched(start: Start, plan: Plan, folder: Path) -> dict[str, Any]:
-    """The load that servers are compared at, for a shorter time."""
+async def _once(start: Start, load: Load, max_repeats: int, folder: Path) -> dict[str, Any]:
     async with start(folder) as server:
-        await seconds_alone(server, plan.load, 1)
-        return (await run_load(server, replace(plan.load, seconds=plan.search_seconds))).figures
+        await seconds_alone(server, load, 1)
+        return (await quiet_run(server, load, max_repeats)).figures
 
 
 async def _sweep(server: Server, plan: Plan, rates: Sequence[float]) -> list[Outcome]:
@@ -106,23 +120,23 @@ async def _sweep(server: Server, plan: Plan, rates: Sequence[float]) -> list[Out
 
 
 def compared(figures: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Ours over each other configuration at the rate that they are compared at."""
-    at = {name: _at_rate(runs, figures["compared_at"]) for name, runs in figures["runs"].items()}
-    ours = at[OURS]
+    """Ours over each other configuration at the rate that they are compared at: the median of the rounds' ratios."""
+    rounds: list[dict[str, Any]] = figures["rounds"]
 
-    def over(other: dict[str, Any], part: str, name: str) -> float | None:
-        one, two = ours[part][name], other[part][name]
-        return one / two if one and two else None
+    def over(other: str, part: str, name: str) -> float | None:
+        pairs = [(each[OURS][part][name], each[other][part][name]) for each in rounds]
+        ratios = [one / two for one, two in pairs if one and two]
+        return median(ratios) if ratios else None
 
     return {
         name: {
-            "itl_p999": over(other, "chats", "itl_p999"),
-            "itl_p99": over(other, "chats", "itl_p99"),
-            "worst_gap_per_chat_p50": over(other, "chats", "worst_gap_per_chat_p50"),
-            "long_ttft_p50": over(other, "long_prompts", "ttft_p50"),
-            "tokens_per_second": over(other, "chats", "tokens_per_second"),
+            "itl_p999": over(name, "chats", "itl_p999"),
+            "itl_p99": over(name, "chats", "itl_p99"),
+            "worst_gap_per_chat_p50": over(name, "chats", "worst_gap_per_chat_p50"),
+            "long_ttft_p50": over(name, "long_prompts", "ttft_p50"),
+            "tokens_per_second": over(name, "chats", "tokens_per_second"),
         }
-        for name, other in at.items()
+        for name in rounds[0]
         if name != OURS
     }
 
@@ -143,10 +157,17 @@ def table(figures: dict[str, Any]) -> str:
         for name, found in figures["over"].items()
     )
     best, capacity = figures["chunk_search"]["best"], figures["one_core_prompts_per_second"]
+    rounds = "\n".join(f"- {_rounds(figures['rounds'], name, 'itl_p999')}" for name in figures["runs"])
     return (
-        f"{text}\n\nAt {figures['compared_at']:g} long prompts per second:\n\n{ratios}\n\nOne core prefills"
+        f"{text}\n\nAt {figures['compared_at']:g} long prompts per second, p99.9 of the gaps in milliseconds, round by round"
+        f" (the first one is the sweep's, above):\n\n{rounds}\n\nMedians of the rounds' ratios:\n\n{ratios}\n\n"
+        "One core prefills"
         f" {capacity:.2f} of the long prompts per second; {AGGREGATED} runs with the best chunk size, {best} tokens."
     )
+
+
+def _rounds(rounds: list[dict[str, Any]], name: str, figure: str) -> str:
+    return f"{name}: " + ", ".join(_number(each[name]["chats"][figure], ".1f") for each in rounds)
 
 
 def _cells(run: dict[str, Any]) -> list[str]:
@@ -167,10 +188,6 @@ def _noise(run: dict[str, Any]) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
-
-
-def _at_rate(runs: list[dict[str, Any]], rate: float) -> dict[str, Any]:
-    return next(run for run in runs if run["load"]["rate"] == rate)
 
 
 def _starts(given: argparse.Namespace) -> dict[str, Callable[..., Start]]:
@@ -211,6 +228,7 @@ def _arguments() -> argparse.Namespace:
         "--chunks", default="64,128,256,512", help="chunk sizes that the aggregated worker tries"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--rounds", type=int, default=4, help="of turns at that rate, behind the sweep")
     parser.add_argument("--search-seconds", type=float, default=30.0, help="of each load of the search")
     parser.add_argument("--threads", type=int, default=2, help="of the aggregated worker")
     parser.add_argument("--max-repeats", type=int, default=2, help="of a load that others disturbed")

@@ -143,7 +143,9 @@ async def test_interference(tmp_path: Path) -> None:
     load = Load(
         250, rate=20.0, seconds=0.15, num_chats=2, chat_prompt=5, chat_answer=4, long_prompt=20, long_answer=3
     )
-    plan = interference.Plan(load, shares=(0.001,), chunks=(8, 16), search_seconds=0.1, max_repeats=0)
+    plan = interference.Plan(
+        load, shares=(0.001,), chunks=(8, 16), search_seconds=0.1, max_repeats=0, rounds=2
+    )
     asked: list[int] = []
 
     def aggregated(chunk: int) -> Start:
@@ -157,6 +159,7 @@ async def test_interference(tmp_path: Path) -> None:
     found, runs = await measure_interference(plan, starts, tmp_path)
     assert asked == [8, 16, found["chunk_search"]["best"]]
     assert set(runs) == set(starts)
+    assert [set(each) for each in found["rounds"]] == 3 * [set(starts)]
     rates = [run["load"]["rate"] for run in found["runs"][AGGREGATED]]
     assert len(rates) == 3
     assert {0.0, 20.0} < set(rates)
