@@ -62,13 +62,16 @@ def main() -> None:
         rounds=given.rounds,
     )
     starts = _starts(given)
+    can_draw = importlib.util.find_spec("matplotlib") is not None
+    if not can_draw:
+        sys.stderr.write("there will be no picture: pip install 'kvbaton[benchmarks]'\n")
     with tempfile.TemporaryDirectory(prefix="kvbaton-interference-") as folder:
         found, runs = asyncio.run(measure_interference(plan, starts, Path(folder)))
     name = f"interference_{given.model.name}"
     command = command_line("benchmarks.interference")
     path = write_result(name, {"command": command, "model": given.model.name, **found}, given.results)
     sys.stdout.write(f"{table(found)}\n{path}\n")
-    if importlib.util.find_spec("matplotlib"):
+    if can_draw:
         picture = given.results / f"goodput_{given.model.name}.png"
         draw(*all_maps(runs), OURS, picture)
         sys.stdout.write(f"{picture}\n")
@@ -156,13 +159,21 @@ def table(figures: dict[str, Any]) -> str:
         + ", ".join(f"{what} {_number(value, '.2f')}" for what, value in found.items())
         for name, found in figures["over"].items()
     )
-    best, capacity = figures["chunk_search"]["best"], figures["one_core_prompts_per_second"]
+    search, capacity = figures["chunk_search"], figures["one_core_prompts_per_second"]
     rounds = "\n".join(f"- {_rounds(figures['rounds'], name, 'itl_p999')}" for name in figures["runs"])
     return (
         f"{text}\n\nAt {figures['compared_at']:g} long prompts per second, p99.9 of the gaps in milliseconds, round by round"
         f" (the first one is the sweep's, above):\n\n{rounds}\n\nMedians of the rounds' ratios:\n\n{ratios}\n\n"
-        "One core prefills"
-        f" {capacity:.2f} of the long prompts per second; {AGGREGATED} runs with the best chunk size, {best} tokens."
+        f"One core prefills {capacity:.2f} of the long prompts per second. {AGGREGATED} runs with the chunk size of"
+        f" the least p99.9, {search['best']} tokens. A short search at the compared rate:\n\n{_searched(search)}"
+    )
+
+
+def _searched(search: dict[str, Any]) -> str:
+    return "\n".join(
+        f"- {chunk} tokens: p99.9 {run['chats']['itl_p999']:.1f}, chat tokens/s {run['chats']['tokens_per_second']:.1f},"
+        f" long TTFT p50 {_number(run['long_prompts']['ttft_p50'], '.0f')}"
+        for chunk, run in search["runs"].items()
     )
 
 
