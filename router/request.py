@@ -31,10 +31,11 @@ _INT32 = 2**31
 class GenerationRequest:
     """A request as the client sent it. None means: not given, take the model's or the documented default.
 
-    prompt: text, token ids, or a chat. num_choices: answers to it. logprobs: how many alternatives the client sees of each
-    token. rates_tokens: each token's log probability is needed, even if it sees none. default_max_tokens: used where
-    ``max_tokens`` is None; None is all that fits the model. arrival: on the router's monotonic clock. grammar_field: where
-    the client gave its grammar, for errors. timeout_seconds: the client's own deadline.
+    request_id: no other request's, ever: what a client calls its request is not one. prompt: text, token ids, or a chat.
+    num_choices: answers to it. logprobs: how many alternatives the client sees of each token. rates_tokens: each token's log
+    probability is needed, even if it sees none. default_max_tokens: used where ``max_tokens`` is None; None is all that fits
+    the model. arrival: on the router's monotonic clock. grammar_field: where the client gave its grammar, for errors.
+    timeout_seconds: the client's own deadline.
     """
 
     request_id: str

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ CALLS = {
 """Two parallel calls in each family's format."""
 CHARACTERS = "🎉é👩‍👧 y̆ नि 世"
 STOPS = ("🎉", "👧 y", "e\u0301", "again, ÿ", "世 STOP h", "again")
-_EVENTS_BEFORE_DEATH = 20
 _LONG = "Say that 世界 again, ÿ̈ and 👩‍👩‍👧‍👦: "
 _CORPORA = {"hermes": test_hermes, "qwen": test_qwen, "llama3": test_llama3, "mistral": test_mistral}
 
@@ -153,26 +152,6 @@ async def ask_whole(http: str, cells: dict[str, Cell]) -> dict[str, list[Seen]]:
         return [_seen(choice["message"], choice) for choice in answer["choices"]]
 
     return await _ask_all(cells, ask)
-
-
-async def ask_with_a_death(
-    http: str, cells: dict[str, Cell], kill: Callable[[], Awaitable[None]]
-) -> dict[str, list[Seen]]:
-    """Streams; ``kill`` is called when some of each has come."""
-    num_events = dict.fromkeys(cells, 0)
-    halfway = asyncio.Event()
-
-    def count(name: str) -> None:
-        num_events[name] += 1
-        if min(num_events.values()) >= _EVENTS_BEFORE_DEATH:
-            halfway.set()
-
-    asking = asyncio.create_task(ask_streamed(http, cells, count))
-    waiting = asyncio.create_task(halfway.wait())
-    await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    assert not asking.done(), "an answer has failed, or was too short for a death in its middle"
-    await kill()
-    return await asking
 
 
 async def ask_streamed(

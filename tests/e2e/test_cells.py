@@ -1,14 +1,15 @@
 """Everything that can be asked for, over every way that the KV can take: the same answers, also when a worker dies."""
 
-import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.cells import CELLS, STREAMED, ask_embeddings, ask_streamed, ask_whole, of_whole, told
+from tests.e2e.midway import with_a_death
 from tests.service import Service, counter, running_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -18,7 +19,6 @@ FORMS = {
     "shm": ("--prefill", "1", "--decode", "1", "--transport", "shm"),
     "tcp": ("--prefill", "1", "--decode", "2", "--transport", "tcp"),
 }
-EVENTS_BEFORE_DEATH = 20
 
 
 async def test_every_cell_is_the_same_in_every_form_and_after_a_death(tmp_path: Path) -> None:
@@ -52,18 +52,11 @@ def check_same(found: dict[str, Any], expected: dict[str, Any], where: str) -> N
 
 async def ask_while_a_worker_dies(service: Service) -> dict[str, Any]:
     """All streams, in the middle of which the decode worker that has the most of them is killed."""
-    seen: dict[str, int] = dict.fromkeys(STREAMED, 0)
-    halfway = asyncio.Event()
 
-    def count(name: str) -> None:
-        seen[name] += 1
-        if min(seen.values()) >= EVENTS_BEFORE_DEATH:
-            halfway.set()
+    async def kill() -> None:
+        os.kill(await service.busiest_decoder(), signal.SIGKILL)
 
-    asking = asyncio.create_task(ask_streamed(service, count))
-    await halfway.wait()
-    os.kill(await service.busiest_decoder(), signal.SIGKILL)
-    answers = await asking
+    answers = await with_a_death(len(STREAMED), partial(ask_streamed, service), kill)
     assert counter(await service.metrics("router"), "kvbaton_request_replays_total") > 0
     return answers
 

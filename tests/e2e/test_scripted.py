@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from contract.identity import Role
 from kv_transfer.settings import TransportName
 from tests.e2e.in_process import running_in_process
+from tests.e2e.midway import with_a_death
 from tests.e2e.scripted_cells import (
     STOPS,
     ask_streamed,
     ask_whole,
-    ask_with_a_death,
     characters_and_stops,
     corpus_of,
     expected,
@@ -77,13 +78,14 @@ async def test_a_worker_that_is_lost_in_the_middle(family: str, tmp_path: Path) 
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = long_cells_of(family)
     async with running_in_process(tmp_path, model, *MORTAL[family]) as service:
+        ask = partial(ask_streamed, service.http, cells)
 
         async def kill() -> None:
             victim = service.busiest_decoder()
             assert victim.worker.num_requests
             victim.die()
 
-        assert await ask_with_a_death(service.http, cells, kill) == expected(cells, model)
+        assert await with_a_death(len(cells), ask, kill) == expected(cells, model)
 
 
 async def test_a_decode_worker_that_is_killed_in_the_middle(tmp_path: Path) -> None:
@@ -92,9 +94,10 @@ async def test_a_decode_worker_that_is_killed_in_the_middle(tmp_path: Path) -> N
     cells = long_cells_of("hermes")
     flags = ("--prefill", "1", "--decode", "2", "--transport", "tcp", "--num-threads", "1")
     async with running_service(tmp_path, "--model", str(model), *flags) as service:
+        ask = partial(ask_streamed, service.http, cells)
 
         async def kill() -> None:
             os.kill(await service.busiest_decoder(), signal.SIGKILL)
 
-        assert await ask_with_a_death(service.http, cells, kill) == expected(cells, model)
+        assert await with_a_death(len(cells), ask, kill) == expected(cells, model)
         assert counter(await service.metrics("router"), "kvbaton_request_replays_total") > 0

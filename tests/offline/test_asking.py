@@ -1,6 +1,7 @@
 """Many prompts through a real pipeline with scripted workers: checks, order, outputs, errors."""
 
 from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from protos import worker_pb2
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import BOS, END, byte_ids
+
+REQUEST_IDS = count()
+"""No id comes twice: a late cancel of one request would end the next."""
 
 
 def echoing(task: worker_pb2.Task) -> Script:
@@ -37,7 +41,7 @@ async def ask(
     parsed = parse_conversations(prompts) if is_chat else parse_prompts(prompts)
     params = params or SamplingParams()
     made = [
-        lambda n=n, one=one: params.request(str(n), one.content, **one.others) for n, one in enumerate(parsed)
+        lambda one=one: params.request(str(next(REQUEST_IDS)), one.content, **one.others) for one in parsed
     ]
     questions = check_all(service.pipeline, service.models.card(), made)
     answered: list[None] = []
@@ -58,7 +62,8 @@ async def test_answers_come_in_the_order_of_the_prompts_whichever_is_ready_first
     cluster.script = long_first
     outputs = await ask(cluster, ["a", "b", "c"])
     assert [output.outputs[0].text for output in outputs] == ["a" * 9, "b", "c"]
-    assert [output.request_id for output in outputs] == ["0", "1", "2"]
+    first = int(outputs[0].request_id)
+    assert [output.request_id for output in outputs] == [f"{first + n}" for n in range(3)]
 
 
 async def test_an_output_has_the_names_of_vllm(cluster: Cluster) -> None:
