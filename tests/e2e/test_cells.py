@@ -14,6 +14,8 @@ from tests.service import Service, counter, running_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
+TOLERANCE = 5e-4
+"""Of log probabilities in float32: another batch moves the most sensitive one of 10,000 by 2e-4, also without a death."""
 FORMS = {
     "aggregated": ("--both", "1"),
     "shm": ("--prefill", "1", "--decode", "1", "--transport", "shm"),
@@ -22,7 +24,7 @@ FORMS = {
 
 
 async def test_every_cell_is_the_same_in_every_form_and_after_a_death(tmp_path: Path) -> None:
-    """Whole responses byte by byte but for id, time and cached tokens (log probabilities to 1e-4), streams put together."""
+    """Whole responses byte by byte but for id, time and cached tokens (log probabilities to 5e-4), streams put together."""
     whole: dict[str, dict[str, Any]] = {}
     embedded: dict[str, dict[str, Any]] = {}
     for form, arguments in FORMS.items():
@@ -47,7 +49,7 @@ def check_same(found: dict[str, Any], expected: dict[str, Any], where: str) -> N
     for name in found:
         fractions: tuple[list[float], list[float]] = ([], [])
         assert told(found[name], fractions[0]) == told(expected[name], fractions[1]), f"{name}, {where}"
-        assert fractions[0] == pytest.approx(fractions[1], abs=1e-4), f"{name}, {where}"
+        assert fractions[0] == pytest.approx(fractions[1], abs=TOLERANCE), f"{name}, {where}"
 
 
 async def ask_while_a_worker_dies(service: Service) -> dict[str, Any]:
