@@ -29,6 +29,13 @@ def run_facts() -> dict[str, Any]:
     }
 
 
+def versions_in(python: str, *packages: str) -> dict[str, str]:
+    """Versions of what a peer's own Python has installed. Raises CalledProcessError where a package is missing."""
+    look = "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
+    found: dict[str, str] = json.loads(subprocess.check_output([python, "-P", "-c", look, *packages]))
+    return found
+
+
 def write_result(name: str, figures: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Write ``figures`` with this run's facts to ``<name>.json`` in ``folder``."""
     folder.mkdir(exist_ok=True)

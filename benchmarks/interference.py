@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.facts import RESULTS, command_line, write_result
+from benchmarks.facts import RESULTS, command_line, versions_in, write_result
 from benchmarks.goodput import all_maps, draw
 from benchmarks.load import Load, Outcome, quiet_run, seconds_alone
 from benchmarks.others import end_on_sigterm
@@ -62,14 +62,15 @@ def main() -> None:
         rounds=given.rounds,
     )
     starts = _starts(given)
+    peers = {VLLM: versions_in(given.vllm_python, "vllm", "torch")} if given.vllm_python else {}
     can_draw = importlib.util.find_spec("matplotlib") is not None
     if not can_draw:
         sys.stderr.write("there will be no picture: pip install 'kvbaton[benchmarks]'\n")
     with tempfile.TemporaryDirectory(prefix="kvbaton-interference-") as folder:
         found, runs = asyncio.run(measure_interference(plan, starts, Path(folder)))
     name = f"interference_{given.model.name}"
-    command = command_line("benchmarks.interference")
-    path = write_result(name, {"command": command, "model": given.model.name, **found}, given.results)
+    facts = {"command": command_line("benchmarks.interference"), "model": given.model.name, "peers": peers}
+    path = write_result(name, {**facts, **found}, given.results)
     sys.stdout.write(f"{table(found)}\n{path}\n")
     if can_draw:
         picture = given.results / f"goodput_{given.model.name}.png"

@@ -1,9 +1,11 @@
 """What the benchmarks make of their samples."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from benchmarks import tables
 from benchmarks.ceilings import Ceilings, Machine, Weights
+from benchmarks.facts import versions_in
 from benchmarks.gaps import Latency, of_chats, percentile
 from benchmarks.goodput import all_maps, difference, goodput, goodput_map
 from benchmarks.interference import compared as interference_over
@@ -31,6 +34,12 @@ SIZES = Sizes(vocab_size=100, long_prompt=40, prompt=10, answer=5)
 def seconds(order: Order) -> float:
     """An engine that takes 0.1 s for each prompt token and 1 s for each step of a batch behind the first token."""
     return sum(0.1 * sum(map(len, batch)) + order.num_tokens - 1 for batch in order.batches)
+
+
+def test_versions_are_those_of_the_peers_own_python() -> None:
+    assert versions_in(sys.executable, "torch", "msgspec") == {
+        name: version(name) for name in ("torch", "msgspec")
+    }
 
 
 def test_decoding_is_told_from_the_prompt() -> None:
