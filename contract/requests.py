@@ -130,8 +130,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"repetition_penalty is {self.repetition_penalty}; it must lie in (0, {MAX_REPETITION_PENALTY:g}]",
                 param="repetition_penalty",
             )
-        for token in self.stop_token_ids:
-            _in_range("stop_token_ids", token, 0, 2**31 - 1)
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if self.grammar is not None:
@@ -269,6 +267,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         if not self.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty; it needs at least one token", param="prompt")
         check_token_ids(self.prompt_token_ids, vocab_size, param="prompt")
+        check_token_ids(self.sampling.stop_token_ids, vocab_size, param="stop_token_ids")
         check_token_ids(self.sampling.allowed_token_ids, vocab_size, param="allowed_token_ids")
         check_token_ids([token for token, _ in self.sampling.logit_bias], vocab_size, param="logit_bias")
         self._check_choices()

@@ -1,17 +1,23 @@
 """Decode steps that are captured and replayed: sizes, padding, and that a replay computes the newest step."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine import runner
 from engine.attention.backend import create_backend
 from engine.forward_graphs import GraphedForward, capture_sizes
-from engine.models.loading import load
+from engine.forward_plain import PlainForward
+from engine.models.decoder import CausalLM
+from engine.models.loading import LoadedModel, load
+from engine.settings import EngineSettings
 from engine.testing_graphs import RerunRecorder, StaticTorchBackend
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
+from tests.engine_compute.driver import Driver
 from tests.graph_rig import CASE, MAX_LEN, Rig
 
 
@@ -32,7 +38,7 @@ def test_capture_sizes() -> None:
 
 
 def test_replays_equal_eager_steps(rig: Rig) -> None:
-    """A34, A36: every number of requests, each step another, in graphs of the next size."""
+    """A34, A36, A37: every number of requests, each step another, in graphs of the next size."""
     for num_reqs in (6, 1, 5, 2, 3, 4, 6):
         rig.compare(replace(CASE, work=CASE.work[-num_reqs:]))
     assert rig.replays() == {8: 3, 4: 2, 2: 1, 1: 1}
@@ -64,6 +70,41 @@ class Heard:
 
     def computed(self) -> None:
         raise AssertionError("a runner says so")
+
+
+def test_a_rank_captures_its_pool_and_answers_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A15: behind the allocation, on the pool's own layers, of which nothing is left written; answers stay the same."""
+    folder, recorder = make_checkpoint(tmp_path, "llama", seed=11), RerunRecorder()
+    prompts = {"a": [5, 34, 63], "b": [92] * 7, "c": list(range(20))}
+    driver = Driver(folder, max_num_seqs=6)
+    for name, prompt in prompts.items():
+        driver.add(name, prompt)
+    expected = driver.generate(list(prompts), 8)
+
+    monkeypatch.setattr(runner, "forward_pass", partial(graphed_forward, recorder))
+    driver = Driver(folder, max_num_seqs=6)
+    assert len(recorder.recordings) == len(capture_sizes(6))
+    assert not driver.runner.memory.pool.any()
+    for name, prompt in prompts.items():
+        driver.add(name, prompt)
+    assert driver.generate(list(prompts), 8) == expected
+    assert [recording.num_replays for recording in recorder.recordings] == [0, 7, 0, 0]
+
+
+def graphed_forward(
+    recorder: RerunRecorder, loaded: LoadedModel, settings: EngineSettings, device: torch.device
+) -> GraphedForward:
+    """What ``forward_pass`` makes on a GPU."""
+    assert isinstance(loaded.model, CausalLM)
+    backend = StaticTorchBackend()
+    plain = PlainForward(loaded.model, backend, settings.block_size, device)
+    return GraphedForward(
+        plain, loaded.model, backend, recorder,
+        sizes=capture_sizes(settings.max_num_seqs), max_model_len=loaded.info.max_model_len,
+        block_size=settings.block_size, device=device,
+    )  # fmt: skip
 
 
 def test_nothing_is_captured_of_a_backend_that_cannot(rig: Rig) -> None:

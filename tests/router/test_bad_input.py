@@ -47,6 +47,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", 7]}, "stop"),
     ({"stop_token_ids": 7}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [3, 2**31 - 1]}, "stop_token_ids"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": 7}, "stream_options"),
