@@ -44,10 +44,17 @@ class Ranks:
         )
 
     def fetch(self) -> str:
-        """Ask for it, and reserve when it is published; the request's key."""
+        """Ask for it, and go on when every rank has digested its share; the request's key.
+
+        Whatever is written into the prefill worker's pools from then on is damage.
+        """
         request, driver = self.pair.fetch_request(self.name, self.prompt), self.pair.decode.driver
         driver.scheduler.start_fetch(request)
         driver.wait_for(lambda: request.key in driver.published, "published")
+        sender = self.pair.prefill.driver
+        sender.wait_for(
+            lambda: sender.scheduler.debug_state()["leases"][0]["num_published"] == NUM_BLOCKS, "digested"
+        )
         return request.key
 
 
