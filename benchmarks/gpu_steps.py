@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,12 @@ from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
 from engine.attention.choice import choose_backend
 from engine.batch import InputBatch
-from engine.forward import ForwardPass
+from engine.forward import ForwardPass, fused
 from engine.forward_graphs import CudaRecorder, GraphedForward
 from engine.forward_plain import PlainForward
 from engine.inputs import PreparedInputs, prepare_inputs
 from engine.models.decoder import CausalLM
-from engine.models.language_model import Head
+from engine.models.language_model import Head, LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.ranks.group import SingleRank
 from engine.sampling import sample
@@ -85,6 +86,11 @@ class RandomModel:
                 else:
                     parameter.normal_(std=_DEVIATION)
 
+    @cached_property
+    def fused(self) -> LanguageModel:
+        """As an engine computes it beside Triton's or FlashInfer's attention."""
+        return fused(self.model, self.shape.config(self.max_length), "triton")
+
     def caches(self, num_blocks: int) -> list[Tensor]:
         """A pool's layers, filled with random numbers."""
         shape = self.shape
@@ -97,12 +103,13 @@ class RandomModel:
     ) -> ForwardPass:
         """With one graph, of that many requests, or none."""
         backend = create_backend(backend_name)
-        plain = PlainForward(self.model, backend, BLOCK_SIZE, self.device)
+        model = self.model if backend_name == "torch" else self.fused
+        plain = PlainForward(model, backend, BLOCK_SIZE, self.device)
         if graph_size is None:
             return plain
         graphed = GraphedForward(
             plain,
-            self.model,
+            model,
             backend,
             CudaRecorder(self.device),
             sizes=[graph_size],

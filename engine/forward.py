@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.backend import create_backend
+from engine.attention.backend import AttentionBackend, create_backend
 from engine.attention.choice import choose_backend
 from engine.connector import LayerWatch
 from engine.forward_graphs import CudaRecorder, GraphedForward, capture_sizes
@@ -17,6 +17,7 @@ from engine.kernels.binding import load_kernels
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
+from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
 from engine.settings import EngineSettings
 
@@ -68,26 +69,47 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
 
     Raises SettingError where the attention backend that was asked for cannot compute it.
     """
-    config, info = loaded.config, loaded.info
-    backend = create_backend(choose_backend(settings.attention_backend, device, info.dtype, config.head_dim))
-    plain = PlainForward(loaded.model, backend, settings.block_size, device)
-    if not isinstance(loaded.model, CausalLM) or not isinstance(loaded.config, DecoderConfig):
+    model, config = loaded.model, loaded.config
+    name = choose_backend(settings.attention_backend, device, loaded.info.dtype, config.head_dim)
+    backend = create_backend(name)
+    plain = PlainForward(model, backend, settings.block_size, device)
+    if not isinstance(model, CausalLM) or not isinstance(config, DecoderConfig):
         return plain
     if device.type == "cuda":
-        if (reason := _why_eager(settings)) is not None:
-            logger.info("no CUDA graphs: %s", reason)
-            return plain
-        return GraphedForward(
-            plain,
-            loaded.model,
-            backend,
-            CudaRecorder(device),
-            sizes=capture_sizes(settings.max_num_seqs),
-            max_model_len=info.max_model_len,
-            block_size=settings.block_size,
-            device=device,
-        )
-    return _by_kernels(loaded, loaded.model, loaded.config, settings, device) or plain
+        return _on_cuda(fused(model, config, name), backend, loaded.info.max_model_len, settings, device)
+    return _by_kernels(loaded, model, config, settings, device) or plain
+
+
+def fused(model: CausalLM, config: DecoderConfig, attention_backend: str) -> LanguageModel:
+    """What computes the model beside this attention: fused operations, where Triton is there for it; else its modules."""
+    if attention_backend == "torch":
+        return model
+    from engine.fused.decoder import FusedDecoder
+
+    return FusedDecoder(model, config)
+
+
+def _on_cuda(
+    model: LanguageModel,
+    backend: AttentionBackend,
+    max_model_len: int,
+    settings: EngineSettings,
+    device: torch.device,
+) -> ForwardPass:
+    plain = PlainForward(model, backend, settings.block_size, device)
+    if (reason := _why_eager(settings)) is not None:
+        logger.info("no CUDA graphs: %s", reason)
+        return plain
+    return GraphedForward(
+        plain,
+        model,
+        backend,
+        CudaRecorder(device),
+        sizes=capture_sizes(settings.max_num_seqs),
+        max_model_len=max_model_len,
+        block_size=settings.block_size,
+        device=device,
+    )
 
 
 def _why_eager(settings: EngineSettings) -> str | None:

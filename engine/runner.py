@@ -84,7 +84,6 @@ class ModelRunner:
         torch.set_num_threads(max(1, self._settings.num_threads // self._group.size))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._probe.start()
         settings = self._settings
         self._loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device, self._group)
         self._forward = forward_pass(self._loaded, settings, self.device)
@@ -110,6 +109,7 @@ class ModelRunner:
 
         On the host the pass is no measurement, so it is short: memory is touched, kernels are made.
         """
+        self._probe.start()  # what loading took for a while is none of it
         settings, most = self._settings, self._settings.max_num_batched_tokens
         num_tokens = min(most, _HOST_PROFILE_TOKENS) if self.device.type == "cpu" else most
         lengths = profile_lengths(num_tokens, settings.max_num_seqs, self.model_info.max_model_len)

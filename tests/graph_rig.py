@@ -5,6 +5,7 @@ import torch
 from engine.attention.backend import AttentionBackend, create_backend
 from engine.forward_graphs import GraphedForward, capture_sizes
 from engine.forward_plain import PlainForward
+from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
 from engine.testing_graphs import RerunRecorder
 from tests.attention_cases import CPU, Case
@@ -15,14 +16,20 @@ NUM_BLOCKS = 64
 
 
 class Rig:
-    """The same model by plain torch, and by a backend with graphs, each with a pool of its own."""
+    """The same model by plain torch, and by a backend with graphs, each with a pool of its own.
 
-    def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
+    model: what computes it beside the backend; None: its modules.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, backend: AttentionBackend, model: LanguageModel | None = None
+    ) -> None:
         self.loaded, self.recorder = loaded, RerunRecorder()
+        model = model or loaded.model
         self.plain = PlainForward(loaded.model, create_backend("torch"), CASE.block_size, CPU)
         self.graphed = GraphedForward(
-            PlainForward(loaded.model, backend, CASE.block_size, CPU),
-            loaded.model,
+            PlainForward(model, backend, CASE.block_size, CPU),
+            model,
             backend,
             self.recorder,
             sizes=capture_sizes(6),

@@ -197,7 +197,7 @@ class Workspace:
 
 def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, num_cleared: Tensor) -> None:
     """Write a step's KV into a layer's part of the pool; the vectors as in ``StepTensors``."""
-    key, value = key.contiguous(), value.contiguous()
+    key, value = _with_heads_together(key), _with_heads_together(value)
     triton_kernels.store_kernel[key.shape[0], key.shape[1]](
         key,
         value,
@@ -205,11 +205,17 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, num_clear
         slots,
         num_cleared,
         key.stride(0),
+        value.stride(0),
         *cache.stride()[:3],
         block_size=cache.shape[3],
         head_dim=cache.shape[4],
         dims=_power_of_two(cache.shape[4]),
     )
+
+
+def _with_heads_together(states: Tensor) -> Tensor:
+    """As it is where a token's heads lie side by side, however far the next token's are; else a copy."""
+    return states if states[0].is_contiguous() else states.contiguous()
 
 
 def _step_tensors(inputs: PreparedInputs, block_size: int, device: torch.device) -> StepTensors:

@@ -20,7 +20,8 @@ def store_kernel(
     cache,
     slots,
     num_cleared,
-    token_stride,
+    key_stride,
+    value_stride,
     block_stride,
     kv_stride,
     head_stride,
@@ -28,17 +29,22 @@ def store_kernel(
     head_dim: tl.constexpr,
     dims: tl.constexpr,
 ):
-    """One token and one KV head: write both states, and zeros into so many slots behind. A slot below 0 is none."""
+    """One token and one KV head: write both states, and zeros into so many slots behind. A slot below 0 is none.
+
+    key_stride, value_stride: numbers from a token's heads to those of the next one.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + token)
     if slot >= 0:
         block = (slot // block_size).to(tl.int64)
         dim = tl.arange(0, dims)
         is_dim = dim < head_dim
-        source = token.to(tl.int64) * token_stride + head * head_dim + dim
+        source = head * head_dim + dim
+        from_key = key + token.to(tl.int64) * key_stride + source
+        from_value = value + token.to(tl.int64) * value_stride + source
         place = cache + block * block_stride + head * head_stride + (slot % block_size) * head_dim + dim
-        tl.store(place, tl.load(key + source, mask=is_dim), mask=is_dim)
-        tl.store(place + kv_stride, tl.load(value + source, mask=is_dim), mask=is_dim)
+        tl.store(place, tl.load(from_key, mask=is_dim), mask=is_dim)
+        tl.store(place + kv_stride, tl.load(from_value, mask=is_dim), mask=is_dim)
         zeros = tl.zeros([dims], dtype=cache.dtype.element_ty)
         for behind in range(1, tl.load(num_cleared + token) + 1):
             tl.store(place + behind * head_dim, zeros, mask=is_dim)

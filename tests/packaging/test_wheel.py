@@ -16,6 +16,9 @@ needs = {
     "engine.attention.flashinfer_backend": "flashinfer",
     "engine.attention.triton_backend": "triton",
     "engine.attention.triton_kernels": "triton",
+    "engine.fused.decoder": "triton",
+    "engine.fused.rows": "triton",
+    "engine.fused.triton_kernels": "triton",
 }
 target, *packages = sys.argv[1:]
 for package in packages:

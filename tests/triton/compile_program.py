@@ -1,4 +1,4 @@
-"""As a program, without the interpreter: compile the attention kernels; print what each takes on the GPU, as JSON.
+"""As a program, without the interpreter: compile our kernels; print what each takes on the GPU, as JSON.
 
 Needs no GPU. The argument is the compute capability: 90.
 """
@@ -16,11 +16,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention import triton_kernels as kernels
+from engine.attention import triton_kernels as attention
 from engine.attention.triton_backend import NUM_SPLITS, SHORTEST_SPLIT, precision_of, sizes_of
+from engine.fused import triton_kernels as fused
+from engine.fused.rows import num_warps_of
 
-STATES = ("query", "output", "cache", "key", "value")
-FLOATS = {"partial": "*fp32", "logs": "*fp32", "scale": "fp32"}
+STATES = (
+    "query", "output", "cache", "key", "value",
+    "states", "added", "weight", "normed", "packed", "cos", "sin", "query_norm", "key_norm",
+)  # fmt: skip
+FLOATS = {"partial": "*fp32", "logs": "*fp32", "scale": "fp32", "eps": "fp32"}
+HIDDEN = 4096
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 WARP_SIZE = 32
 
@@ -28,14 +34,15 @@ WARP_SIZE = 32
 def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) -> dict[str, Any]:
     """Bytes of shared memory and of the stack (spilled registers), and the kinds of instructions that decide the speed."""
     sizes = sizes_of(dtype, head_dim)
-    options = (
-        {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
-        if kernel is kernels.prefill_kernel
-        else {}
-    )
+    options = {}
+    if kernel is attention.prefill_kernel:
+        options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+    elif kernel is fused.norm_kernel:
+        options = {"num_warps": num_warps_of(HIDDEN)}
     constants = {
         **sizes, "group": 7, "heads": 16, "window": 1000, "cap": 50.0, "block_size": 16, "num_splits": NUM_SPLITS,
-        "shortest": SHORTEST_SPLIT, "precision": precision_of(dtype),
+        "shortest": SHORTEST_SPLIT, "precision": precision_of(dtype), "size": HIDDEN, "padded": HIDDEN, "has_added": True,
+        "num_heads": 28, "num_kv_heads": 4, "half": head_dim // 2, "has_norm": True,
     }  # fmt: skip
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
@@ -107,10 +114,13 @@ def main() -> None:
         (torch.bfloat16, 64),
     ):
         for kernel in (
-            kernels.store_kernel,
-            kernels.prefill_kernel,
-            kernels.decode_kernel,
-            kernels.combine_kernel,
+            attention.store_kernel,
+            attention.prefill_kernel,
+            attention.decode_kernel,
+            attention.combine_kernel,
+            fused.norm_kernel,
+            fused.turn_kernel,
+            fused.gate_kernel,
         ):
             sys.stdout.write(json.dumps(compiled(kernel, dtype, head_dim, target)) + "\n")
 

@@ -4,18 +4,14 @@ Its matrix product takes no bfloat16: that is for `make gpu-check`.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from engine.attention.backend import create_backend
-from engine.models.loading import load
 from engine.profiling import profile_inputs
 from engine.testing_graphs import RerunRecorder
 from tests.attention_cases import CPU, Case, assert_equals_torch, assert_replays_are_right, run
-from tests.checkpoints import make_checkpoint
-from tests.graph_rig import CASE, Rig
 
 pytestmark = [
     pytest.mark.triton,
@@ -82,11 +78,17 @@ def test_without_a_cache_requests_see_their_own_tokens() -> None:
     )
 
 
-def test_a_model_computes_with_the_kernels(tmp_path: Path) -> None:
-    """Chunks and decodes, eager and replayed, equal the model by plain torch."""
-    make_checkpoint(tmp_path, "mistral", sliding_window=20)
-    rig = Rig(load(tmp_path, "float32", None, CPU), create_backend("triton"))
-    rig.compare(replace(CASE, work=((3, 1), (0, 9), (17, 5))))
-    rig.compare(CASE)
-    rig.compare(replace(CASE, work=CASE.work[:3]))
-    assert rig.replays() == {8: 1, 4: 1}
+def test_states_need_not_lie_together() -> None:
+    """A value that is a part of a wider product is stored from where it is; heads apart from each other are, too."""
+    case = Case(work=((5, 1), (0, 9)))
+    inputs, backend = case.inputs(), create_backend("triton")
+    _, key, value = case.states(inputs)
+    pools = [case.pool(inputs) for _ in range(3)]
+    wide = torch.cat([torch.randn_like(key), value], dim=1)[:, key.shape[1] :]
+    apart = key.transpose(0, 1).contiguous().transpose(0, 1)
+    for pool, states in zip(pools, [(key, value), (key, wide), (apart, value)], strict=True):
+        backend.plan(inputs, case.block_size, CPU).store(*states, pool[:, 1])
+    assert not wide.is_contiguous()
+    assert not apart[0].is_contiguous()
+    for pool in pools[1:]:
+        assert torch.equal(pool.view(torch.uint8), pools[0].view(torch.uint8))

@@ -1,0 +1,76 @@
+"""Fused operations on any device beside torch's modules on the CPU. Only the checks need Triton, so they import it."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.models.layers import RMSNorm
+from engine.models.rope import RopeConfig, inverse_frequencies, rotate, rotation
+
+EPS = 1e-5
+HEADS = [(4, 2, 16), (14, 2, 64), (12, 2, 128), (1, 1, 80), (9, 3, 96), (8, 8, 2)]
+"""Query heads, KV heads, head_dim."""
+_LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normally distributed, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """By the relative error of the whole; what is rounded to 16 bits may be rounded the other way. NaN fails."""
+    error = (found.cpu().float() - expected.float()).norm() / expected.float().norm()
+    assert float(error) < _LIMITS[found.dtype]
+
+
+def check_norm(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """With and without something to add, which stays in the states; each row for itself, bit by bit."""
+    from engine.fused.rows import normed
+
+    norm = _norm_of(size, dtype, seed=1)
+    states, added = (random(7, size, dtype=dtype, seed=seed) for seed in (2, 3))
+    own, weight, more = states.to(device, copy=True), norm.weight.to(device), added.to(device)
+    assert_near(normed(own, None, weight, EPS), norm(states))
+    output = normed(own, more, weight, EPS)
+    assert torch.equal(own.cpu(), states + added)
+    assert_near(output, norm(states + added))
+    alone = normed(states[3:4].to(device, copy=True), more[3:4], weight, EPS)
+    assert torch.equal(alone, output[3:4])
+
+
+def check_turn(
+    sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, has_norms: bool
+) -> None:
+    """Heads are normed as modules do it, then turned in float32 and rounded once; the value stays where it is."""
+    from engine.fused.rows import HeadNorms, turned
+
+    num_heads, num_kv_heads, head_dim = sizes
+    packed = random(5, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    frequencies = inverse_frequencies(RopeConfig("default", 10_000.0), head_dim)
+    cos, sin = rotation(frequencies, torch.tensor([0, 3, 700, 1, 2]), dtype)
+    norms = [_norm_of(head_dim, dtype, seed) for seed in (1, 2)] if has_norms else None
+    weights = HeadNorms(*(norm.weight.to(device) for norm in norms)) if norms else None
+    own = packed.to(device)
+    query, key, value = turned(own, (cos.to(device), sin.to(device)), weights, EPS, sizes)
+    heads = torch.split(packed.view(5, -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    for found, norm, states in zip((query, key), norms or (None, None), heads, strict=False):
+        states = norm(states) if norm else states
+        assert_near(found, rotate(states.float(), cos.float(), sin.float()).to(dtype))
+    assert torch.equal(value.cpu(), heads[2])
+    assert value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+
+
+def check_gate(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """silu(gate) × up in float32, rounded once."""
+    from engine.fused.rows import gated
+
+    packed = random(3, 2 * size, dtype=dtype)
+    gate, up = torch.split(packed.float(), size, dim=1)
+    assert_near(gated(packed.to(device)), (F.silu(gate) * up).to(dtype))
+
+
+def _norm_of(size: int, dtype: torch.dtype, seed: int) -> RMSNorm:
+    norm = RMSNorm(size, EPS)
+    norm.weight = torch.nn.Parameter(random(size, dtype=dtype, seed=seed), requires_grad=False)
+    return norm

@@ -1,0 +1,125 @@
+"""The decoder of fused operations beside its modules, under Triton's interpreter (`make test-triton`)."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention.backend import create_backend
+from engine.forward import fused
+from engine.forward_plain import PlainForward
+from engine.models.config import DecoderConfig
+from engine.models.decoder import CausalLM
+from engine.models.language_model import LanguageModel
+from engine.models.loading import LoadedModel, load
+from engine.profiling import profile_inputs
+from tests.attention_cases import CPU
+from tests.checkpoints import make_checkpoint
+from tests.fused_cases import HEADS, check_gate, check_norm, check_turn, random
+from tests.graph_rig import CASE, MAX_LEN, Rig
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+]
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 20},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+}
+
+
+def fused_model(loaded: LoadedModel) -> LanguageModel:
+    assert isinstance(loaded.model, CausalLM)
+    assert isinstance(loaded.config, DecoderConfig)
+    return fused(loaded.model, loaded.config, "triton")
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_decoder_computes_what_its_modules_do(tmp_path: Path, family: str) -> None:
+    """Chunks and decodes, eager and replayed, with biases, windows, head norms and tied embeddings."""
+    make_checkpoint(tmp_path, family, **DECODERS[family])
+    loaded = load(tmp_path, "float32", None, CPU)
+    rig = Rig(loaded, create_backend("triton"), fused_model(loaded))
+    rig.compare(replace(CASE, work=((3, 1), (0, 9), (17, 5))))
+    rig.compare(CASE)
+    rig.compare(replace(CASE, work=CASE.work[:3]))
+    assert rig.replays() == {8: 1, 4: 1}
+    states = random(3, loaded.info.vocab_size // 2)[:, :64]
+    assert torch.equal(fused_model(loaded).logits(states), loaded.model.logits(states))
+
+
+def test_weights_are_there_once_and_serve_both(tmp_path: Path) -> None:
+    """What is multiplied together is one matrix, of which the modules' own weights are parts; their answers stay."""
+    make_checkpoint(tmp_path, "qwen2")
+    loaded = load(tmp_path, "float32", None, CPU)
+    assert isinstance(loaded.model, CausalLM)
+    plain = PlainForward(loaded.model, create_backend("torch"), 16, CPU)
+    inputs = profile_inputs([5, 1, 9])
+    with torch.inference_mode():
+        before = plain.forward(inputs, None)
+        joined = fused_model(loaded)
+        assert torch.equal(plain.forward(inputs, None), before)
+        by_fused = PlainForward(joined, create_backend("torch"), 16, CPU).forward(inputs, None)
+    torch.testing.assert_close(by_fused, before, atol=1e-5, rtol=1e-4)
+    for layer in loaded.model.model.layers:
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        for group in (
+            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],
+            [attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias],
+            [mlp.gate_proj.weight, mlp.up_proj.weight],
+        ):
+            assert len({part.untyped_storage().data_ptr() for part in group}) == 1
+            assert group[0].untyped_storage().nbytes() == sum(part.nbytes for part in group)
+
+
+def test_whoever_watches_hears_of_every_layer(tmp_path: Path) -> None:
+    """When its KV is written."""
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=3)
+    loaded = load(tmp_path, "float32", None, CPU)
+    inputs = CASE.inputs(MAX_LEN)
+    pool = CASE.pool(inputs)
+    unwritten = [int(layer.isnan().sum()) for layer in pool.unbind(1)]
+    heard = []
+
+    class Watch:
+        def stored(self, num_layers: int) -> None:
+            is_written = [
+                int(layer.isnan().sum()) < count
+                for layer, count in zip(pool.unbind(1), unwritten, strict=True)
+            ]
+            heard.append((num_layers, is_written))
+
+        def computed(self) -> None:
+            raise AssertionError("a runner says so")
+
+    with torch.inference_mode():
+        plain = PlainForward(fused_model(loaded), create_backend("triton"), CASE.block_size, CPU)
+        plain.forward(inputs, list(pool.unbind(1)), Watch())
+    assert heard == [(1, [True, False, False]), (2, [True, True, False]), (3, [True] * 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [24, 64, 896, 5120])
+def test_norms(size: int, dtype: torch.dtype) -> None:
+    check_norm(size, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("sizes", HEADS)
+def test_heads_are_normed_and_turned(
+    sizes: tuple[int, int, int], has_norms: bool, dtype: torch.dtype
+) -> None:
+    check_turn(sizes, dtype, CPU, has_norms=has_norms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [3, 96, 1024, 4864])
+def test_gates(size: int, dtype: torch.dtype) -> None:
+    check_gate(size, dtype, CPU)
