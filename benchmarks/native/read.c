@@ -1,12 +1,20 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The exclusive or of num_words 64-bit words, a multiple of 64: the compiler makes vector loads of it, and the sum keeps them. */
+typedef uint64_t Line __attribute__((vector_size(64), aligned(8)));
+
+enum { AHEAD = 32 };  // lines
+
+/* The exclusive or of num_words 64-bit words, a multiple of 64. In the order in which they lie: left to itself, a compiler
+   may load the lines of a few hundred bytes in another one, which halves the speed of some processors. */
 uint64_t read_words(const uint64_t *words, size_t num_words) {
-    uint64_t sums[64] = {0};
-    for (size_t start = 0; start < num_words; start += 64)
-        for (size_t lane = 0; lane < 64; lane++) sums[lane] ^= words[start + lane];
+    const Line *lines = (const Line *)words;
+    Line sum = {0};
+    for (size_t line = 0; line < num_words / 8; line++) {
+        __builtin_prefetch(lines + line + AHEAD, 0, 2);
+        sum ^= lines[line];
+    }
     uint64_t all = 0;
-    for (size_t lane = 0; lane < 64; lane++) all ^= sums[lane];
+    for (size_t lane = 0; lane < 8; lane++) all ^= sum[lane];
     return all;
 }
