@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from msgspec import structs
@@ -42,6 +43,21 @@ class RequestState:
             return num_scheduled
         return int(self.num_computed_tokens + num_scheduled >= self.num_tokens)
 
+    @property
+    def takes_best(self) -> bool:
+        """It draws one token next, that of the model's highest logit, if no grammar stands in the way."""
+        num_generated = self.num_tokens - self.num_prompt_tokens
+        is_one = self.num_choices == 1 or num_generated > 0
+        return self._best_from is not None and is_one and num_generated >= self._best_from
+
+    @cached_property
+    def _best_from(self) -> int | None:
+        """With so many tokens of its answer it begins to draw so; None: it never does."""
+        least = self.sampling.min_tokens
+        if not SamplingRow(self.sampling, self.eos_token_ids, 0, least).takes_best:
+            return None
+        return least if self.sampling.end_token_ids(self.eos_token_ids) else 0
+
 
 class InputBatch:
     """Owns the token table ``[max_num_reqs, max_model_len]`` and the block table ``[max_num_reqs, max_blocks]``.
@@ -80,12 +96,16 @@ class InputBatch:
         """Prompt and answer so far: a view of the table."""
         return self.token_table[self.row_of(req_id), : self.requests[req_id].num_tokens]
 
-    def append_token(self, req_id: str, token_id: int) -> None:
-        """Write a sampled token behind the request's known tokens; one that the model has no position for is dropped."""
-        row, state = self.row_of(req_id), self.requests[req_id]
-        if state.num_tokens < self.token_table.shape[1]:
-            self.token_table[row, state.num_tokens] = token_id
-            state.num_tokens += 1
+    def append_tokens(self, states: Sequence[RequestState], drawn: Sequence[Sequence[int]]) -> None:
+        """Write what each of these requests of the step has drawn, if anything, behind its known tokens.
+
+        A token that the model has no position for is dropped.
+        """
+        table, length = self.token_table, self.token_table.shape[1]
+        for state, tokens in zip(states, drawn, strict=True):
+            if tokens and state.num_tokens < length:
+                table[state.row, state.num_tokens] = tokens[0]
+                state.num_tokens += 1
 
     def sampling_rows(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> list[SamplingRow]:
         """How the tokens that follow its known ones are drawn: one, or behind a prompt of several choices one for each.

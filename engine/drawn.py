@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -14,45 +15,67 @@ from engine.scores import SamplingRow
 
 @dataclass(frozen=True)
 class Drawing:
-    """All that is known of it before the step is computed.
+    """All that is known of it before the step is computed; how each token is drawn is worked out when it is asked for.
 
-    states: of the step's requests. rows: how each token is drawn, and owners: for which of the requests; one's first row is
-    its own, others are its further choices'. last ``[num_drawers]``: behind which of the step's tokens; places: of each row
-    in ``last``, None where every drawer has one row; takes_best: so it is, and every row does. req_id_to_index: see
-    ModelRunnerOutput.
+    states: of the step's requests. drawers: which of them draw, and last: behind which of the step's tokens. takes_best:
+    each of them one token, that of the highest logit. req_id_to_index: see ModelRunnerOutput.
     """
 
     states: list[RequestState]
-    rows: list[SamplingRow]
-    owners: list[int]
+    drawers: list[int]
     last: IntVector
-    places: IntVector | None
     takes_best: bool
     req_id_to_index: dict[str, int]
+    _batch: InputBatch
+    _scheduled: SchedulerOutput
 
     @classmethod
     def of_step(cls, batch: InputBatch, scheduled: SchedulerOutput, inputs: PreparedInputs) -> "Drawing":
         """A request draws when all its known tokens are computed after the step, unless it pools."""
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
-        rows: list[SamplingRow] = []
-        owners: list[int] = []
-        drawers: list[int] = []
-        for index, (state, length) in enumerate(zip(states, inputs.seq_lens.tolist(), strict=True)):
-            if length >= state.num_tokens and state.pooling is None:
-                own = batch.sampling_rows(state.req_id, scheduled.bitmask_of(state.req_id))
-                rows += own
-                owners += [index] * len(own)
-                drawers.append(index)
-        has_more = len(rows) > len(drawers)
+        drawers = [
+            index
+            for index, (state, length) in enumerate(zip(states, inputs.seq_lens.tolist(), strict=True))
+            if length >= state.num_tokens and state.pooling is None
+        ]
+        is_free = not scheduled.structured_output_request_ids
         return cls(
             states=states,
-            rows=rows,
-            owners=owners,
+            drawers=drawers,
             last=inputs.query_start_loc[1:][drawers] - 1,
-            places=np.searchsorted(drawers, owners).astype(np.int32) if has_more else None,
-            takes_best=not has_more and all(row.takes_best for row in rows),
+            takes_best=is_free and all(states[index].takes_best for index in drawers),
             req_id_to_index={req_id: index for index, req_id in enumerate(inputs.req_ids)},
+            _batch=batch,
+            _scheduled=scheduled,
         )
+
+    @cached_property
+    def rows(self) -> list[SamplingRow]:
+        """How each token is drawn, before any of them is known: a drawer's own, then those of its further choices."""
+        return [row for rows in self._rows_of_drawers for row in rows]
+
+    @cached_property
+    def places(self) -> IntVector | None:
+        """Of each of the ``rows`` in ``last``; None where every drawer has one row."""
+        counts = [len(rows) for rows in self._rows_of_drawers]
+        return None if self._draws_once else np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """Which of the step's requests each row is for."""
+        if self._draws_once:
+            return self.drawers
+        pairs = zip(self.drawers, self._rows_of_drawers, strict=True)
+        return [index for index, rows in pairs for _ in rows]
+
+    @cached_property
+    def _draws_once(self) -> bool:
+        return self.takes_best or all(len(rows) == 1 for rows in self._rows_of_drawers)
+
+    @cached_property
+    def _rows_of_drawers(self) -> list[list[SamplingRow]]:
+        names = [self.states[index].req_id for index in self.drawers]
+        return [self._batch.sampling_rows(name, self._scheduled.bitmask_of(name)) for name in names]
 
     def spread(self, samples: Samples) -> ModelRunnerOutput:
         """What was drawn row by row, request by request."""

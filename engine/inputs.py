@@ -27,8 +27,6 @@ class Outline:
     (into the flat token table), block_table_indices (into the flat block table), block_offsets.
     Request level, ``[num_reqs]``: num_scheduled_tokens, num_computed_tokens, seq_lens (their sum), num_wanted (so many of
     its last tokens' final states are read; the others' may be anything), and query_start_loc ``[num_reqs + 1]``.
-    mask_shape: ``(max_query_len, max_query_len)``, shared by all requests, while all are at their start; else
-    ``(num_tokens, longest sequence)``.
     """
 
     req_ids: list[str]
@@ -44,8 +42,6 @@ class Outline:
     seq_lens: IntVector
     num_wanted: IntVector
     query_start_loc: IntVector
-    max_query_len: int
-    mask_shape: tuple[int, int]
 
     @property
     def num_reqs(self) -> int:
@@ -56,6 +52,18 @@ class Outline:
     def num_tokens(self) -> int:
         """Tokens of all requests."""
         return int(self.query_start_loc[-1])
+
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of any request."""
+        return int(self.num_scheduled_tokens.max())
+
+    @property
+    def mask_shape(self) -> tuple[int, int]:
+        """While all requests are at their start, of one mask for each of them; else (tokens, longest sequence)."""
+        if self.num_computed_tokens.any():
+            return self.num_tokens, int(self.seq_lens.max())
+        return self.max_query_len, self.max_query_len
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,25 @@ def prepare_inputs(
 
 def outline_next(batch: InputBatch, step: Outline) -> Outline:
     """Of the step after this one, if all its requests go on by one token, and nobody else."""
-    counts = np.ones_like(step.num_scheduled_tokens)
-    return _outline(batch, step.req_ids, step.rows, counts, step.seq_lens, counts)
+    if step.num_tokens > step.num_reqs:
+        counts = np.ones_like(step.num_scheduled_tokens)
+        return _outline(batch, step.req_ids, step.rows, counts, step.seq_lens, counts)
+    block_offsets = (step.block_offsets + np.int32(1)) % np.int32(batch.block_size)
+    return Outline(
+        req_ids=step.req_ids,
+        generation=batch.generation,
+        rows=step.rows,
+        request_indices=step.request_indices,
+        positions=step.seq_lens,
+        token_indices=step.token_indices + 1,
+        block_table_indices=step.block_table_indices + (block_offsets == 0),
+        block_offsets=block_offsets,
+        num_scheduled_tokens=step.num_scheduled_tokens,
+        num_computed_tokens=step.seq_lens,
+        seq_lens=step.seq_lens + np.int32(1),
+        num_wanted=step.num_scheduled_tokens,
+        query_start_loc=step.query_start_loc,
+    )
 
 
 def _is_of(ahead: Outline, batch: InputBatch, scheduled: SchedulerOutput) -> bool:
@@ -130,9 +155,6 @@ def _outline(
     positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1] - computed, counts)
     block_indices, block_offsets = np.divmod(positions, np.int32(batch.block_size))
     wide = request_indices.astype(np.int64)
-    seq_lens = computed + counts
-    max_query_len = int(counts.max())
-    shared = (max_query_len, max_query_len)
     return Outline(
         req_ids=req_ids,
         generation=batch.generation,
@@ -144,11 +166,9 @@ def _outline(
         block_offsets=block_offsets,
         num_scheduled_tokens=counts,
         num_computed_tokens=computed,
-        seq_lens=seq_lens,
+        seq_lens=computed + counts,
         num_wanted=num_wanted,
         query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        mask_shape=(num_tokens, int(seq_lens.max())) if computed.any() else shared,
     )
 
 

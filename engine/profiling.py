@@ -30,6 +30,4 @@ def profile_inputs(lengths: list[int]) -> PreparedInputs:
         num_wanted=counts,
         query_start_loc=query_start_loc,
         block_table=np.zeros((len(lengths), longest), dtype=np.int32),
-        max_query_len=longest,
-        mask_shape=(longest, longest),
     )

@@ -240,26 +240,23 @@ class ModelRunner:
             self.model_info.vocab_size,
             is_teller=self._group.rank == 0,
         ).of_step(inputs, drawing.states)
-        drawn = self._draw(_repeated(logits, drawing.places), drawing.rows, takes_best=drawing.takes_best)
-        output = drawing.spread(drawn)
+        output = drawing.spread(self._draw_all(logits, drawing))
         output.prompt_logprobs_dict = prompt_logprobs
         if self._group.rank == 0:  # hidden states are equal on all ranks
             pool(hidden, inputs, drawing.states, output)
-        for req_id, sampled in zip(inputs.req_ids, output.sampled_token_ids, strict=True):
-            if sampled:
-                batch.append_token(req_id, sampled[0])
+        batch.append_tokens(drawing.states, output.sampled_token_ids)
         return output
 
-    def _draw(self, logits: Tensor, rows: list[SamplingRow], *, takes_best: bool = False) -> Samples:
-        """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone.
-
-        takes_best: every row does.
-        """
-        best = _ready(self._forward, "load_model").best_tokens(logits) if takes_best else None
+    def _draw_all(self, logits: Tensor, drawing: Drawing) -> Samples:
+        """By the logits' best tokens, where all draw so and these are known; else row by row."""
+        best = _ready(self._forward, "load_model").best_tokens(logits) if drawing.takes_best else None
         if best is not None:
-            drawn = Samples(list(best), [0] * len(best), None)
-        else:
-            drawn = sample(logits, rows) if self._group.rank == 0 else _undrawn(len(rows))
+            return Samples(list(best), [0] * len(best), None)
+        return self._draw(_repeated(logits, drawing.places), drawing.rows)
+
+    def _draw(self, logits: Tensor, rows: list[SamplingRow]) -> Samples:
+        """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone."""
+        drawn = sample(logits, rows) if self._group.rank == 0 else _undrawn(len(rows))
         if self._group.size == 1:
             return drawn
         return replace(drawn, token_ids=self._group.share_tokens(drawn.token_ids))

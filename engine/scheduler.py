@@ -316,8 +316,9 @@ class Scheduler:
         if is_corrupt or (not sampled and not pooled and num_tokens == request.num_missing_tokens):
             self._end_corrupted(request, is_corrupt)
             return
-        num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
-        self.totals.num_prefill_tokens += min(num_tokens, num_prompt_left)
+        num_prompt_left = request.num_prompt_tokens - request.num_computed_tokens
+        if num_prompt_left > 0:
+            self.totals.num_prefill_tokens += min(num_tokens, num_prompt_left)
         if 0 < num_prompt_left <= num_tokens:
             request.milestones.prefilled = self._clock()
         request.num_computed_tokens += num_tokens

@@ -30,7 +30,7 @@ class _Draft:
     requests: list[Request]
     plan: StepPlan
     short: list[Turn]
-    enders: set[int] | None
+    enders: frozenset[int] | None
 
 
 class Batcher:
@@ -76,8 +76,8 @@ class Batcher:
         plan = StepPlan.drafted(requests, self._max_num_batched_tokens)
         held = self._pool.num_blocks_of
         short = [turn for turn in plan if turn.request.num_tokens >= held(turn.request.key) * size]
-        enders = [ending_tokens(request, self._max_length) for request in requests]
-        known = None if None in enders else set[int]().union(*filter(None, enders))
+        enders = {ending_tokens(request, self._max_length) for request in requests}
+        known = None if None in enders else frozenset[int]().union(*filter(None, enders))
         self._draft = _Draft(requests, plan, short, known)
 
     def go_on(self, output: ModelRunnerOutput) -> StepPlan | None:

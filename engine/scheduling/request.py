@@ -121,6 +121,14 @@ class Request:
         """The engine's own name for this choice of this attempt."""
         return self.asked.key
 
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Those that end its answer, from its ``min_tokens`` on."""
+        sampling = self.asked.sampling
+        return frozenset(sampling.stop_token_ids) | frozenset(
+            () if sampling.ignore_eos else self.eos_token_ids
+        )
+
     @property
     def client_index(self) -> int:
         """Which front end asked (B10)."""
@@ -307,13 +315,12 @@ def _is_last(request: Request, index: int, num_tokens: int, max_model_len: int) 
     return index + 1 >= request.asked.sampling.max_tokens or num_tokens >= max_model_len
 
 
-def ending_tokens(request: Request, max_model_len: int) -> set[int] | None:
+def ending_tokens(request: Request, max_model_len: int) -> frozenset[int] | None:
     """Tokens that might end the answer as its next one; None where any might: by its length or grammar, or as its first."""
-    sampling = request.asked.sampling
     is_last = _is_last(request, request.answer_length, request.num_tokens + 1, max_model_len)
     if is_last or request.structured_output_request or not request.is_decoding:
         return None
-    return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
+    return request.end_tokens
 
 
 def ended_corrupted(request: Request, has_nans: bool) -> Ending:

@@ -1,15 +1,14 @@
 """One step in the making: who computes how many tokens, until it becomes a SchedulerOutput."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
-from engine.outputs import NewRequestData, SchedulerOutput
+from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One request's part of a step. ``new_block_ids`` replace the runner's when the request comes back (B6)."""
 
     request: Request
@@ -34,12 +33,12 @@ class StepPlan:
         All that is known now is computed by then. They get no blocks yet.
         """
         draft = cls(budget)
-        draft._drafted = output = SchedulerOutput()
         for request in requests:
-            turn = Turn(request, 1, [])
-            draft.add(turn)
-            _count(output, turn)
-            _add_cached(output, turn, request.num_tokens)
+            draft.add(Turn(request, 1, []))
+        draft._drafted = _orders(draft._turns.values())
+        draft._drafted.scheduled_cached_reqs.num_computed_tokens = [
+            request.num_tokens for request in requests
+        ]
         return draft
 
     def __iter__(self) -> Iterator[Turn]:
@@ -64,21 +63,31 @@ class StepPlan:
         return output
 
     def _ordered(self) -> SchedulerOutput:
-        output = SchedulerOutput()
+        output = _orders(self._turns.values())
         for turn in self:
-            request = turn.request
-            _count(output, turn)
-            if request.is_known_to_runner:
-                _add_cached(output, turn, request.num_computed_tokens)
-            else:
+            if not turn.request.is_known_to_runner:
                 output.scheduled_new_reqs.append(_new_request_data(turn))
-                request.is_known_to_runner = True
+                turn.request.is_known_to_runner = True
         return output
 
 
-def _count(output: SchedulerOutput, turn: Turn) -> None:
-    output.num_scheduled_tokens[turn.request.key] = turn.num_tokens
-    output.total_num_scheduled_tokens += turn.num_tokens
+def _orders(turns: Collection[Turn]) -> SchedulerOutput:
+    """What they are to compute, and all that the runner must hear of those that it knows.
+
+    Blocks that a turn gets later are among its orders too.
+    """
+    known = [turn for turn in turns if turn.request.is_known_to_runner]
+    return SchedulerOutput(
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=[turn.request.key for turn in known],
+            resumed_from_preemption=[turn.is_resumed for turn in known],
+            new_token_ids=[list(turn.request.token_ids) if turn.is_resumed else [] for turn in known],
+            new_block_ids=[(turn.new_block_ids,) for turn in known],
+            num_computed_tokens=[turn.request.num_computed_tokens for turn in known],
+        ),
+        num_scheduled_tokens={turn.request.key: turn.num_tokens for turn in turns},
+        total_num_scheduled_tokens=sum(turn.num_tokens for turn in turns),
+    )
 
 
 def _new_request_data(turn: Turn) -> NewRequestData:
@@ -94,13 +103,3 @@ def _new_request_data(turn: Turn) -> NewRequestData:
         eos_token_ids=request.eos_token_ids,
         pooling_params=request.asked.pooling_params,
     )
-
-
-def _add_cached(output: SchedulerOutput, turn: Turn, num_computed_tokens: int) -> None:
-    """Blocks that the turn gets later are among its orders too."""
-    cached = output.scheduled_cached_reqs
-    cached.req_ids.append(turn.request.key)
-    cached.resumed_from_preemption.append(turn.is_resumed)
-    cached.new_token_ids.append(list(turn.request.token_ids) if turn.is_resumed else [])
-    cached.new_block_ids.append((turn.new_block_ids,))
-    cached.num_computed_tokens.append(num_computed_tokens)

@@ -41,7 +41,7 @@ def test_a_request_that_is_not_scheduled_makes_room_and_returns() -> None:
     """More requests than rows: a preempted or waiting one keeps its tokens and blocks outside the tables."""
     batch = InputBatch(1, 8, 2)
     update(batch, SchedulerOutput([new_request("a", [1, 2, 3], [1, 2])]), "a")
-    batch.append_token("a", 4)
+    batch.append_tokens([batch.requests["a"]], [[4]])
     update(batch, SchedulerOutput([new_request("b", [9], [5])]), "b")
     assert batch.token_table[0, :2].tolist() == [9, 0]
     again = SchedulerOutput(finished_req_ids={"b"})
@@ -66,14 +66,14 @@ def test_positions_are_absolute_and_the_answer_is_counted_alone() -> None:
     new = NewRequestData("a", [1, 2, 3, 4, 5], SamplingParams(seed=3), ([1, 2, 3],), 4, 4, eos_token_ids=(9,))
     update(batch, SchedulerOutput([new]), "a")
     assert batch.sampling_row("a") == SamplingRow(SamplingParams(seed=3), (9,), 5, 1)
-    batch.append_token("a", 6)
+    batch.append_tokens([batch.requests["a"]], [[6]])
     assert batch.sampling_row("a") == SamplingRow(SamplingParams(seed=3), (9,), 6, 2)
 
 
 def test_no_token_is_written_beyond_the_models_length() -> None:
     batch = InputBatch(2, 4, 2)
     update(batch, SchedulerOutput([new_request("a", [1, 2, 3, 4], [1, 2])]), "a")
-    batch.append_token("a", 5)
+    batch.append_tokens([batch.requests["a"]], [[5]])
     assert batch.token_table.tolist() == [[1, 2, 3, 4], [0, 0, 0, 0]]
 
 

@@ -35,8 +35,8 @@ def first_step() -> tuple[InputBatch, PreparedInputs]:
 
 def second_step() -> tuple[InputBatch, PreparedInputs]:
     batch, _ = first_step()
-    batch.append_token("0", 13)
-    batch.append_token("1", 22)
+    batch.append_tokens([batch.requests["0"]], [[13]])
+    batch.append_tokens([batch.requests["1"]], [[22]])
     scheduled = SchedulerOutput(num_scheduled_tokens={"0": 1, "1": 1, "2": 3}, total_num_scheduled_tokens=5)
     add_cached(scheduled.scheduled_cached_reqs, "0", [], 3)
     add_cached(scheduled.scheduled_cached_reqs, "1", [7], 2)

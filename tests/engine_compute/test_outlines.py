@@ -26,7 +26,7 @@ def first(num_rows: int = 4) -> tuple[InputBatch, PreparedInputs]:
     batch.update(scheduled)
     inputs = prepare_inputs(batch, scheduled)
     for name in prompts:
-        batch.append_token(name, 99)
+        batch.append_tokens([batch.requests[name]], [[99]])
     return batch, inputs
 
 
@@ -76,8 +76,8 @@ def test_it_is_used_where_all_go_on_by_a_token() -> None:
         inputs = prepare_inputs(batch, scheduled, ahead)
         assert inputs.positions is ahead.positions
         assert equal(inputs, prepare_inputs(batch, scheduled))
-        batch.append_token("a", 50)
-        batch.append_token("b", 51)
+        batch.append_tokens([batch.requests["a"]], [[50]])
+        batch.append_tokens([batch.requests["b"]], [[51]])
     assert inputs.input_ids.tolist() == [50, 51]
     assert inputs.slot_mapping.tolist() == [6 * BLOCK_SIZE, 5 * BLOCK_SIZE + 1]
 
@@ -157,3 +157,19 @@ def test_who_takes_the_best_token(asked: dict[str, object], takes_best: bool) ->
     scheduled.scheduled_new_reqs.append(NewRequestData("a", [1], sampling, ([1],), 0, 1))
     batch.update(scheduled)
     assert Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled)).takes_best is takes_best
+
+
+def test_whom_a_grammar_binds_does_not_take_the_best_token() -> None:
+    """Law 6: what a grammar allows is looked at before a token is drawn, however the others draw."""
+    batch, scheduled = InputBatch(2, 12, BLOCK_SIZE), SchedulerOutput(num_scheduled_tokens={"a": 1, "b": 1})
+    for name in ("a", "b"):
+        new = NewRequestData(name, [1], SamplingParams(temperature=0.0), ([1],), 0, 1)
+        scheduled.scheduled_new_reqs.append(new)
+    scheduled.structured_output_request_ids = {"b": 0}
+    scheduled.grammar_bitmask = np.full((1, 1), 7, dtype=np.int32)
+    batch.update(scheduled)
+    drawing = Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled))
+    assert not drawing.takes_best
+    own, other = drawing.rows
+    assert own.bitmask is None
+    assert other.bitmask is not None and other.bitmask.tolist() == [7]
