@@ -61,8 +61,14 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor()
-    lines = info.read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
+    told = dict(_field(line) for line in info.read_text().splitlines() if ":" in line)
+    name = told.get("model name", "unknown")
+    return f"{name} (family {told['cpu family']}, model {told['model']})" if "cpu family" in told else name
+
+
+def _field(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
 
 
 def command_line(module: str) -> str:
