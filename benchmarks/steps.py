@@ -1,8 +1,9 @@
 """``python -m benchmarks.steps --model DIR``: how much of a decode step is spent outside the model.
 
 One engine in this process with the shipped defaults decodes 1, 8 and 32 requests, its steps in a row as in a service that
-gets no input. Told are the time in which no kernel computes layers or logits, since the next step waits for Python
-(sampling, inputs), and all that Python takes, most of it while the kernels compute. To ``results/steps_<model>.json``.
+gets no input; they take the best token, and 32 draw at random, too. Told are the time in which no kernel computes layers or
+logits, since the next step waits for Python (sampling, inputs), the part of it in which kernels draw, and all that Python
+takes, most of it while the kernels compute. To ``results/steps_<model>.json``.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.others import watch_use
 from benchmarks.samples import sample, summary
@@ -28,26 +31,34 @@ from engine.core import EngineCore
 from engine.kernels.binding import Kernels
 from engine.settings import EngineSettings
 
-SIZES = (1, 8, 32)
-_PARTS = ("step_ms", "still_ms", "python_ms")
+BEST, RANDOM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95)
+CASES = {
+    "1 at once": (1, BEST),
+    "8 at once": (8, BEST),
+    "32 at once": (32, BEST),
+    "32 at once, temperature 0.8, top-p 0.95": (32, RANDOM),
+}
+"""How many requests, and how they draw."""
+_PARTS = ("step_ms", "still_ms", "drawing_ms", "python_ms")
 _FIRST_STEPS = 4
 _PROMPT = 128
 
 
 class Watch:
-    """What each step took since it was asked last, in milliseconds: (whole, standing still, Python).
+    """What each step took since it was asked last, in milliseconds: (whole, standing still, drawing, Python).
 
     A step goes from the launch of its layers to the next launch. The model stands still while neither layers nor logits are
-    computed; Python's time is that of the engine's thread, kernels excepted, whether other threads compute meanwhile or not.
+    computed; kernels draw in a part of that. Python's time is that of the engine's thread, kernels excepted, whether other
+    threads compute meanwhile or not.
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[float, float, float]] = []
+        self._steps: list[tuple[float, float, float, float]] = []
         self._launched: tuple[float, float] | None = None
-        self._still_since = self._still = self._inside = 0.0
+        self._still_since = self._still = self._inside = self._drawing = 0.0
         self._is_under_way = False
 
-    def take(self) -> list[tuple[float, float, float]]:
+    def take(self) -> list[tuple[float, float, float, float]]:
         """Asked while nothing is under way."""
         steps, self._steps, self._launched = self._steps, [], None
         return steps
@@ -61,8 +72,9 @@ class Watch:
             if self._launched is not None:
                 began, used_before = self._launched
                 still, python = self._still + now - self._still_since, used - used_before - self._inside
-                self._steps.append((1000 * (now - began), 1000 * still, 1000 * python))
-            self._launched, self._still, self._inside, self._is_under_way = (now, used), 0.0, 0.0, True
+                self._steps.append((1000 * (now - began), 1000 * still, 1000 * self._drawing, 1000 * python))
+            self._launched, self._is_under_way = (now, used), True
+            self._still = self._inside = self._drawing = 0.0
             return call(*arguments)
 
         return watched
@@ -82,12 +94,25 @@ class Watch:
 
         return watched
 
+    def draw(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, in which tokens are drawn: the model stands still."""
+
+        @wraps(call)
+        def watched(*arguments: Any) -> Any:
+            begin, used = time.perf_counter(), time.thread_time()
+            result = call(*arguments)
+            self._inside += time.thread_time() - used
+            self._drawing += time.perf_counter() - begin
+            return result
+
+        return watched
+
 
 @contextmanager
 def watching() -> Iterator[Watch]:
     """All kernels of this process are timed meanwhile."""
     watch = Watch()
-    watched = {"launch": watch.launch, "wait": watch.compute, "linear": watch.compute}
+    watched = {"launch": watch.launch, "wait": watch.compute, "linear": watch.compute, "draw": watch.draw}
     calls = {name: getattr(Kernels, name) for name in watched}
     for name, call in calls.items():
         setattr(Kernels, name, watched[name](call))
@@ -101,27 +126,27 @@ def watching() -> Iterator[Watch]:
 def measure_steps(
     model: Path, num_threads: int, num_steps: int, rounds: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Of each size: milliseconds of a step, and of it without the model; medians of a round are its samples."""
+    """Of each case: milliseconds of a step, and of it without the model; medians of a round are its samples."""
     settings = EngineSettings(model=model, dtype="bfloat16", num_threads=num_threads)
     rng, found = random.Random(1), dict[str, Any]()
     with watching() as watch:
         core = EngineCore(settings)
         try:
-            for size in SIZES:
-                taken = [_round(core, watch, size, num_steps, vocab_size, rng) for _ in range(rounds)]
+            for case, (size, drawing) in CASES.items():
+                asked = replace(drawing, max_tokens=num_steps + _FIRST_STEPS, ignore_eos=True)
+                taken = [_round(core, watch, size, asked, vocab_size, rng) for _ in range(rounds)]
                 one = {name: summary([figures[name] for figures in taken]) for name in _PARTS}
-                step, still, python = (one[name]["median"] for name in _PARTS)
+                step, still, _, python = (one[name]["median"] for name in _PARTS)
                 shares = {"share_still": still / step, "share_python": python / step}
-                found[str(size)] = one | shares | {"share_of_all_threads": python / step / num_threads}
+                found[case] = one | shares | {"share_of_all_threads": python / step / num_threads}
         finally:
             core.close()
     return found
 
 
 def _round(
-    core: EngineCore, watch: Watch, size: int, num_steps: int, vocab_size: int, rng: random.Random
+    core: EngineCore, watch: Watch, size: int, sampling: SamplingParams, vocab_size: int, rng: random.Random
 ) -> dict[str, dict[str, Any]]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_steps + _FIRST_STEPS, ignore_eos=True)
     for number in range(size):
         prompt = [rng.randrange(vocab_size) for _ in range(_PROMPT)]
         core.add_request(EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
@@ -140,14 +165,15 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
     threads = figures["num_threads"]
     head = (
-        f"| threads: {threads} | a step, ms | the model stands still, ms | share"
+        f"| threads: {threads} | a step, ms | the model stands still, ms | share | of it drawing, ms"
         " | Python, ms | of the step | of all threads' time |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
     rows = [
-        f"| {size} at once | {one['step_ms']['median']:.2f} | {one['still_ms']['median']:.2f} | {one['share_still']:.1%}"
-        f" | {one['python_ms']['median']:.2f} | {one['share_python']:.1%} | {one['share_of_all_threads']:.1%} |"
-        for size, one in figures["sizes"].items()
+        f"| {case} | {one['step_ms']['median']:.2f} | {one['still_ms']['median']:.2f} | {one['share_still']:.1%}"
+        f" | {one['drawing_ms']['median']:.2f} | {one['python_ms']['median']:.2f} | {one['share_python']:.1%}"
+        f" | {one['share_of_all_threads']:.1%} |"
+        for case, one in figures["cases"].items()
     ]
     return head + "\n".join(rows)
 
@@ -165,12 +191,12 @@ def main() -> None:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     vocab_size = json.loads((given.model / "config.json").read_text())["vocab_size"]
-    sizes = measure_steps(given.model, given.threads, given.steps, given.rounds, vocab_size)
+    cases = measure_steps(given.model, given.threads, given.steps, given.rounds, vocab_size)
     figures = {
         "command": command_line("benchmarks.steps"),
         "model": given.model.name,
         "num_threads": given.threads,
-        "sizes": sizes,
+        "cases": cases,
     }
     path = write_result(f"steps_{given.model.name}", figures, given.results)
     sys.stdout.write(f"{table(figures)}\n{path}\n")

@@ -15,17 +15,25 @@ from engine.forward_plain import PlainForward
 from engine.inputs import PreparedInputs
 from engine.kernels.binding import load_kernels
 from engine.kernels.decoder import KernelDecoder, why_unserved
+from engine.kernels.draw import KernelDraw
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
+from engine.sampling import Draw, draw_by_torch
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
+_LARGE_VOCABULARY = 8192
 
 
 class ForwardPass(Protocol):
-    """What a rank computes with. ``close`` it."""
+    """What a rank computes with. ``close`` it.
+
+    draw: how tokens are drawn at random from its logits.
+    """
+
+    draw: Draw
 
     def begin(
         self,
@@ -72,7 +80,8 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     model, config = loaded.model, loaded.config
     name = choose_backend(settings.attention_backend, device, loaded.info.dtype, config.head_dim)
     backend = create_backend(name)
-    plain = PlainForward(model, backend, settings.block_size, device)
+    draw = _draw_on(device, settings, loaded.info.vocab_size)
+    plain = PlainForward(model, backend, settings.block_size, device, draw)
     if not isinstance(model, CausalLM) or not isinstance(config, DecoderConfig):
         return plain
     if device.type == "cuda":
@@ -110,6 +119,13 @@ def _on_cuda(
         block_size=settings.block_size,
         device=device,
     )
+
+
+def _draw_on(device: torch.device, settings: EngineSettings, vocab_size: int) -> Draw:
+    """By the kernels on the host, also where torch computes the model, if the vocabulary is large enough to matter."""
+    may_take_kernels = device.type == "cpu" and settings.attention_backend == "auto"
+    kernels = load_kernels() if may_take_kernels and vocab_size >= _LARGE_VOCABULARY else None
+    return draw_by_torch if kernels is None else KernelDraw(kernels)
 
 
 def _why_eager(settings: EngineSettings) -> str | None:

@@ -19,6 +19,7 @@ from engine.connector import LayerWatch
 from engine.forward_plain import PlainForward
 from engine.inputs import PreparedInputs
 from engine.models.language_model import LanguageModel
+from engine.sampling import Draw, draw_by_torch
 from engine.staging import on_device
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class GraphedForward:
         self._tokens = torch.zeros(2, self._sizes[-1], dtype=torch.int32, device=device)
         self._graphs: dict[int, _Graph] = {}
         self._caches: Sequence[Tensor] | None = None
+        self.draw: Draw = draw_by_torch
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
         """See ForwardPass."""

@@ -10,6 +10,7 @@ from engine.attention.backend import AttentionBackend
 from engine.connector import LayerWatch
 from engine.inputs import PreparedInputs
 from engine.models.language_model import LanguageModel
+from engine.sampling import Draw, draw_by_torch
 from engine.staging import on_device
 
 
@@ -17,10 +18,16 @@ class PlainForward:
     """A model of torch's modules, with an attention backend: what every other way is tested against."""
 
     def __init__(
-        self, model: LanguageModel, backend: AttentionBackend, block_size: int, device: torch.device
+        self,
+        model: LanguageModel,
+        backend: AttentionBackend,
+        block_size: int,
+        device: torch.device,
+        draw: Draw = draw_by_torch,
     ) -> None:
         self._model, self._backend = model, backend
         self._block_size, self._device = block_size, device
+        self.draw = draw
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None

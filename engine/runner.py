@@ -256,7 +256,8 @@ class ModelRunner:
 
     def _draw(self, logits: Tensor, rows: list[SamplingRow]) -> Samples:
         """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone."""
-        drawn = sample(logits, rows) if self._group.rank == 0 else _undrawn(len(rows))
+        draw = _ready(self._forward, "load_model").draw
+        drawn = sample(logits, rows, draw) if self._group.rank == 0 else _undrawn(len(rows))
         if self._group.size == 1:
             return drawn
         return replace(drawn, token_ids=self._group.share_tokens(drawn.token_ids))

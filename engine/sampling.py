@@ -6,7 +6,7 @@ by element. Their sums are exact, whatever else is in the batch and whichever de
 device once, for its tokens; and once more for log probabilities.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,8 +20,15 @@ from engine.randomness import UNIFORM_BITS, uniform_bits
 from engine.scores import SamplingRow, adjusted
 from engine.staging import to_device
 
+Draw = Callable[[Tensor, Sequence[SamplingRow], Sequence[int]], Tensor]
+"""Scores ``[num_rows, vocab_size]``, how each row draws, and which rows do (with temperature above 0) → their tokens, int64.
+
+Any token for a row of NaN, and where none may be drawn.
+"""
+
 _WEIGHT_SCALE = 2.0**40
-_MAX_ELEMENTS_AT_ONCE = 2**24
+_MAX_ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
+"""Of scores that are looked at together: on the host they stay in the caches, on a device one call has enough to do."""
 _LOW_BITS, _LOW_TOTAL_BITS = 27, 29
 
 
@@ -38,17 +45,17 @@ class Samples:
     logprobs: LogprobsLists | None
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None) -> Samples:
     """Draw one token per row of ``logits [num_rows, vocab_size]``; ``logits`` stays as it is.
 
     First what ``engine.scores`` adds and takes away. Then temperature 0 takes the best token, the lowest id among equals.
     Otherwise: temperature, then min-p, then top-k, then top-p, then the inverse of the cumulative distribution in the
-    order of the vocabulary.
+    order of the vocabulary (``draw``; None: by torch).
     """
     raw = logits if logits.dtype == torch.float32 else logits.to(torch.float32)
     scores = adjusted(raw, rows)
     random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    drawn, is_usable = _drawn(raw, scores, rows, random_rows)
+    drawn, is_usable = _drawn(raw, scores, rows, random_rows, draw or draw_by_torch)
     num_nans = [0] * len(rows) if all(is_usable) else _count_unusable(raw, scores)
     token_ids = [None if count else token for token, count in zip(drawn, num_nans, strict=True)]
     wanted = [row.sampling.logprobs for row in rows]
@@ -63,15 +70,12 @@ def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArr
 
 
 def _drawn(
-    raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow], random_rows: list[int]
+    raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow], random_rows: list[int], draw: Draw
 ) -> tuple[list[int], Sequence[int]]:
     """A token of each row, at random in ``random_rows``, and whether (1) or not (0) the row holds numbers."""
     tokens, is_number = _best(scores)
-    rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // scores.shape[1])
-    for start in range(0, len(random_rows), rows_at_once):
-        part = random_rows[start : start + rows_at_once]
-        places = to_device(np.array(part), scores.device)
-        tokens[places] = _draw(scores[places], [rows[i] for i in part])
+    if random_rows:
+        tokens[to_device(np.array(random_rows), scores.device)] = draw(scores, rows, random_rows)
     if scores is not raw:
         is_number &= raw.amax(dim=-1).isfinite()  # NaN where one is
     drawn, is_usable = torch.stack([tokens, is_number.to(torch.int64)]).tolist()
@@ -94,8 +98,17 @@ def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
     return [int(count) for count in counts.tolist()]
 
 
+def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
+    """See Draw. Some rows at once, whatever each of them asks for."""
+    at_once = max(1, _MAX_ELEMENTS_AT_ONCE[scores.device.type] // scores.shape[1])
+    parts = [places[start : start + at_once] for start in range(0, len(places), at_once)]
+    return torch.cat(
+        [_draw(scores[to_device(np.array(part), scores.device)], [rows[i] for i in part]) for part in parts]
+    )
+
+
 def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """One token per row with temperature above 0; any for a row of NaN."""
+    """A token of each row."""
     weights = _weights(scores, [row.sampling.temperature for row in rows])
     _keep_min_p(weights, [row.sampling.min_p for row in rows])
     _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
@@ -134,29 +147,57 @@ def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
 
 def _keep_min_p(weights: Tensor, limits: list[float]) -> None:
     """Set what is less than the share p of the best token's weight to 0, in place (arXiv:2407.01082)."""
-    for i, p in enumerate(limits):
-        if p > 0.0:
-            weights[i].masked_fill_(weights[i] < round(p * _WEIGHT_SCALE), 0)
+    if any(limits):
+        least = to_device(np.array([round(p * _WEIGHT_SCALE) for p in limits]), weights.device)
+        weights.masked_fill_(weights < least[:, None], 0)
 
 
 def _keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
     """Set all but the k best scores of a row to weight 0, in place; among equals the lowest ids stay."""
-    for i, k in enumerate(limits):
-        if 0 < k < scores.shape[1]:
-            threshold = scores[i].topk(k).values[-1]
-            is_better, is_equal = scores[i] > threshold, scores[i] == threshold
-            is_kept = is_better | (is_equal & (is_equal.cumsum(0) <= k - is_better.sum()))
-            weights[i].masked_fill_(~is_kept, 0)
+    asking = [i for i, k in enumerate(limits) if 0 < k < scores.shape[1]]
+    if asking:
+        places = to_device(np.array(asking), scores.device)
+        counts = to_device(np.array([limits[i] for i in asking]), scores.device)[:, None]
+        own = scores[places]
+        best = own.topk(int(max(limits[i] for i in asking))).values
+        weights[places] = weights[places].masked_fill(~_is_best(own, best, counts), 0)
 
 
 def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
     """Keep the smallest set of best tokens that holds the share p of a row's weight, in place."""
-    for i, p in enumerate(limits):
-        if p < 1.0:
-            ordered, order = weights[i].sort(descending=True, stable=True)
-            before = ordered.cumsum(0) - ordered
-            is_dropped = before.to(torch.float64) >= p * weights[i].sum().to(torch.float64)
-            weights[i].scatter_(0, order, ordered.masked_fill(is_dropped, 0))
+    asking = [i for i, p in enumerate(limits) if p < 1.0]
+    if asking:
+        places = to_device(np.array(asking), weights.device)
+        shares = to_device(np.array([limits[i] for i in asking]), weights.device)[:, None]
+        own = weights[places]
+        totals = own.sum(dim=-1, keepdim=True).to(torch.float64)
+        best = _descending(own, (1.0 - shares) * totals / own.shape[1])
+        before = best.cumsum(dim=-1) - best
+        counts = (before.to(torch.float64) < shares * totals).sum(dim=-1, keepdim=True)
+        weights[places] = own.masked_fill(~_is_best(own, best, counts.clamp(min=1)), 0)  # of NaN none is
+
+
+def _is_best(values: Tensor, best: Tensor, counts: Tensor) -> Tensor:
+    """Which are the so many best of a row, the lowest ids among equals. best: at least these, in order."""
+    edge = best.gather(1, counts - 1)
+    is_better, is_equal = values > edge, values == edge
+    num_equal = counts - is_better.sum(dim=-1, keepdim=True)
+    return is_better | (is_equal & (is_equal.cumsum(dim=-1) <= num_equal))
+
+
+def _descending(weights: Tensor, averages: Tensor) -> Tensor:
+    """Each row's weights in order, then zeros. Those below its average may be missing: on the host most of the work.
+
+    averages ``[num_rows, 1]``: of what may be lost of a row. Who is lighter has more than that behind and beside them.
+    """
+    if weights.device.type != "cpu":
+        return weights.sort(dim=-1, descending=True).values
+    least = np.maximum(averages.floor().numpy(), 1.0)
+    kept = [np.sort(row[row >= edge])[::-1] for row, edge in zip(weights.numpy(), least, strict=True)]
+    best = np.zeros((len(kept), max(map(len, kept)) or 1), dtype=np.int64)
+    for row, own in zip(best, kept, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(best)
 
 
 def token_logprobs(

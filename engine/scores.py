@@ -99,13 +99,11 @@ def _add_biases(scores: Tensor, biases: tuple[tuple[int, float], ...]) -> None:
 
 
 def _penalize(scores: Tensor, row: SamplingRow) -> None:
-    sampling, vocab_size = row.sampling, len(scores)
-    in_answer = np.bincount(row.answer_tokens, minlength=vocab_size)
+    sampling = row.sampling
+    answered, counts = np.unique(row.answer_tokens, return_counts=True)
     if sampling.repetition_penalty != 1.0:
-        is_there = (in_answer + np.bincount(row.prompt_tokens, minlength=vocab_size)) > 0
-        there = to_device(np.flatnonzero(is_there), scores.device)
+        there = to_device(np.union1d(answered, row.prompt_tokens), scores.device)
         found, penalty = scores[there], sampling.repetition_penalty
         scores[there] = torch.where(found > 0, found / penalty, found * penalty)
-    answered = np.flatnonzero(in_answer)
-    taken = in_answer[answered] * sampling.frequency_penalty + sampling.presence_penalty
+    taken = counts * sampling.frequency_penalty + sampling.presence_penalty
     scores[to_device(answered, scores.device)] -= to_device(taken.astype(np.float32), scores.device)

@@ -35,6 +35,14 @@ LIBRARY = CLibrary(
 )
 _size, _pointer = ctypes.c_size_t, ctypes.c_void_p
 Stored = ctypes.CFUNCTYPE(None, _size)
+DRAW = [
+    ("scores", "u8"),
+    ("seed", "u8", 2),
+    ("position", "u8"),
+    *((name, "f8") for name in ("temperature", "min_p", "top_p")),
+    ("top_k", "u8"),
+]
+"""``Draw``, for an array of NumPy's."""
 
 
 class CLinear(ctypes.Structure):
@@ -119,6 +127,9 @@ class Kernels:
             _pointer,
             _pointer,
         )
+        library.kvbaton_draw.argtypes = (_pointer, _pointer, _size, _size, _pointer, _pointer)
+        library.kvbaton_draw_scratch.argtypes = (_size,)
+        library.kvbaton_draw_scratch.restype = _size
         library.kvbaton_launch.argtypes = (_pointer, ctypes.POINTER(CStep))
         library.kvbaton_wait.argtypes = (_pointer,)
         library.kvbaton_cut_short.argtypes = (_pointer,)
@@ -175,6 +186,26 @@ class Kernels:
         of_best = None if best is None else best.ctypes.data
         self._library.kvbaton_linear(pool, layer, states.data_ptr(), len(states), output.data_ptr(), of_best)
 
+    def draw(
+        self,
+        pool: int | None,
+        draws: "NDArray[np.void]",
+        size: int,
+        scratch: "NDArray[np.int64]",
+        tokens: "NDArray[np.int64]",
+    ) -> None:
+        """A token for each of ``draws`` (``DRAW``), from ``size`` scores each; scratch: ``draw_scratch`` for each thread.
+
+        Without a pool the caller draws alone.
+        """
+        addresses = (draws.ctypes.data, len(draws), size, scratch.ctypes.data, tokens.ctypes.data)
+        self._library.kvbaton_draw(pool, *addresses)
+
+    def draw_scratch(self, size: int) -> int:
+        """How many numbers each thread needs to draw from so many scores."""
+        num_numbers: int = self._library.kvbaton_draw_scratch(size)
+        return num_numbers
+
     def scratch_bytes(self, model: CModel) -> int:
         """What each thread needs to work in."""
         num_bytes: int = self._library.kvbaton_scratch_bytes(ctypes.byref(model))
@@ -207,7 +238,7 @@ def load_kernels() -> Kernels | None:
             raise NotCompiledError("this processor has no AVX-512 with bfloat16 (avx512_bf16)")
         return Kernels(library)
     except (NotCompiledError, AttributeError) as error:
-        logger.warning("the decoder runs on plain torch, which takes two to four times as long: %s", error)
+        logger.warning("plain torch in place of the kernels takes two to four times as long: %s", error)
         return None
 
 

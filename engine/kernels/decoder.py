@@ -14,9 +14,11 @@ from contract.errors import InternalError
 from engine.connector import LayerWatch
 from engine.inputs import PreparedInputs
 from engine.kernels.binding import CStep, Kernels, Stored
+from engine.kernels.draw import KernelDraw
 from engine.kernels.packed import PackedWeights, addresses, null_caches
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
+from engine.sampling import Draw
 
 _LINE = 64
 
@@ -56,6 +58,7 @@ class KernelDecoder:
         self._kernels, self._config, self._block_size = kernels, config, block_size
         self._model = model
         self._threads = kernels.start_threads(num_threads, cores[1:num_threads])
+        self.draw: Draw = KernelDraw(kernels, self._threads, num_threads)
         self._weights = PackedWeights(model, config, max_length, kernels, self._threads)
         scratch_bytes = kernels.scratch_bytes(self._weights.model) * num_threads
         self._scratch = torch.empty(scratch_bytes + _LINE, dtype=torch.uint8)

@@ -228,4 +228,7 @@ def test_what_a_step_spends_outside_the_model(tmp_path: Path) -> None:
         assert len(one["step_ms"]["samples"]) == 2
         assert 0 < one["still_ms"]["median"] <= one["step_ms"]["median"]
         assert one["python_ms"]["median"] > 0
-    assert "| 32 at once | " in steps.table({"num_threads": 1, "sizes": found})
+    drawing = [one["drawing_ms"]["median"] for one in found.values()]
+    assert drawing[:3] == [0.0] * 3
+    assert 0 < drawing[3] < found["32 at once, temperature 0.8, top-p 0.95"]["still_ms"]["median"]
+    assert "| 32 at once | " in steps.table({"num_threads": 1, "cases": found})
