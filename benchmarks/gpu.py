@@ -17,7 +17,16 @@ import torch
 
 from benchmarks.facts import run_facts
 from benchmarks.gpu_shapes import LLAMA, QWEN, TINY, Ceilings, ModelShape
-from benchmarks.gpu_steps import RandomModel, Work, figures_of, measure_ceilings, timed_steps, usable_backends
+from benchmarks.gpu_steps import (
+    BEST,
+    RANDOM,
+    RandomModel,
+    Work,
+    figures_of,
+    measure_ceilings,
+    timed_steps,
+    usable_backends,
+)
 
 PARTS = ("ceilings", "decode", "prefill", "handover")
 
@@ -86,23 +95,26 @@ def _steps(part: str, plan: Plan, shape: ModelShape, ceilings: Ceilings) -> Iter
     caches = model.caches(max(work.num_blocks for work in works))
     for name in usable_backends(plan.device, shape.head_dim):
         for work in works:
-            bound = (
-                shape.decode_seconds(work.batch, work.length, ceilings)
-                if part == "decode"
-                else shape.prefill_seconds(work.batch, work.length, ceilings)
-            )
+            bound = _bound_seconds(part, shape, work, ceilings)
             for has_graph in (False, True) if _can_capture(part, name, plan.device) else (False,):
                 forward = model.forward_pass(name, work.batch if has_graph else None, caches)
-                seconds = timed_steps(model, forward, work, caches, plan.num_rounds)
+                for sampling in (BEST, RANDOM) if part == "decode" else (BEST,):
+                    seconds = timed_steps(model, forward, work, caches, plan.num_rounds, sampling)
+                    row = {
+                        "model": shape.name,
+                        "backend": name,
+                        "graphs": has_graph,
+                        "temperature": sampling.temperature,
+                        "batch": work.batch,
+                        "length": work.length,
+                    }
+                    yield _told(part, row | figures_of(seconds, bound, work.batch * work.num_tokens))
                 forward.close()
-                row = {
-                    "model": shape.name,
-                    "backend": name,
-                    "graphs": has_graph,
-                    "batch": work.batch,
-                    "length": work.length,
-                }
-                yield _told(part, row | figures_of(seconds, bound, work.batch * work.num_tokens))
+
+
+def _bound_seconds(part: str, shape: ModelShape, work: Work, ceilings: Ceilings) -> float:
+    bound = shape.decode_seconds if part == "decode" else shape.prefill_seconds
+    return bound(work.batch, work.length, ceilings)
 
 
 def _can_capture(part: str, backend: str, device: torch.device) -> bool:

@@ -29,6 +29,7 @@ from engine.sampling import sample
 from engine.scores import SamplingRow
 
 BLOCK_SIZE = 16
+BEST, RANDOM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95)
 _DEVIATION = 0.02
 _NUM_WARM_UPS = 3
 _BACKENDS = ("flashinfer", "triton", "torch")
@@ -122,17 +123,23 @@ class RandomModel:
 
 
 def timed_steps(
-    model: RandomModel, forward: ForwardPass, work: Work, caches: Sequence[Tensor], num_rounds: int
+    model: RandomModel,
+    forward: ForwardPass,
+    work: Work,
+    caches: Sequence[Tensor],
+    num_rounds: int,
+    sampling: SamplingParams = BEST,
 ) -> list[float]:
     """Seconds of each of three times ``num_rounds`` whole steps; every one ends with its tokens on the host."""
     inputs = work.inputs(model.shape.vocab_size)
     last = torch.from_numpy(inputs.query_start_loc[1:].astype(np.int64) - 1).to(model.device)
-    rows = [SamplingRow(SamplingParams(temperature=0.0), (), work.length, 0)] * work.batch
+    rows = [SamplingRow(sampling, (), work.length, 0)] * work.batch
 
     def step() -> None:
         states = forward.begin(inputs, caches)()
         assert states is not None
-        drawn = sample(forward.logits(states if work.num_tokens == 1 else states[last]), rows)
+        logits = forward.logits(states if work.num_tokens == 1 else states[last])
+        drawn = sample(logits, rows, forward.draw)
         if any(drawn.num_nans):
             raise AssertionError("the model's logits are not numbers")
 

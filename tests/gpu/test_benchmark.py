@@ -47,7 +47,8 @@ def test_a_dry_run_writes_every_part(tmp_path: Path) -> None:
     }
     for figures in parts.values():
         assert figures["ceilings"]["copy"] > 0
-    assert [row["batch"] for row in parts["decode"]["rows"]] == [1, 3]
+    decodes = [(row["batch"], row["temperature"]) for row in parts["decode"]["rows"]]
+    assert decodes == [(1, 0.0), (1, 0.8), (3, 0.0), (3, 0.8)]
     assert all(row["share_of_bound"] > 0 for part in ("decode", "prefill") for row in parts[part]["rows"])
     (handover,) = parts["handover"]["rows"]
     assert "error" not in handover, handover
