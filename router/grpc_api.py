@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from router.pipeline import Pipeline
 from router.registry import Registry
 from router.request import GenerationRequest, new_request_id
 from router.running import RunningRequests, client_name
+from serving.api_keys import ApiKeys
 from serving.grpc_errors import abort
 from serving.grpc_keys import authorization_of
 
@@ -46,10 +48,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         models: ModelSource,
         registry: Registry,
         running: RunningRequests,
+        keys: ApiKeys,
         stall_seconds: float,
     ) -> None:
         self._pipeline, self._models, self._registry = pipeline, models, registry
-        self._running = running
+        self._running, self._keys = running, keys
         self._stall_seconds = stall_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
@@ -83,7 +86,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
             metadata = context.invocation_metadata()
             name = _name(request, metadata)
-            asked = embeddings_asked(request, request_id, context.time_remaining())
+            tenant = self._keys.tenant(authorization_of(metadata))
+            asked = embeddings_asked(request, request_id, context.time_remaining(), tenant)
             async with self._running.open(authorization_of(metadata), request_id, name):
                 return embed_response(name or request_id, await self._pipeline.embed(*asked))
 
@@ -136,7 +140,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         metadata = context.invocation_metadata()
         name = _name(request, metadata)
-        asked = _asked(request, request_id, context.time_remaining())
+        tenant = self._keys.tenant(authorization_of(metadata))
+        asked = replace(_asked(request, request_id, context.time_remaining()), tenant=tenant)
         async with (
             self._running.open(authorization_of(metadata), request_id, name),
             aclosing(self._pipeline.generate(asked)) as deltas,

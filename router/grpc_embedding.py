@@ -8,7 +8,7 @@ from router.request import EmbeddingRequest, for_prompts
 
 
 def embeddings_asked(
-    request: pb.EmbedRequest, request_id: str, time_remaining: float | None
+    request: pb.EmbedRequest, request_id: str, time_remaining: float | None, tenant: str
 ) -> list[EmbeddingRequest]:
     """One request an input. Raises InvalidRequestError about ``inputs``."""
     if not 1 <= len(request.inputs) <= MAX_PROMPTS:
@@ -23,6 +23,7 @@ def embeddings_asked(
         dimensions=request.dimensions or None,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=tenant,
         timeout_seconds=time_remaining,
     )
     return for_prompts(one, others)

@@ -35,7 +35,7 @@ class GenerationRequest:
     num_choices: answers to it. logprobs: how many alternatives the client sees of each token. rates_tokens: each token's log
     probability is needed, even if it sees none. default_max_tokens: used where ``max_tokens`` is None; None is all that fits
     the model. arrival: on the router's monotonic clock. grammar_field: where the client gave its grammar, for errors.
-    timeout_seconds: the client's own deadline.
+    timeout_seconds: the client's own deadline. tenant: digest of the API key that was presented; "" without keys.
     """
 
     request_id: str
@@ -67,6 +67,7 @@ class GenerationRequest:
     grammar_field: str = "grammar"
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
     timeout_seconds: float | None = None
     arrival: float = field(default_factory=time.monotonic)
 
@@ -80,7 +81,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingRequest:
-    """A prompt of which the client wants the embedding. dimensions: how many numbers it shall have; None: not given."""
+    """A prompt of which the client wants the embedding. dimensions: how many numbers it shall have; None: not given.
+
+    tenant: digest of the API key that was presented; "" without keys.
+    """
 
     request_id: str
     prompt: str | tuple[int, ...]
@@ -88,6 +92,7 @@ class EmbeddingRequest:
     dimensions: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
     timeout_seconds: float | None = None
     arrival: float = field(default_factory=time.monotonic)
 

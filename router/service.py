@@ -196,6 +196,7 @@ class RouterService:
                 self._models,
                 self._registry,
                 self._running,
+                self._keys,
                 self._settings.client_stall_seconds,
             ),
             server,

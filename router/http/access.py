@@ -11,6 +11,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 _METRICS = "/metrics"
 _PREFLIGHT_SECONDS = "600"
 _EXPOSED = "Retry-After, Server-Timing, X-Request-Id, x-kvbaton-request-id"
+_TENANT = web.RequestKey("tenant", str)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -22,6 +23,7 @@ def key_check(keys: ApiKeys, *, metrics_need_key: bool) -> Middleware:
     async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if request.path not in open_paths:
             keys.check(authorization_of(request))
+            request[_TENANT] = keys.tenant(authorization_of(request))
         return await handler(request)
 
     return check
@@ -30,6 +32,11 @@ def key_check(keys: ApiKeys, *, metrics_need_key: bool) -> Middleware:
 def authorization_of(request: web.Request) -> str:
     """What a request says of who asks; empty where nothing."""
     return request.headers.get(hdrs.AUTHORIZATION, "")
+
+
+def tenant_of(request: web.Request) -> str:
+    """Return the digest of the API key that ``key_check`` accepted; "" where no key is needed."""
+    return request.get(_TENANT, "")
 
 
 class Cors:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from contract.errors import InvalidRequestError
 from router.answer import Delta
-from router.http.access import authorization_of
+from router.http.access import authorization_of, tenant_of
 from router.http.body import Body
 from router.http.boundary import REQUEST_ID, name_of
 from router.http.fields import refuse_unserved
@@ -54,6 +54,7 @@ class EmbeddingEndpoint:
             dimensions=body.integer("dimensions"),
             priority=body.integer("priority") or 0,
             cache_salt=body.string("cache_salt") or "",
+            tenant=tenant_of(request),
             arrival=arrival,
         )
         asked = for_prompts(one, others)

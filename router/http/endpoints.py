@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from contract.errors import DeadlineError, InvalidRequestError, NotFoundError
 from contract.requests import MAX_LOGPROBS
 from router.best_of import choose_best
-from router.http.access import authorization_of
+from router.http.access import authorization_of, tenant_of
 from router.http.body import Body, Json, read_body
 from router.http.boundary import REQUEST_ID, STREAM, name_of, request_id_header
 from router.http.chat_fields import CHAT_FIELDS, chat_of, forced_calls
@@ -212,6 +212,7 @@ class Endpoints:
         shape: Shape,
         open_stream: OpenStream = EventStream,
     ) -> web.StreamResponse:
+        asked = [replace(one, tenant=tenant_of(request)) for one in asked]
         async with (
             self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)),
             naming_grammar_field(asked[0]),

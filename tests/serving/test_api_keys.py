@@ -104,3 +104,12 @@ def test_a_bad_setting_stops_the_start() -> None:
     with pytest.raises(SettingError, match="api_keys: entry 2 is no key") as caught:
         ApiKeys("a,b c")
     assert caught.value.param == "api_keys"
+
+
+def test_a_tenant_is_a_digest_of_its_key_and_nobody_is_one_without_keys() -> None:
+    keys = ApiKeys("alice-key, bob-key")
+    alice, bob = keys.tenant("Bearer alice-key"), keys.tenant("Bearer bob-key")
+    assert alice == keys.tenant("bearer  alice-key ") != bob
+    assert len(alice) == 32
+    assert "alice" not in alice
+    assert ApiKeys().tenant("Bearer dummy") == ""
