@@ -36,7 +36,8 @@ def authorization_of(request: web.Request) -> str:
 
 def tenant_of(request: web.Request) -> str:
     """Return the digest of the API key that ``key_check`` accepted; "" where no key is needed."""
-    return request.get(_TENANT, "")
+    tenant: str = request.get(_TENANT, "")
+    return tenant
 
 
 class Cors:
