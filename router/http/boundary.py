@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, KvbatonError, NotFoundError
+from router.http.access import tenant_of
+from router.http.exchange import Origin
 from router.http.streaming import EventStream
 from router.request import new_request_id
 from router.running import client_name
@@ -27,6 +29,11 @@ def request_id_header(request: web.Request) -> dict[str, str]:
 def name_of(request: web.Request) -> str | None:
     """The name that a client gave its request, by the header ``X-Request-Id``."""
     return client_name(request.headers.get("X-Request-Id"))
+
+
+def origin_of(request: web.Request, arrival: float) -> Origin:
+    """Return where the body of ``request`` came from."""
+    return Origin(request_id=request[REQUEST_ID], tenant=tenant_of(request), arrival=arrival)
 
 
 @web.middleware

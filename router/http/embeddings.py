@@ -4,15 +4,18 @@ import base64
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from contract.errors import InvalidRequestError
 from router.answer import Delta
-from router.http.access import authorization_of, tenant_of
+from router.http.access import authorization_of
 from router.http.body import Body
-from router.http.boundary import REQUEST_ID, name_of
+from router.http.boundary import REQUEST_ID, name_of, origin_of
+from router.http.exchange import Origin
 from router.http.fields import refuse_unserved
 from router.http.prompts import prompts_of
 from router.http.schema import EMBEDDING
@@ -27,43 +30,63 @@ _FORMATS = ("float", "base64")
 
 
 class EmbeddingEndpoint:
-    """Owns nothing. max_inputs: of one request."""
+    """Owns nothing."""
 
     def __init__(
         self,
         read_body: ReadBody,
         pipeline: Pipeline,
-        models: ModelSource,
+        bodies: "EmbeddingBodies",
         running: RunningRequests,
-        max_inputs: int,
     ) -> None:
-        self._read_body, self._pipeline, self._models = read_body, pipeline, models
-        self._running, self._max_inputs = running, max_inputs
+        self._read_body, self._pipeline, self._bodies, self._running = read_body, pipeline, bodies, running
 
     async def embeddings(self, request: web.Request) -> web.Response:
         """One embedding for each input, in their order; all or none."""
         arrival = time.monotonic()
         body = await self._read_body(request, "embd", EMBEDDING)
+        exchange = self._bodies.embedding(body, origin_of(request, arrival))
+        async with self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)):
+            found = await self._pipeline.embed(*exchange.requests)
+        return web.json_response(text=exchange.whole(found).decode(), headers=server_timing(request, found))
+
+
+@dataclass(frozen=True)
+class EmbeddingExchange:
+    """The prompts that a body wants embedded, and how the answer is written."""
+
+    requests: list[EmbeddingRequest]
+    model: str
+    is_base64: bool
+
+    def whole(self, deltas: list[Delta]) -> bytes:
+        """Return the response object as JSON."""
+        return msgspec.json.encode(_response(deltas, self.model, is_base64=self.is_base64))
+
+
+class EmbeddingBodies:
+    """Owns nothing. max_inputs: of one request."""
+
+    def __init__(self, models: ModelSource, max_inputs: int) -> None:
+        self._models, self._max_inputs = models, max_inputs
+
+    def embedding(self, body: Body, origin: Origin) -> EmbeddingExchange:
+        """Read the body of a request for embeddings. Raises KvbatonError."""
         refuse_unserved(body)
         is_base64 = _encoding_format(body) == "base64"
         first, *others = prompts_of(body.get("input"), self._max_inputs, param="input")
         one = EmbeddingRequest(
-            request_id=request[REQUEST_ID],
+            request_id=origin.request_id,
             prompt=first,
             model=body.string("model"),
             dimensions=body.integer("dimensions"),
             priority=body.integer("priority") or 0,
             cache_salt=body.string("cache_salt") or "",
-            tenant=tenant_of(request),
-            arrival=arrival,
+            tenant=origin.tenant,
+            arrival=origin.arrival,
         )
-        asked = for_prompts(one, others)
-        async with self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)):
-            found = await self._pipeline.embed(*asked)
-        return web.json_response(
-            _response(found, one.model or self._models.card().name, is_base64=is_base64),
-            headers=server_timing(request, found),
-        )
+        model = one.model or self._models.card().name
+        return EmbeddingExchange(for_prompts(one, others), model, is_base64)
 
 
 def _encoding_format(body: Body) -> str:

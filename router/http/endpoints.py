@@ -3,32 +3,22 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-import msgspec
 from aiohttp import web
 from prometheus_client.registry import Collector
 
-from contract.errors import DeadlineError, InvalidRequestError, NotFoundError
-from contract.requests import MAX_LOGPROBS
-from router.best_of import choose_best
-from router.http.access import authorization_of, tenant_of
+from contract.errors import DeadlineError, NotFoundError
+from router.http.access import authorization_of
 from router.http.body import Body, Json, read_body
-from router.http.boundary import REQUEST_ID, STREAM, name_of, request_id_header
-from router.http.chat_fields import CHAT_FIELDS, chat_of, forced_calls
-from router.http.echo import echo_of, without_answer
-from router.http.embeddings import EmbeddingEndpoint
-from router.http.fields import choice_counts, refuse_unserved, shared_fields
-from router.http.grammars import naming_grammar_field
+from router.http.boundary import REQUEST_ID, STREAM, name_of, origin_of, request_id_header
+from router.http.embeddings import EmbeddingBodies, EmbeddingEndpoint
+from router.http.exchange import Exchange
+from router.http.generation import GenerationBodies
 from router.http.openapi import document
-from router.http.prompts import prompts_of
-from router.http.responses import OpenStream, ResponseEndpoints
-from router.http.schema import CHAT, COMPLETION, MAX_LEGACY_LOGPROBS
-from router.http.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
-from router.http.streaming import EventStream
+from router.http.responses import ResponseBodies, ResponseEndpoints
+from router.http.schema import CHAT, COMPLETION
 from router.http.strictness import refuse_unknown
 from router.http.timing_header import server_timing
 from router.http.tokenizing import TokenizerEndpoints
@@ -37,7 +27,7 @@ from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.readiness import what_is_missing
 from router.registry import Registry
-from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, for_prompts, new_request_id
+from router.request import new_request_id
 from router.running import RunningRequests
 from router.settings import RouterSettings
 from serving.health import health_response
@@ -68,23 +58,23 @@ class Endpoints:
             version("kvbaton"), needs_key=needs_key, metrics_need_key=settings.metrics_need_key
         )
         self._models = models
+        self._max_answers = min(MAX_PROMPTS, settings.max_queue)
+        self._bodies = GenerationBodies(models, self._max_answers)
         self._registry = registry
         self._collector = collector
         self._max_body_bytes = settings.max_body_bytes
-        self._max_answers = min(MAX_PROMPTS, settings.max_queue)
         self._stall_seconds = settings.client_stall_seconds
         self._timeout_seconds = settings.request_timeout_seconds
 
     def routes(self) -> list[web.RouteDef]:
         """Every path that is served."""
         tokenizing = TokenizerEndpoints(self._body, self._models, self._registry)
-        embedding = EmbeddingEndpoint(
-            self._body, self._pipeline, self._models, self._running, self._max_answers
-        )
+        bodies = EmbeddingBodies(self._models, self._max_answers)
+        embedding = EmbeddingEndpoint(self._body, self._pipeline, bodies, self._running)
         return [
             *tokenizing.routes(),
             web.post("/v1/embeddings", embedding.embeddings),
-            *ResponseEndpoints(self._body, self._answer, self._models).routes(),
+            *ResponseEndpoints(self._body, self._answer, ResponseBodies(self._models)).routes(),
             web.post("/v1/chat/completions", self.chat),
             web.post("/v1/completions", self.completions),
             web.get("/v1/models", self.list_models),
@@ -100,47 +90,13 @@ class Endpoints:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
         body = await self._body(request, "chatcmpl", CHAT)
-        refuse_unserved(body, CHAT_FIELDS)
-        longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-        chat = chat_of(body)
-        asked = GenerationRequest(
-            request_id=request[REQUEST_ID],
-            prompt=chat,
-            max_tokens=body.integer(longest),
-            logprobs=_chat_logprobs(body),
-            arrival=arrival,
-            **forced_calls(chat, shared_fields(body)),
-        )
-        options = self._options([asked], body)
-        return await self._answer(
-            request,
-            [asked],
-            options,
-            ChatShape(options, self._models.card().tokenizer, names_call=chat.tool_choice.name is not None),
-        )
+        return await self._answer(request, self._bodies.chat(body, origin_of(request, arrival)))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         arrival = time.monotonic()
         body = await self._body(request, "cmpl", COMPLETION)
-        refuse_unserved(body)
-        first, *others = prompts_of(body.get("prompt"), self._max_answers, param="prompt")
-        one = GenerationRequest(
-            request_id=request[REQUEST_ID],
-            prompt=first,
-            max_tokens=1 if without_answer(body) else body.integer("max_tokens"),
-            default_max_tokens=COMPLETION_MAX_TOKENS,
-            logprobs=body.integer_within("logprobs", 0, MAX_LEGACY_LOGPROBS),
-            arrival=arrival,
-            **shared_fields(body),
-        )
-        if body.flag("echo") and one.prompt_logprobs is None:
-            one = replace(one, prompt_logprobs=one.logprobs)
-        asked = for_prompts(one, others)
-        options = self._options(asked, body)
-        echo = echo_of(body, asked, options.num_chosen)
-        shape = CompletionShape(options, self._models.card().tokenizer, echo)
-        return await self._answer(request, asked, options, shape)
+        return await self._answer(request, self._bodies.completion(body, origin_of(request, arrival)))
 
     async def list_models(self, _: web.Request) -> web.Response:
         """GET /v1/models; empty while the model is not known yet."""
@@ -180,57 +136,20 @@ class Endpoints:
             refuse_unknown(body.fields, schema)
         return body
 
-    def _options(self, all_asked: list[GenerationRequest], body: Body) -> AnswerOptions:
-        stream = body.flag("stream")
-        if body.get("stream_options") is not None and not stream:
-            raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
-        asked = all_asked[0]
-        num_choices = len(all_asked) * asked.num_choices
-        if num_choices > self._max_answers:
-            raise InvalidRequestError(
-                f"{num_choices} answers are too many; a request has {self._max_answers} at most", param="n"
-            )
-        return AnswerOptions(
-            request_id=asked.request_id,
-            num_choices=num_choices,
-            model=asked.model or self._models.card().name,
-            created=int(time.time()),
-            stream=stream,
-            include_usage=body.object("stream_options").flag("include_usage"),
-            logprobs=asked.logprobs is not None,
-            return_token_ids=body.flag("return_token_ids"),
-            timings=body.flag("timings"),
-            num_chosen=choice_counts(body)[0],
-            prompt_logprobs=body.get("prompt_logprobs") is not None,
-        )
-
-    async def _answer(
-        self,
-        request: web.Request,
-        asked: list[GenerationRequest],
-        options: AnswerOptions,
-        shape: Shape,
-        open_stream: OpenStream = EventStream,
-    ) -> web.StreamResponse:
-        asked = [replace(one, tenant=tenant_of(request)) for one in asked]
+    async def _answer(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         async with (
             self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)),
-            naming_grammar_field(asked[0]),
-            aclosing(self._pipeline.generate(*asked)) as deltas,
+            exchange.deltas(self._pipeline) as deltas,
         ):
-            if not options.stream:
+            if not exchange.options.stream:
                 found = [delta async for delta in deltas]
-                headers = server_timing(request, found)
-                if asked[0].rates_tokens:
-                    found = choose_best(found, options.num_chosen, asked[0].num_choices)
                 return web.json_response(
-                    text=msgspec.json.encode(shape.whole(found)).decode(),  # -inf is null, as in streams
-                    headers=headers,
+                    text=exchange.whole(found).decode(), headers=server_timing(request, found)
                 )
-            stream = open_stream(request, request_id_header(request), self._stall_seconds)
+            stream = exchange.open_stream(request, request_id_header(request), self._stall_seconds)
             request[STREAM] = stream
             async for delta in deltas:
-                if chunks := shape.chunks(delta):
+                if chunks := exchange.shape.chunks(delta):
                     await stream.send(*chunks)
             await stream.done()
             return stream.response
@@ -245,12 +164,3 @@ class Endpoints:
             "max_model_len": self._registry.max_model_len(card.max_model_len),
             "embeds_only": self._registry.embeds_only,
         }
-
-
-def _chat_logprobs(body: Body) -> int | None:
-    top = body.integer_within("top_logprobs", 0, MAX_LOGPROBS)
-    if body.flag("logprobs"):
-        return top or 0
-    if top:
-        raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return None

@@ -1,17 +1,16 @@
 """POST /v1/responses: OpenAI's Responses API over the pipeline of chats; nothing is stored between two requests."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
 
 from aiohttp import web
 
-from contract.errors import InvalidRequestError, KvbatonError
+from contract.errors import InvalidRequestError
 from router.http.body import Body
-from router.http.boundary import REQUEST_ID
+from router.http.boundary import origin_of
 from router.http.chat_fields import forced_calls
+from router.http.exchange import Exchange, Origin
 from router.http.fields import sampling_fields
 from router.http.grammars import grammar_fields
 from router.http.logprobs import ChatLogprobs
@@ -19,38 +18,24 @@ from router.http.response_fields import echoed_fields, refuse_unserved_response,
 from router.http.response_input import response_chat
 from router.http.response_shape import ResponseShape
 from router.http.schema import RESPONSE
-from router.http.shapes import AnswerOptions, Shape
-from router.http.streaming import EventStream, NamedEventStream
+from router.http.shapes import AnswerOptions
+from router.http.streaming import NamedEventStream
 from router.http.tokenizing import ReadBody
 from router.model_source import ModelSource
 from router.request import GenerationRequest
 
-OpenStream = Callable[[web.Request, dict[str, str], float], EventStream]
 _INT31 = 2**31 - 1
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
 """Field of a chat → the same field here."""
-
-
-class WriteAnswer(Protocol):
-    """Sends requests through the pipeline and writes what comes back, whole or as a stream."""
-
-    def __call__(
-        self,
-        request: web.Request,
-        asked: list[GenerationRequest],
-        options: AnswerOptions,
-        shape: Shape,
-        open_stream: OpenStream,
-        /,
-    ) -> Awaitable[web.StreamResponse]:
-        """Raises KvbatonError."""
+WriteAnswer = Callable[[web.Request, Exchange], Awaitable[web.StreamResponse]]
+"""Sends the requests of an exchange through the pipeline and writes what comes back, whole or as a stream."""
 
 
 class ResponseEndpoints:
     """Owns nothing."""
 
-    def __init__(self, read_body: ReadBody, write_answer: WriteAnswer, models: ModelSource) -> None:
-        self._read_body, self._write_answer, self._models = read_body, write_answer, models
+    def __init__(self, read_body: ReadBody, write_answer: WriteAnswer, bodies: "ResponseBodies") -> None:
+        self._read_body, self._write_answer, self._bodies = read_body, write_answer, bodies
 
     def routes(self) -> list[web.RouteDef]:
         """The one path."""
@@ -60,15 +45,27 @@ class ResponseEndpoints:
         """Answer ``input``."""
         arrival = time.monotonic()
         body = await self._read_body(request, "resp_", RESPONSE)
+        return await self._write_answer(request, self._bodies.response(body, origin_of(request, arrival)))
+
+
+class ResponseBodies:
+    """Owns nothing."""
+
+    def __init__(self, models: ModelSource) -> None:
+        self._models = models
+
+    def response(self, body: Body, origin: Origin) -> Exchange:
+        """Read the body of a response. Raises KvbatonError."""
         refuse_unserved_response(body)
         chat = response_chat(body)
         fields = {**sampling_fields(body), **grammar_fields(body, "text.format")}
         asked = GenerationRequest(
-            request_id=request[REQUEST_ID],
+            request_id=origin.request_id,
             prompt=chat,
             max_tokens=body.integer_within("max_output_tokens", 1, _INT31),
             logprobs=response_logprobs(body),
-            arrival=arrival,
+            tenant=origin.tenant,
+            arrival=origin.arrival,
             **forced_calls(chat, fields),
         )
         options = self._options(asked, body)
@@ -79,10 +76,13 @@ class ResponseEndpoints:
             echoed_fields(body, card),
             (lambda tokens: entry(tokens)["content"]) if options.logprobs else None,
         )
-        async with _naming_fields():
-            return await self._write_answer(
-                request, [asked], options, shape, partial(NamedEventStream, shape.failed)
-            )
+        return Exchange(
+            requests=[asked],
+            options=options,
+            shape=shape,
+            open_stream=partial(NamedEventStream, shape.failed),
+            field_names=_NAMES,
+        )
 
     def _options(self, asked: GenerationRequest, body: Body) -> AnswerOptions:
         stream = body.flag("stream")
@@ -97,13 +97,3 @@ class ResponseEndpoints:
             logprobs=asked.logprobs is not None,
             timings=body.flag("timings"),
         )
-
-
-@asynccontextmanager
-async def _naming_fields() -> AsyncIterator[None]:
-    """Within, an error names the field of the request, where a chat calls it otherwise."""
-    try:
-        yield
-    except KvbatonError as error:
-        error.param = _NAMES.get(error.param or "", error.param)
-        raise
