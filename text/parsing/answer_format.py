@@ -64,7 +64,9 @@ class AnswerFormat:
         call but those that the form asks for.
         """
         if chat.tool_choice.is_forced:
-            return AnswerParser(calls=ForcedCallsParser(chat.tool_choice.name))
+            return AnswerParser(
+                calls=ForcedCallsParser(chat.tool_choice.name, self.tool_parser or ToolParser)
+            )
         if has_grammar:
             return AnswerParser()
         calls = self.tool_parser(chat.tools) if self.tool_parser and chat.tools else None

@@ -3,25 +3,35 @@
 The answer to a named function is its arguments; else it is a list of ``{"name": …, "parameters": {…}}``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import quote
 
+from contract.errors import InvalidRequestError
 from text.parsing.json_text import copy_value
 from text.parsing.parser import ToolParser
 from text.parsing.reader import Steps
 from text.tools import Tool, ToolChoice
 
 Schema = dict[str, Any]
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas, but JSON as it is."""
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values map names to schemas."""
 
 
 def forced_calls_schema(tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> Schema:
-    """The JSON schema of the answer that ``choice`` (required, or a function of ``tools``) asks for.
+    """Return the JSON schema of the answer that ``choice`` (required, or a function of ``tools``) asks for.
 
-    parallel: more than one call is allowed. A schema's references to its own root stay valid.
+    The arguments of a call are always an object, whatever else the function's schema allows: other arguments are no
+    call for the parser. parallel: more than one call is allowed. A schema's references to its own root stay valid.
+    Raises InvalidRequestError about a function whose schema allows no object.
     """
     schemas: dict[str, Schema] = {}
-    for tool in tools:
-        schemas.setdefault(tool["function"]["name"], tool["function"]["parameters"])
+    for index, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if name not in schemas and choice.name in (None, name):
+            schemas[name] = _object_schema(tool["function"].get("parameters"), f"tools[{index}]", name)
     if choice.name is not None:
         return schemas[choice.name]
     calls = {
@@ -34,11 +44,15 @@ def forced_calls_schema(tools: Sequence[Tool], choice: ToolChoice, parallel: boo
 
 
 class ForcedCallsParser(ToolParser):
-    """The calls of an answer by ``forced_calls_schema``; name: the function that was named. What breaks it is content."""
+    """The calls of an answer by ``forced_calls_schema``. What breaks it is content.
 
-    def __init__(self, name: str | None = None) -> None:
+    name: the function that was named. model_parser: the parser of the model's own calls, whose ids these calls get.
+    """
+
+    def __init__(self, name: str | None = None, model_parser: type[ToolParser] = ToolParser) -> None:
         super().__init__()
         self._name = name
+        self._new_call_id = model_parser.new_call_id
 
     def _read(self) -> Steps[None]:
         reader = self._reader
@@ -57,6 +71,20 @@ class ForcedCallsParser(ToolParser):
         yield from reader.copy_rest(self._content)
 
 
+def _object_schema(schema: Any, where: str, name: str) -> Schema:
+    """Return the schema with every value but objects taken out."""
+    if schema is None or schema is True:
+        return {"type": "object"}
+    types = schema.get("type", "object") if isinstance(schema, dict) else None
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise InvalidRequestError(
+            f"tool_choice asks for a call, but the parameters of {name!r} allow no object: their type is {types!r}."
+            " Set it to 'object'",
+            param=where,
+        )
+    return {**schema, "type": "object"}
+
+
 def _call_schema(name: str) -> Schema:
     return {
         "type": "object",
@@ -67,18 +95,41 @@ def _call_schema(name: str) -> Schema:
 
 
 def _moved(schema: Schema, root: str) -> Schema:
-    """A schema that does not stand at the root any more, but at ``root``."""
-    moved: Schema = _with_references(schema, root)
+    """Return a schema that stands at ``root`` instead of at its document's root.
+
+    References by anchors become references by pointers, since two schemas in one document may use one anchor.
+    """
+    anchors = dict(_anchors(schema, root))
+    moved: Schema = _with_references(schema, root, anchors)
     return {key: value for key, value in moved.items() if key not in ("$id", "$schema")}
 
 
-def _with_references(value: Any, root: str) -> Any:
+def _anchors(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield the anchors within, each with the pointer to its schema."""
     if isinstance(value, list):
-        return [_with_references(inner, root) for inner in value]
+        for index, inner in enumerate(value):
+            yield from _anchors(inner, f"{place}/{index}")
+    if isinstance(value, dict):
+        if isinstance(value.get("$anchor"), str):
+            yield f"#{value['$anchor']}", place
+        for key, inner in value.items():
+            yield from _anchors(inner, f"{place}/{quote(key.replace('~', '~0').replace('/', '~1'))}")
+
+
+def _with_references(value: Any, root: str, anchors: dict[str, str]) -> Any:
+    """Return a copy of a schema, or of a list of schemas, whose references hold below ``root``."""
+    if isinstance(value, list):
+        return [_with_references(inner, root, anchors) for inner in value]
     if not isinstance(value, dict):
         return value
-    out = {key: _with_references(inner, root) for key, inner in value.items()}
+    out = {key: inner for key, inner in value.items() if key != "$anchor"}
+    for key, inner in out.items():
+        if key in _NAMED_SCHEMAS and isinstance(inner, dict):
+            out[key] = {name: _with_references(one, root, anchors) for name, one in inner.items()}
+        elif key not in _VALUES:
+            out[key] = _with_references(inner, root, anchors)
     reference = out.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        out["$ref"] = root + reference[1:]
+        is_pointer = reference == "#" or reference.startswith("#/")
+        out["$ref"] = root + reference[1:] if is_pointer else anchors.get(reference, reference)
     return out

@@ -22,7 +22,9 @@ class MistralParser(ToolParser):
     def _read(self) -> Steps[None]:
         yield from self._read_marked([_CALLS], self._read_calls)
 
-    def _new_call_id(self) -> str:
+    @staticmethod
+    def new_call_id() -> str:
+        """Return 9 letters and digits: these models' templates refuse other ids."""
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
 
     def _read_calls(self, _: str) -> Steps[None]:

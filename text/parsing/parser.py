@@ -60,6 +60,7 @@ class ToolParser(TextParser):
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         super().__init__()
         self._tools = {tool["function"]["name"]: tool for tool in reversed(tools)}
+        self._new_call_id = self.new_call_id
         self._num_calls = 0
         self._has_content = False
         self._space = ""
@@ -84,7 +85,9 @@ class ToolParser(TextParser):
     def _arguments(self, text: str) -> None:
         self._emit(CallArguments(self._num_calls - 1, text))
 
-    def _new_call_id(self) -> str:
+    @staticmethod
+    def new_call_id() -> str:
+        """Return an id for one more call, as the model's chat template takes it."""
         return f"call_{secrets.token_hex(12)}"
 
     def _give_back(self) -> None:

@@ -1,12 +1,15 @@
 """Answers that a grammar forces to be calls: the schema, and the parser of what is written by it."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from tests.text.parsing.cutting import Parsed, assert_parses, tool
 from text.parsing.forced import ForcedCallsParser, forced_calls_schema
+from text.parsing.mistral import MistralParser
+from text.parsing.pieces import CallBegin
 from text.tools import Tool, ToolChoice
 
 WEATHER = tool("get_weather", city={"type": "string"})
@@ -93,3 +96,10 @@ def test_required_calls(text: str, calls: list[tuple[str, str]], content: str) -
 def test_a_named_call(text: str, calls: list[tuple[str, str]], content: str) -> None:
     assert_parses(lambda: ForcedCallsParser("get_weather"), text, Parsed(content, calls))
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls if arguments.endswith("}"))
+
+
+def test_forced_calls_have_the_ids_that_the_models_template_takes() -> None:
+    """F10: the next turn of a Mistral model refuses ids that are not 9 letters or digits."""
+    parser = ForcedCallsParser("now", MistralParser)
+    begin, *_ = [*parser.push("{}"), *parser.flush()]
+    assert isinstance(begin, CallBegin) and re.fullmatch("[A-Za-z0-9]{9}", begin.call_id)

@@ -1,0 +1,172 @@
+"""Read a tool's JSON schema for what one of its parameters may be, in each way in which a schema can say it.
+
+Followed are references within the schema (by pointer, ``$anchor`` and ``$id``), ``allOf``, ``anyOf``, ``oneOf``,
+``then`` and ``else``. A keyword that is unknown, or of a wrong type, restricts nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
+from typing import Any
+from urllib.parse import unquote
+
+from text.parsing.allowed_values import ANY, Allowed, type_of
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_MAX_DEPTH = 64
+"""References and schemas within schemas that are followed; what lies deeper restricts nothing."""
+_SPELLINGS = {
+    "str": "string",
+    "text": "string",
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+    "none": "null",
+}
+"""Names of types that are no JSON Schema, and are written all the same."""
+_IMPLIED = {
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "string": ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+}
+"""Keywords that are about one type only: the type that is meant where nothing else names one."""
+_Reader = Callable[[Any, int], Allowed | None]
+
+
+class ToolSchema:
+    """One tool's parameters. Each schema within is read once, however often it is referred to."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._values: dict[int, Allowed | None] = {}
+        self._parameters: dict[str, Allowed] = {}
+        self._places: dict[str, Any] | None = None
+
+    def parameter(self, name: str) -> Allowed:
+        """What the parameter may be; everything where the schema does not say."""
+        if name not in self._parameters:
+            seen: set[int] = set()
+            self._parameters[name] = self._property(name, seen, self._root, 0) or Allowed()
+        return self._parameters[name]
+
+    def _property(self, name: str, seen: set[int], schema: Any, depth: int) -> Allowed | None:
+        """What an object's schema says about one of its properties; None where it says nothing."""
+        if not isinstance(schema, dict) or id(schema) in seen or depth > _MAX_DEPTH:
+            return None
+        seen.add(id(schema))
+        own = _either(self._value(one, depth + 1) for one in _schemas_of_property(schema, name))
+        return _both([own, *self._composed(schema, partial(self._property, name, seen), depth)])
+
+    def _value(self, schema: Any, depth: int) -> Allowed | None:
+        """What a schema allows; None where it only refers to itself."""
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return Allowed()
+        if id(schema) not in self._values:
+            self._values[id(schema)] = None
+            composed = self._composed(schema, self._value, depth)
+            found = _both([_own(schema), *composed])
+            if found == Allowed() or (found is None and not composed):
+                found = _implied(schema)
+            self._values[id(schema)] = found
+        return self._values[id(schema)]
+
+    def _composed(self, schema: dict[str, Any], read: _Reader, depth: int) -> list[Allowed | None]:
+        """What the schemas say that all apply: those it refers to, and those it is composed of."""
+        targets = [self._target(schema[name]) for name in _REFERENCES if isinstance(schema.get(name), str)]
+        parts = [read(one, depth + 1) for one in (*targets, *_listed(schema, "allOf"))]
+        branches = [_listed(schema, name) for name in ("anyOf", "oneOf")]
+        branches.append([schema[name] for name in ("then", "else") if name in schema])
+        return parts + [_either(read(one, depth + 1) for one in those) for those in branches if those]
+
+    def _target(self, reference: str) -> Any:
+        """The schema that a reference names; None where it is none of this document's."""
+        base, _, fragment = reference.partition("#")
+        document = self._root if not base else self._named().get(base)
+        if fragment and not fragment.startswith("/"):
+            return self._named().get(f"#{fragment}")
+        for step in unquote(fragment).split("/")[1:]:
+            document = _within(document, step.replace("~1", "/").replace("~0", "~"))
+        return document
+
+    def _named(self) -> dict[str, Any]:
+        """The schemas that have a name: ``$id`` as it is, anchors behind a ``#``."""
+        if self._places is None:
+            self._places = {}
+            waiting = [self._root]
+            while waiting:
+                node = waiting.pop()
+                waiting += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+                if isinstance(node, dict):
+                    self._places |= {
+                        f"{sign}{node[name]}".removesuffix("#"): node
+                        for name, sign in (("$id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#"))
+                        if isinstance(node.get(name), str)
+                    }
+        return self._places
+
+
+def _within(document: Any, step: str) -> Any:
+    if isinstance(document, dict):
+        return document.get(step)
+    is_index = isinstance(document, list) and step.isdecimal() and len(step) < 10
+    return document[int(step)] if is_index and int(step) < len(document) else None
+
+
+def _schemas_of_property(schema: dict[str, Any], name: str) -> list[Any]:
+    """The named property's, or else those of every pattern: no pattern of a client is run here."""
+    named = schema.get("properties")
+    if isinstance(named, dict) and name in named:
+        return [named[name]]
+    patterns = schema.get("patternProperties")
+    others = list(patterns.values()) if isinstance(patterns, dict) else []
+    rest = schema.get("additionalProperties")
+    return [*others, rest] if isinstance(rest, dict) else others
+
+
+def _listed(schema: dict[str, Any], name: str) -> list[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _own(schema: dict[str, Any]) -> Allowed | None:
+    """What ``type``, ``enum`` and ``const`` say together; None where nothing. ``nullable`` adds null, as in OpenAPI."""
+    found = schema.get("type")
+    names = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, str)]
+    types = frozenset[str]().union(*(_named_type(name) for name in names))
+    allowed = Allowed(types or ANY)
+    if isinstance(schema.get("enum"), list):
+        allowed = allowed.both(_one_of(schema["enum"]))
+    if "const" in schema:
+        allowed = allowed.both(_one_of([schema["const"]]))
+    if schema.get("nullable") is True:
+        allowed = allowed.either(_one_of([None]))
+    return None if allowed == Allowed() else allowed
+
+
+def _named_type(name: str) -> frozenset[str]:
+    name = _SPELLINGS.get(name.lower(), name.lower())
+    return frozenset({"number", "integer"}) if name == "number" else ANY & {name}
+
+
+def _one_of(values: list[Any]) -> Allowed:
+    return Allowed(frozenset(map(type_of, values)), tuple(values)) if values else Allowed()
+
+
+def _implied(schema: dict[str, Any]) -> Allowed:
+    names = [name for name, keywords in _IMPLIED.items() if any(word in schema for word in keywords)]
+    return Allowed(frozenset[str]().union(*map(_named_type, names)) or ANY)
+
+
+def _both(parts: Iterable[Allowed | None]) -> Allowed | None:
+    """What all of them allow that say something; None where none does."""
+    known = [part for part in parts if part is not None]
+    return reduce(Allowed.both, known) if known else None
+
+
+def _either(parts: Iterable[Allowed | None]) -> Allowed | None:
+    """What any of them allows that say something; None where none does."""
+    known = [part for part in parts if part is not None]
+    return reduce(Allowed.either, known) if known else None
