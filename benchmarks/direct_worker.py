@@ -72,6 +72,7 @@ async def direct_worker(
 ) -> AsyncIterator[DirectWorker]:
     """``kvbaton both`` with these arguments, attached to this process. Raises ServerError."""
     secret, file, log = secrets.token_hex(16), folder / "secret", folder / "direct_worker.log"
+    file.touch(mode=0o600)
     file.write_text(secret)
     file.chmod(0o600)
     worker = DirectWorker()

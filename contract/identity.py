@@ -6,6 +6,8 @@ import secrets
 from enum import StrEnum
 
 SECRET_BYTES = 32
+MIN_SECRET_CHARACTERS = 32
+"""Of a cluster secret. Whoever records one handshake can try shorter ones offline."""
 
 
 class Role(StrEnum):

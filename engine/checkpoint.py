@@ -190,7 +190,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise _bad(f"{file} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise _bad(f"{file} must hold a JSON object")

@@ -6,11 +6,13 @@ A frame over its bound is refused before it is read, and one that does not fit i
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
+from contract.decoding import decode_outside
 from contract.errors import TransferError
 
 HEADER = struct.Struct("<II")
@@ -87,10 +89,12 @@ def read_frame(sock: socket.socket, message_type: type[_T], max_bytes: int) -> _
 
 def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
     """What a frame says. Raises TransferError."""
-    try:
-        return msgspec.msgpack.decode(body, type=message_type)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransferError(f"the peer sent a malformed frame: {error}") from error
+    message: _T = decode_outside(
+        partial(msgspec.msgpack.decode, type=message_type),
+        body,
+        lambda why: TransferError(f"the peer sent a malformed frame: {why}"),
+    )
+    return message
 
 
 class ShortReadError(TransferError):

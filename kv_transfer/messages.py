@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from contract.decoding import decode_outside
 from contract.errors import TransferError
 from contract.layout import KVLayout, Side
 from engine.connector import FirstToken
@@ -208,8 +209,7 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
 
 def decode_message(frame: bytes) -> Message:
     """Raises TransferError for anything but a well-formed message of this protocol."""
-    try:
-        message: Message = _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransferError(f"the peer sent a malformed message: {error}") from error
+    message: Message = decode_outside(
+        _decoder.decode, frame, lambda why: TransferError(f"the peer sent a malformed message: {why}")
+    )
     return message

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
-from serving.settings import Address, Settings, read_secret_file
+from serving.settings import Address, Settings, check_secret, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
 
 
@@ -102,10 +102,13 @@ class RouterSettings(Settings):
         return ParserChoice(self.tool_parser, self.reasoning_parser, (opening, closing))
 
     def read_secret(self) -> str:
-        """The cluster secret; raises SettingError where there is none, or where two are given."""
+        """The cluster secret; raises SettingError where there is none, two are given, or it is weak."""
         if self.secret and self.secret_file:
             raise SettingError(
                 "secret (KVBATON_SECRET) and secret_file are both set; workers know the file's only: unset secret",
                 param="secret",
             )
-        return self.secret or read_secret_file(self.secret_file)
+        if not self.secret:
+            return read_secret_file(self.secret_file)
+        check_secret(self.secret, "secret (KVBATON_SECRET)", "secret")
+        return self.secret

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from contract.errors import SettingError, UnauthenticatedError
 from serving.file_stamp import Stamp, stamp_of
+from serving.private_files import read_private_text
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,7 @@ def _listed(keys: str | None) -> list[str]:
 
 
 def _read(file: Path) -> list[str]:
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"api_keys_file {file} cannot be read: {error}", param="api_keys_file") from error
+    lines = read_private_text(file, "api_keys_file").splitlines()
     found = _keys([_COMMENT.sub("", line) for line in lines], "api_keys_file")
     if not found:
         raise SettingError(f"api_keys_file {file} holds no key", param="api_keys_file")

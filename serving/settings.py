@@ -14,6 +14,8 @@ from pydantic import AfterValidator, PrivateAttr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import SettingError
+from contract.identity import MIN_SECRET_CHARACTERS
+from serving.private_files import read_private_text
 from serving.settings_file import SettingsFile, is_secret
 
 FLAG = "flag"
@@ -47,16 +49,29 @@ def is_loopback(address: str) -> bool:
 
 
 def read_secret_file(path: Path | None) -> str:
-    """The cluster secret in a file; raises SettingError where there is none."""
+    """Return the cluster secret in a file, without surrounding white space.
+
+    Raises SettingError where there is none, where other users can read it, or where it is too short.
+    """
     if path is None:
         raise SettingError("secret_file is not set; workers and router share one secret", param="secret_file")
-    try:
-        secret = path.read_text().strip()
-    except OSError as error:
-        raise SettingError(f"secret_file {path} cannot be read: {error}", param="secret_file") from error
+    secret = read_private_text(path, "secret_file").strip()
     if not secret:
-        raise SettingError(f"secret_file {path} is empty", param="secret_file")
+        raise SettingError(
+            f"secret_file {path} is empty; make one with `openssl rand -hex 32`", param="secret_file"
+        )
+    check_secret(secret, f"secret_file {path}", "secret_file")
     return secret
+
+
+def check_secret(secret: str, what: str, param: str) -> None:
+    """Raise SettingError for a cluster secret that can be guessed offline. what: names it without showing it."""
+    if len(secret) < MIN_SECRET_CHARACTERS:
+        raise SettingError(
+            f"{what} holds {len(secret)} characters; a cluster secret has {MIN_SECRET_CHARACTERS} or more:"
+            " make one with `openssl rand -hex 32`",
+            param=param,
+        )
 
 
 @dataclass(frozen=True)

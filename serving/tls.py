@@ -16,6 +16,7 @@ import grpc
 
 from contract.errors import SettingError
 from serving.file_stamp import Stamp, stamp_of
+from serving.private_files import read_private_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
 
 def _read_pair(certificate: Path, key: Path) -> _Pair:
     chain_bytes = _read(certificate, "tls_certificate_file")
-    key_bytes = _read(key, "tls_key_file")
+    key_bytes = read_private_file(key, "tls_key_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])

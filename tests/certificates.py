@@ -4,11 +4,13 @@ from pathlib import Path
 
 import trustme
 
+from tests.private_files import write_private
+
 
 def write_certificate(authority: trustme.CA, folder: Path, *names: str) -> tuple[Path, Path]:
     """A certificate for these names, with its chain, and its key."""
     issued = authority.issue_cert(*names)
     certificate, key = folder / "cert.pem", folder / "key.pem"
     certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    key.write_bytes(issued.private_key_pem.bytes())
+    write_private(key, issued.private_key_pem.bytes().decode())
     return certificate, key

@@ -120,7 +120,7 @@ def transfer_factory(role: Role, decorate: Decorate | None, transport: str) -> T
             worker_id=role.value,
             boot_id=f"boot-{role.value}",
             role=role,
-            secret="a secret of the tests",
+            secret="a secret of the tests, of 32 or more characters",
             transport=transport,
             peer_timeout_seconds=20.0,
             decorate=decorate,

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from contract.decoding import DECODING_ERRORS
 from contract.errors import SettingError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -20,7 +21,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(file.read_bytes())
-    except ValueError as error:
+    except DECODING_ERRORS as error:
         raise SettingError(f"{file} is not valid JSON: {error}", param="model") from error
     if not isinstance(found, dict):
         raise SettingError(f"{file} holds no JSON object", param="model")

@@ -52,7 +52,7 @@ def _check_modules(folder: Path) -> None:
         names = [str(module["type"]).rpartition(".")[2] for module in modules]
     except FileNotFoundError:
         return
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except (OSError, ValueError, RecursionError, TypeError, LookupError) as error:
         raise UnsupportedFieldError(
             f"the model's {_MODULES} cannot be read: {error!r}", param="model"
         ) from error

@@ -21,7 +21,7 @@ def load_vocabulary(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
         added = [token["id"] for token in json.loads(text)["added_tokens"]]
         ends = [token for token in eos_token_ids if token in added] or added[:1] or None
         return LLTokenizer(text, eos_token=ends)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
         raise UnsupportedFieldError(
             f"grammars are not served with this model, its tokenizer cannot be read for them: {error}",
             param="grammar",

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from contract.decoding import decode_outside
 from contract.errors import TransferError
 from kv_transfer.transport import ReadRequest
 from kv_transfer.transports.generations import NUM_SLOTS
@@ -36,10 +37,9 @@ def encode_grant(slot: int, generation: int, block_ids: Sequence[int], id_type: 
 
 def decode_grant(data: bytes) -> BlockGrant:
     """Raises TransferError for bytes that are no grant."""
-    try:
-        return _grants.decode(data)
-    except msgspec.MsgspecError as error:
-        raise TransferError(f"the sender handed out a malformed grant: {error}") from error
+    return decode_outside(
+        _grants.decode, data, lambda why: TransferError(f"the sender handed out a malformed grant: {why}")
+    )
 
 
 def granted_blocks(

@@ -15,12 +15,19 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
-import msgspec
 import numpy as np
 
 from contract.errors import TransferError, WorkerLostError
 from kv_transfer.block_views import BlockViews, address_of, block_span, check_sizes
-from kv_transfer.framing import HEADER, ShortReadError, check_body, length_in, receive_all, write_frame
+from kv_transfer.framing import (
+    HEADER,
+    ShortReadError,
+    check_body,
+    decode_body,
+    length_in,
+    receive_all,
+    write_frame,
+)
 from kv_transfer.native.caches import last_cache_bytes
 from kv_transfer.native.compiling import CopyBlocks, load_copy_blocks
 from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError, blocks_per_piece
@@ -181,7 +188,7 @@ class _MappedPeer:
             body = bytearray(length_in(header, MAX_SHM_FRAME_BYTES))
             receive_all(self._sock, [memoryview(body)])
             check_body(header, body)
-            return msgspec.msgpack.decode(body, type=ShmWelcome), descriptors
+            return decode_body(body, ShmWelcome), descriptors
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -248,7 +255,7 @@ class ShmReceiver:
                     with read.interruptible(peer.stop_connecting):
                         peer.connect()
                 work(peer)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, TransferError) as error:
+        except (OSError, TransferError) as error:
             raise as_outcome(error, source, read, "shm socket") from error
 
 

@@ -11,10 +11,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from contract.errors import KvbatonError, TransferError, UnauthenticatedError
-from kv_transfer.framing import FrameBuffer, encode_frame
+from kv_transfer.framing import FrameBuffer, decode_body, encode_frame
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.shm_folder import listen_at
 from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, ShmWelcome
@@ -144,14 +142,17 @@ class ShmServer:
         except BlockingIOError as error:
             logger.debug("a reader takes no answers: %s", error)
             self._drop(reader)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KvbatonError) as error:
+        except (OSError, KvbatonError) as error:
             logger.debug("a reader's connection ended: %s", error)
+            self._drop(reader)
+        except Exception:  # the boundary of one connection: the other readers go on
+            logger.exception("serving a reader of shm failed")
             self._drop(reader)
 
     def _answer(self, reader: _Reader, frame: bytes) -> None:
         if reader.token:
             raise TransferError("a reader that was let in has nothing more to say")
-        token = msgspec.msgpack.decode(frame, type=DataHello).token
+        token = decode_body(frame, DataHello).token
         if token not in self._sessions:
             message = "no control link stands behind this connection"
             self._say(reader, ShmWelcome(DataStatus.DENIED, message), [])

@@ -21,6 +21,7 @@ from serving.http_server import start_http
 from serving.tls import read_tls
 from tests.certificates import write_certificate
 from tests.chaos.settings import process_environment
+from tests.private_files import write_private
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, word_id
 
@@ -84,7 +85,7 @@ def test_a_file_without_authorities_is_named(content: str | None, tmp_path: Path
 
 def test_the_own_service_is_shown_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, config = tmp_path / "keys", tmp_path / "kvbaton.toml"
-    keys.write_text("in-file\n")
+    write_private(keys, "in-file\n")
     config.write_text(f'[router]\napi_keys_file = "{keys}"\n')
     monkeypatch.setenv("KVBATON_API_KEY", "of-another-service")
     facts = {"http": "127.0.0.1:1"}

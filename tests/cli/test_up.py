@@ -19,6 +19,7 @@ from cli.ask import Answer, ask_http
 from cli.endpoint import Endpoint
 from tests.certificates import write_certificate
 from tests.checkpoints import make_checkpoint
+from tests.private_files import write_private
 from tests.worker.children import wait_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -143,7 +144,7 @@ async def test_run_and_demo_show_a_key_to_the_service_that_they_start_and_demo_a
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("in-file\n")
+    write_private(keys, "in-file\n")
     monkeypatch.setenv("KVBATON_API_KEYS_FILE", str(keys))
     monkeypatch.setenv("KVBATON_API_KEY", "of-another-service")
     async with kvbaton(

@@ -20,7 +20,7 @@ from worker.service import exposed
 from worker.settings import WorkerSettings
 from worker.worker import Worker, WorkerIdentity
 
-_SECRET = "a secret of the tests"
+_SECRET = "a secret of the tests, of 32 or more characters"
 _SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.BOTH: AggregatedServicer}
 
 

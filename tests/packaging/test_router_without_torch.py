@@ -14,7 +14,7 @@ from router.testing import Script, ScriptedWorker
 from tests.packaging.base_install import link_base_install
 from tests.text.tiny_model import END, byte_ids, model_files
 
-SECRET = "a secret of the tests"
+SECRET = "a secret of the tests, of 32 or more characters"
 RUN = """
 import sys
 sys.path[:0] = [sys.argv.pop(1)]

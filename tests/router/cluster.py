@@ -17,7 +17,7 @@ from router.settings import RouterSettings
 from router.testing import Script, ScriptedWorker, Writer
 from tests.text.tiny_model import model_files
 
-SECRET = "the cluster's secret"
+SECRET = "the cluster's secret, of 32 or more characters"
 MODEL = "tiny"
 PAIR = (Role.PREFILL, Role.DECODE)
 

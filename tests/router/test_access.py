@@ -20,6 +20,7 @@ from router.service import RouterService
 from router.settings import RouterSettings
 from router.testing import Script
 from tests.certificates import write_certificate
+from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, word_id
 
@@ -76,7 +77,7 @@ async def test_metrics_can_be_closed() -> None:
 
 async def test_a_key_can_be_taken_back_while_the_router_runs(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text(f"{KEY}\n")
+    write_private(file, f"{KEY}\n")
     async with running_cluster(HELLO, (Role.BOTH,), api_keys_file=file) as cluster:
         body = {"prompt": "x"}
         assert (await cluster.post("/v1/completions", body, headers=GIVEN))[0] == 200

@@ -21,6 +21,7 @@ from router.service import RouterService
 from router.settings import RouterSettings
 from router.testing import Script, ScriptedWorker
 from serving.metrics import ROUTER_METRICS
+from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, byte_ids, model_files
 
@@ -154,11 +155,11 @@ def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
         RouterSettings().read_secret()
     with pytest.raises(SettingError, match="cannot be read"):
         RouterSettings(secret_file=tmp_path / "none").read_secret()
-    (tmp_path / "secret").write_text(" \n")
+    write_private(tmp_path / "secret", " \n")
     with pytest.raises(SettingError, match="is empty"):
         RouterSettings(secret_file=tmp_path / "secret").read_secret()
-    (tmp_path / "secret").write_text("s3\n")
-    assert RouterSettings(secret_file=tmp_path / "secret").read_secret() == "s3"
+    write_private(tmp_path / "secret", f"{SECRET}\n")
+    assert RouterSettings(secret_file=tmp_path / "secret").read_secret() == SECRET
     with pytest.raises(ValueError, match="max_queue"):
         RouterSettings(max_queue=0)
     assert RouterSettings(secret="s").masked()["secret"] == "***"

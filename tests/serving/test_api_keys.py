@@ -7,6 +7,7 @@ import pytest
 
 from contract.errors import SettingError, UnauthenticatedError
 from serving.api_keys import ApiKeys, first_key
+from tests.private_files import write_private
 
 
 def lets_in(keys: ApiKeys, key: str) -> bool:
@@ -36,7 +37,7 @@ def test_what_is_no_valid_key_is_refused(header: str | None) -> None:
 
 def test_every_key_of_setting_and_file_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# those of team A\n\nfirst  # alice\n  sec#ond\n")
+    write_private(file, "# those of team A\n\nfirst  # alice\n  sec#ond\n")
     keys = ApiKeys("third, fourth,", file)
     assert [lets_in(keys, key) for key in ("first", "sec#ond", "third", "fourth")] == [True] * 4
     assert [lets_in(keys, key) for key in ("alice", "# those", "sec", "firs", "firstx", "\udcff")] == [
@@ -47,7 +48,7 @@ def test_every_key_of_setting_and_file_is_valid(tmp_path: Path) -> None:
 
 def test_the_first_key_is_one_that_is_let_in(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# team A\nin-file # alice\nsecond\n")
+    write_private(file, "# team A\nin-file # alice\nsecond\n")
     assert first_key(None, None) is None
     assert first_key(" , given, other", file) == "given"
     assert first_key(None, file) == first_key("", file) == "in-file"
@@ -58,12 +59,12 @@ def test_the_first_key_is_one_that_is_let_in(tmp_path: Path) -> None:
 
 def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("old-key\n")
+    write_private(file, "old-key\n")
     keys = ApiKeys(None, file)
     assert lets_in(keys, "old-key")
-    file.write_text("new-key-1\n")
+    write_private(file, "new-key-1\n")
     assert (lets_in(keys, "old-key"), lets_in(keys, "new-key-1")) == (False, True)
-    (tmp_path / "next").write_text("new-key-2\n")
+    write_private(tmp_path / "next", "new-key-2\n")
     (tmp_path / "next").replace(file)
     assert (lets_in(keys, "new-key-1"), lets_in(keys, "new-key-2")) == (False, True)
 
@@ -72,14 +73,14 @@ def test_a_file_that_goes_bad_lets_nobody_in_until_it_is_mended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys"
-    file.write_text("good-key\n")
+    write_private(file, "good-key\n")
     keys = ApiKeys("given", file)
     for content in (b"", b"# none\n", b"good-key\nnot a key\n", b"\xff\xfe\n"):
         file.write_bytes(content)
         assert (lets_in(keys, "good-key"), lets_in(keys, "given")) == (False, True)
     file.unlink()
     assert not lets_in(keys, "good-key")
-    file.write_text("good-key\n")
+    write_private(file, "good-key\n")
     assert lets_in(keys, "good-key")
     logged = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(logged) == 5
@@ -93,7 +94,7 @@ def test_a_file_that_goes_bad_lets_nobody_in_until_it_is_mended(
 def test_a_bad_file_stops_the_start(tmp_path: Path, content: str | None, words: str) -> None:
     file = tmp_path / "keys"
     if content is not None:
-        file.write_text(content)
+        write_private(file, content)
     with pytest.raises(SettingError, match=words) as caught:
         ApiKeys(None, file)
     assert caught.value.param == "api_keys_file"

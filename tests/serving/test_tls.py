@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from contract.errors import SettingError
 from serving.tls import read_tls
+from tests.private_files import write_private
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     issued = trustme.CA().issue_cert("localhost")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    key.write_bytes(issued.private_key_pem.bytes())
+    write_private(key, issued.private_key_pem.bytes().decode())
     return certificate, key
 
 
@@ -43,7 +44,7 @@ def test_files_that_cannot_be_used_are_named(pair: tuple[Path, Path], tmp_path: 
         read_tls(tmp_path / "none", key)
     with pytest.raises(SettingError, match=r"tls_key_file .*none cannot be read"):
         read_tls(certificate, tmp_path / "none")
-    (tmp_path / "text").write_text("hello")
+    write_private(tmp_path / "text", "hello")
     with pytest.raises(SettingError, match="no certificate and key in PEM"):
         read_tls(tmp_path / "text", key)
     with pytest.raises(SettingError, match="no certificate and key in PEM"):
@@ -52,7 +53,7 @@ def test_files_that_cannot_be_used_are_named(pair: tuple[Path, Path], tmp_path: 
 
 def test_a_key_of_another_certificate_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     other = tmp_path / "other.pem"
-    other.write_bytes(trustme.CA().issue_cert("localhost").private_key_pem.bytes())
+    write_private(other, trustme.CA().issue_cert("localhost").private_key_pem.bytes().decode())
     with pytest.raises(SettingError, match=r"other.pem is not the key of .*cert.pem") as caught:
         read_tls(pair[0], other)
     assert caught.value.param == "tls_key_file"

@@ -152,7 +152,7 @@ class Worker:
             worker_id=self.role.value,
             boot_id=boot_id,
             role=self.role,
-            secret="a secret of the tests",
+            secret="a secret of the tests, of 32 or more characters",
             host=self.place.host,
             advertise_host=self.place.advertise_host,
             control_port=self.place.control_port,

@@ -25,13 +25,14 @@ from router.service import RouterService
 from router.settings import RouterSettings
 from serving.peer_auth import peer_metadata
 from tests.engine_scheduling.stepping import fake_settings
+from tests.private_files import write_private
 from tests.text.tiny_model import model_files, write_model
 from worker.aggregated import AggregatedServicer
 from worker.service import exposed
 from worker.settings import WorkerSettings
 from worker.worker import Worker, WorkerIdentity
 
-SECRET = "a secret of the tests"
+SECRET = "a secret of the tests, of 32 or more characters"
 SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.BOTH: AggregatedServicer}
 FREE: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
 
@@ -79,7 +80,7 @@ def worker_settings(folder: Path, router: str) -> WorkerSettings:
     model, secret_file = folder / "model", folder / "secret"
     model.mkdir(exist_ok=True)
     write_model(model)
-    secret_file.write_text(SECRET)
+    write_private(secret_file, SECRET)
     return WorkerSettings(model=model, router=router, secret_file=secret_file)
 
 
@@ -257,7 +258,7 @@ async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> No
 
 async def test_a_router_with_another_secret_refuses_the_worker(tmp_path: Path) -> None:
     """It does not try again for ever: the worker ends with the reason."""
-    router = RouterService(RouterSettings(**FREE, secret="another secret"))
+    router = RouterService(RouterSettings(**FREE, secret="another secret, which also has 32 characters"))
     await router.start()
     engine = await InProcessClient.start(fake_settings(), fake_connector_factory, start=start_fake_executor)
     try:
@@ -296,7 +297,7 @@ async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) 
 
 def test_secrets_are_read_or_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
-    empty.write_text("\n")
+    write_private(empty, "\n")
     for path, text in ((None, "not set"), (tmp_path / "missing", "cannot be read"), (empty, "is empty")):
         with pytest.raises(SettingError, match=text):
             WorkerSettings(model=tmp_path, secret_file=path).read_secret()

@@ -1,0 +1,32 @@
+"""Decode bytes that come from outside this process: the one place that lists what a decoder can raise.
+
+A peer, a client or a file decides about these bytes, so every failure must become an error of the call, never the end of
+a thread. Nested input raises RecursionError, long numbers OverflowError or ValueError, broken text UnicodeDecodeError.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from contract.errors import KvbatonError
+
+DECODING_ERRORS: tuple[type[Exception], ...] = (
+    msgspec.MsgspecError,
+    ValueError,  # also JSONDecodeError and UnicodeDecodeError
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    struct.error,
+)
+_D = TypeVar("_D")
+_T = TypeVar("_T")
+
+
+def decode_outside(decode: Callable[[_D], _T], data: _D, refusal: Callable[[str], KvbatonError]) -> _T:
+    """Return ``decode(data)``. Raises the error that ``refusal`` makes of the decoder's message."""
+    try:
+        return decode(data)
+    except DECODING_ERRORS as error:
+        raise refusal(str(error) or type(error).__name__) from error

@@ -1,0 +1,70 @@
+"""Read files with secrets, and refuse those that other users can read or replace."""
+
+import os
+import stat
+from pathlib import Path
+
+from contract.errors import SettingError
+
+_MAX_BYTES = 2**20
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def read_private_file(path: Path, param: str) -> bytes:
+    """Return the file's bytes. Raises SettingError where it cannot be read or is not private.
+
+    Private means: a regular file of this user or of root, without permissions for group and others, in a folder in which no
+    other user can replace it. Links are followed, and the folders at both ends are checked. One exception: a file of root
+    may be readable by a group of this process, which is how Kubernetes mounts a secret for a service that is not root.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
+        with os.fdopen(descriptor, "rb") as file:
+            _check_file(path, os.fstat(descriptor), param)
+            for folder in {path.absolute().parent, path.resolve().parent}:
+                _check_folder(path, folder, param)
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise SettingError(
+            f"{param} {path} cannot be read: {error.strerror or error}", param=param
+        ) from error
+    if len(data) > _MAX_BYTES:
+        raise SettingError(f"{param} {path} has more than {_MAX_BYTES} bytes", param=param)
+    return data
+
+
+def read_private_text(path: Path, param: str) -> str:
+    """Return the text of a private file. Raises SettingError also where it is not UTF-8."""
+    try:
+        return read_private_file(path, param).decode()
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{param} {path} cannot be read: it is not UTF-8 text", param=param) from error
+
+
+def _check_file(path: Path, info: os.stat_result, param: str) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise SettingError(f"{param} {path} is not a regular file", param=param)
+    if info.st_uid not in (os.geteuid(), 0):
+        raise SettingError(
+            f"{param} {path} belongs to user {info.st_uid}; it must belong to user {os.geteuid()} or to root",
+            param=param,
+        )
+    excess = info.st_mode & _OTHERS
+    if info.st_uid == 0 and os.geteuid() != 0 and info.st_gid in {os.getegid(), *os.getgroups()}:
+        excess &= ~stat.S_IRGRP
+    if excess:
+        raise SettingError(
+            f"{param} {path} has mode {stat.S_IMODE(info.st_mode):04o}: others than its owner may use it;"
+            f" `chmod 600 {path}`",
+            param=param,
+        )
+
+
+def _check_folder(path: Path, folder: Path, param: str) -> None:
+    info = folder.stat()
+    if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
+        raise SettingError(
+            f"{param} {path} is in {folder} of mode {stat.S_IMODE(info.st_mode):04o}, where every user can replace it;"
+            f" `chmod o-w {folder}`",
+            param=param,
+        )
