@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from itertools import cycle
@@ -49,12 +50,13 @@ async def unread_whole_answers(target: Target) -> None:
 
 
 async def long_stop_strings(target: Target) -> None:
-    """Ask four times with as many characters of stop strings as may be sent."""
-    stops = ["a" * 16383 + end for end in "bcde"]
-    bodies = [_question(stop=stops[:count], max_tokens=400, ignore_eos=True) for count in (4, 4, 1, 1)]
-    many = [f"{number:04d}" * 4 for number in range(4096)]
-    bodies.append(_question(stop=many, max_tokens=400, ignore_eos=True))
-    await _post_all(target, "/v1/completions", bodies, at_once=5)
+    """Stream 128 answers that repeat one token, beside 64 stop strings of 1,024 characters that almost match them."""
+    token, text = await _repeated_token(target)
+    stops = [(text * 1024)[: 1023 - number] + "\x01" for number in range(64)]
+    body = _question(
+        stop=stops, allowed_token_ids=[token], max_tokens=1200, ignore_eos=True, n=64, stream=True
+    )
+    await _post_all(target, "/v1/completions", [body] * 2, at_once=2)
 
 
 async def silent_connections(target: Target) -> None:
@@ -145,9 +147,9 @@ async def compressed_bodies(target: Target) -> None:
 async def control_port_flood(target: Target) -> None:
     """Keep opening connections to the workers' internal ports that never prove who they are."""
     ports = target.internal_ports()
-    async with asyncio.timeout(_HOLD_SECONDS + 5):
-        for _ in range(int(_HOLD_SECONDS)):
-            await _hold_connections(ports * 60, (b"", b"\x00\x00\x00\x08kvbaton"), seconds=1.0)
+    until = time.monotonic() + _HOLD_SECONDS
+    while time.monotonic() < until:
+        await _hold_connections(ports * 60, (b"", b"\x00\x00\x00\x08kvbaton"), seconds=1.0)
 
 
 async def long_names(target: Target) -> None:
@@ -191,6 +193,17 @@ WEAPONS: dict[str, Weapon] = {
 
 def _question(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "The old moose", "max_tokens": 8, **fields}
+
+
+async def _repeated_token(target: Target) -> tuple[int, str]:
+    """Return a token of the model and its text."""
+    headers = {"Authorization": f"Bearer {target.attacker_key}"}
+    async with aiohttp.ClientSession(f"http://{target.http}", headers=headers) as session:
+        async with session.post("/tokenize", json={"model": MODEL, "prompt": "moose"}) as response:
+            token: int = (await response.json())["tokens"][-1]
+        async with session.post("/detokenize", json={"model": MODEL, "tokens": [token]}) as response:
+            text: str = (await response.json())["prompt"]
+    return token, text
 
 
 def _host_port(address: str) -> tuple[str, int]:
