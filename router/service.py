@@ -32,7 +32,6 @@ from router.tasks import TaskSet
 from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
 from serving.api_keys import ApiKeys
-from serving.descriptors import connection_caps, num_open_descriptors, raise_descriptor_limit
 from serving.grpc_keys import ApiKeyInterceptor
 from serving.grpc_messages import MessageInterceptor
 from serving.grpc_options import internal_server_options, public_server_options
@@ -145,9 +144,8 @@ class RouterService:
         self._internal, internal = await self._start_internal()
         http = public = ""
         if has_public_ports:
-            caps = connection_caps(settings.max_connections, raise_descriptor_limit(), num_open_descriptors())
-            self._public, public = await self._start_public(caps.grpc)
-            http = await self._start_http(caps.http)
+            self._public, public = await self._start_public()
+            http = await self._start_http()
         await self._admin.start()
         self._addresses = BoundAddresses(http, public, internal, self._admin.address)
         self._warn_if_open()
@@ -187,16 +185,10 @@ class RouterService:
         )
         return server, await start_grpc(server, self._settings.internal, param="internal")
 
-    async def _start_public(self, max_connections: int) -> tuple[grpc.aio.Server, str]:
+    async def _start_public(self) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(
             interceptors=[ApiKeyInterceptor(self._keys), MessageInterceptor(_INFERENCE)],
-            options=public_server_options(
-                self._settings.max_body_bytes,
-                max_connections=max_connections,
-                handshake_seconds=self._settings.header_timeout_seconds,
-                idle_seconds=self._settings.idle_timeout_seconds,
-                call_seconds=self._settings.request_timeout_seconds,
-            ),
+            options=public_server_options(self._settings.max_body_bytes),
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceServicer(
@@ -226,7 +218,7 @@ class RouterService:
                 " and ".join(public),
             )
 
-    async def _start_http(self, max_connections: int) -> str:
+    async def _start_http(self) -> str:
         endpoints = Endpoints(
             self._pipeline,
             self._models,
@@ -241,7 +233,6 @@ class RouterService:
             self._settings.http,
             shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
             tls=self._tls.context if self._tls else None,
-            limits=self._settings.http_limits(max_connections),
         )
         return self._http.address
 

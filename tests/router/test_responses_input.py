@@ -20,7 +20,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
     (
-        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 7}]},
         "input[0].arguments",
     ),
     ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),

@@ -113,7 +113,9 @@ async def test_the_template_is_told_of_tools_and_gets_arguments_as_objects(tmp_p
         prompt = prompt_of(cluster)
         _, counted = await cluster.post("/tokenize", {**ASK, "messages": conversation})
     assert status == 200
-    assert prompt == "tools: get_weather now;user: hi;assistant:  city=Paris;tool: sunny;assistant: "
+    assert (
+        prompt == "tools: get_weather now;user: hi;assistant:  get_weather city=Paris;tool: sunny;assistant: "
+    )
     assert counted["count"] == answer["usage"]["prompt_tokens"]
 
 
