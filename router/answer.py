@@ -1,7 +1,7 @@
 """Tokens → text of one choice: end tokens hidden, stop strings cut, reasoning and tool calls told apart, counts kept."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contract.requests import FinishReason, TokenLogprobs
 from router.attempt import Arrival
@@ -118,6 +118,9 @@ class Answer:
                 request.chat, end, has_grammar=request.sampling.grammar is not None
             )
         self._tags = {tokenizer.token_id(tag): tag for tag in self._parser.tags}
+        self._token_bytes = tokenizer.token_bytes
+        self._num_characters = 0
+        self._holds_text = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.is_finished = False
@@ -126,9 +129,13 @@ class Answer:
         """The delta of an arrival; tokens behind a stop string are not part of it."""
         delta = Delta()
         for token in arrival.tokens:
-            delta.tokens.append(token)
+            text = self._text_of(token)
+            offset = self._offset_of(token, text)
+            self._num_characters += len(text)
+            self._holds_text = not text
+            delta.tokens.append(replace(token, text_offset=offset))
             was_reasoning = self._parser.is_reasoning
-            delta.add(self._parser.push(self._text_of(token)))
+            delta.add(self._parser.push(self._certain(text)))
             if was_reasoning or self._parser.is_reasoning:
                 self.num_reasoning_tokens += 1
                 delta.num_reasoning_tokens = len(delta.tokens)
@@ -147,7 +154,20 @@ class Answer:
         if token.token_id in self._hidden:
             return ""
         tag = self._tags.get(token.token_id)
-        text = self._text.push(token.token_id) if tag is None else self._text.flush() + tag
+        return self._text.push(token.token_id) if tag is None else self._text.flush() + tag
+
+    def _offset_of(self, token: Token, text: str) -> int:
+        """Where a token begins: behind what was made certain before it, and behind what it makes certain of others."""
+        if not self._holds_text or len(text) < 2:
+            return self._num_characters
+        raw = self._token_bytes(token.token_id)
+        own = raw.decode("utf-8", "ignore")
+        begins = bool(raw) and raw[0] & 0xC0 != 0x80
+        others = len(text) - len(own) if begins and text.endswith(own) else 0
+        return self._num_characters + others
+
+    def _certain(self, text: str) -> str:
+        """The text that no stop string can begin with any more."""
         return text if self.num_tokens < self._min_tokens else self._stops.push(text)
 
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> Delta:

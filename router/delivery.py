@@ -8,11 +8,15 @@ from contract.requests import TokenLogprobs
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer, at ``index`` from its beginning."""
+    """One token of an answer, at ``index`` from its beginning.
+
+    text_offset: characters of the answer's text that are certain before it; known once the text has been made.
+    """
 
     index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    text_offset: int = 0
 
 
 class Delivery:

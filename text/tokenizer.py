@@ -65,6 +65,11 @@ class Tokenizer:
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Return where each token of ``encode(text)`` begins and ends in ``text``; (0, 0) for one that was added."""
+        (encoded,) = self._backend.encode_batch([text])
+        return list(encoded.offsets)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; bytes that are no UTF-8 become U+FFFD. Unknown ids give nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -76,6 +81,10 @@ class Tokenizer:
     def written(self, token_id: int) -> str:
         """A token as the vocabulary writes it; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
+
+    def has_text(self, token_id: int) -> bool:
+        """Return whether the token stands in a text from which special tokens are left out."""
+        return token_id not in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, its leading space included; special tokens as written."""

@@ -1,40 +1,80 @@
-"""``echo``: a completion's prompt stands before its answer, in the text, the token ids and the log probabilities."""
+"""The prompt of a completion beside its answer: ``echo`` shows it, and offsets count from its beginning.
+
+The text that ``text_offset`` indexes is the prompt's followed by the answer's, whether the prompt is shown or not, as
+OpenAI does it. Tokens of a stop string lie behind the end of that text.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from contract.errors import InvalidRequestError
 from contract.requests import FinishReason
-from router.answer import Delta
+from router.answer import Delta, Prompt
+from router.delivery import Token
 from router.http.body import Body
+from router.http.offsets import text_offsets, token_offsets
 from router.request import GenerationRequest
 from text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Echo:
-    """What is shown before the answers.
+class PromptView:
+    """Owns the length of each choice's prompt.
 
-    texts: each prompt as the client wrote it, None for token ids. num_chosen: answers to each prompt. hides_answer: the
-    client wants no tokens; the one that was drawn all the same is not shown.
+    texts: each prompt as the client wrote it, None for token ids. num_chosen: answers to each prompt. is_shown: the
+    prompt stands before the answer. hides_answer: the client wants no tokens; the one that was drawn all the same is
+    not shown. has_offsets: offsets are asked for.
     """
 
-    texts: Sequence[str | None]
-    num_chosen: int
-    hides_answer: bool
+    def __init__(
+        self,
+        texts: Sequence[str | None],
+        num_chosen: int,
+        *,
+        is_shown: bool,
+        hides_answer: bool,
+        has_offsets: bool,
+    ) -> None:
+        self._texts, self._num_chosen = texts, num_chosen
+        self._is_shown, self._hides_answer, self._has_offsets = is_shown, hides_answer, has_offsets
+        self._lengths: dict[int, int] = {}
 
     def shown(self, delta: Delta, tokenizer: Tokenizer) -> Delta:
-        """The delta as the client sees it."""
-        if self.hides_answer:
-            usage = delta.usage and replace(delta.usage, num_completion_tokens=0)
-            reason = delta.finish_reason and FinishReason.LENGTH
-            delta = replace(delta, text="", tokens=[], usage=usage, finish_reason=reason, stop_reason=None)
-        if delta.prompt is None:
-            return delta
-        text = self.texts[delta.index // self.num_chosen]
+        """Return the delta as the client sees it."""
+        if self._hides_answer:
+            delta = _without_answer(delta)
+        if delta.prompt is None or not (self._is_shown or self._has_offsets):
+            return replace(delta, tokens=self._behind_prompt(delta))
+        text, tokens = self._read(delta.index, delta.prompt, tokenizer)
+        self._lengths[delta.index] = len(text)
+        answer = self._behind_prompt(delta)
+        if not self._is_shown:
+            return replace(delta, tokens=answer)
+        return replace(delta, text=text + delta.text, tokens=[*tokens, *answer])
+
+    def _behind_prompt(self, delta: Delta) -> list[Token]:
+        length = self._lengths.get(delta.index, 0)
+        if not length:
+            return delta.tokens
+        return [replace(token, text_offset=length + token.text_offset) for token in delta.tokens]
+
+    def _read(self, index: int, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, list[Token]]:
+        """Return the prompt's text and, where it is shown, its tokens with their offsets."""
+        text = self._texts[index // self._num_chosen]
+        if not (self._is_shown and self._has_offsets):
+            decoded = tokenizer.decode(prompt.token_ids, skip_special_tokens=True) if text is None else text
+            return decoded, prompt.tokens
         if text is None:
-            text = tokenizer.decode(delta.prompt.token_ids, skip_special_tokens=True)
-        return replace(delta, text=text + delta.text, tokens=[*delta.prompt.tokens, *delta.tokens])
+            text, offsets = token_offsets(prompt.token_ids, tokenizer)
+        else:
+            offsets = text_offsets(text, len(prompt.token_ids), tokenizer)
+        pairs = zip(prompt.tokens, offsets, strict=True)
+        return text, [replace(token, text_offset=offset) for token, offset in pairs]
+
+
+def _without_answer(delta: Delta) -> Delta:
+    usage = delta.usage and replace(delta.usage, num_completion_tokens=0)
+    reason = delta.finish_reason and FinishReason.LENGTH
+    return replace(delta, text="", tokens=[], usage=usage, finish_reason=reason, stop_reason=None)
 
 
 def without_answer(body: Body) -> bool:
@@ -45,9 +85,12 @@ def without_answer(body: Body) -> bool:
     return is_none
 
 
-def echo_of(body: Body, asked: Sequence[GenerationRequest], num_chosen: int) -> Echo | None:
-    """What to show before the answers; None where the client asks for no echo."""
-    if not body.flag("echo"):
-        return None
-    texts = [one.prompt if isinstance(one.prompt, str) else None for one in asked]
-    return Echo(texts, num_chosen, without_answer(body))
+def prompt_view(body: Body, asked: Sequence[GenerationRequest], num_chosen: int) -> PromptView:
+    """Return how the client wants to see the prompts beside the answers."""
+    return PromptView(
+        [one.prompt if isinstance(one.prompt, str) else None for one in asked],
+        num_chosen,
+        is_shown=body.flag("echo"),
+        hides_answer=without_answer(body),
+        has_offsets=asked[0].logprobs is not None,
+    )

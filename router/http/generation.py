@@ -7,7 +7,7 @@ from contract.errors import InvalidRequestError
 from contract.requests import MAX_LOGPROBS
 from router.http.body import Body
 from router.http.chat_fields import CHAT_FIELDS, chat_of, forced_calls
-from router.http.echo import echo_of, without_answer
+from router.http.echo import prompt_view, without_answer
 from router.http.exchange import Exchange, Origin
 from router.http.fields import choice_counts, refuse_unserved, shared_fields
 from router.http.prompts import prompts_of
@@ -60,8 +60,8 @@ class GenerationBodies:
             one = replace(one, prompt_logprobs=one.logprobs)
         asked = for_prompts(one, others)
         options = self._options(asked, body)
-        echo = echo_of(body, asked, options.num_chosen)
-        shape = CompletionShape(options, self._models.card().tokenizer, echo)
+        view = prompt_view(body, asked, options.num_chosen)
+        shape = CompletionShape(options, self._models.card().tokenizer, view)
         return Exchange(requests=asked, options=options, shape=shape)
 
     def _options(self, all_asked: list[GenerationRequest], body: Body) -> AnswerOptions:

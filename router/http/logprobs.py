@@ -1,6 +1,5 @@
 """Log probabilities in OpenAI's two shapes; the same entries whether the answer is streamed or not."""
 
-import codecs
 from typing import Any, Protocol
 
 from router.answer import Prompt
@@ -9,7 +8,7 @@ from text.tokenizer import Tokenizer
 
 
 class LogprobsShape(Protocol):
-    """Turns tokens, in order, into the ``logprobs`` of a choice or of a chunk. Keeps the offset between calls."""
+    """Turns tokens, in order, into the ``logprobs`` of a choice or of a chunk."""
 
     def entry(self, tokens: list[Token]) -> dict[str, Any]:
         """The object for these tokens."""
@@ -41,14 +40,12 @@ class ChatLogprobs:
 class LegacyLogprobs:
     r"""``{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`` of /v1/completions.
 
-    Offsets count the whole characters of the tokens before. A token that is no whole character is written as
-    ``bytes:\xe2\x82``, as OpenAI does, so that two of them differ.
+    Offsets are those of the tokens. A token that is no whole character is written as ``bytes:\xe2\x82``, as OpenAI
+    does, so that two of them differ.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
 
     def entry(self, tokens: list[Token]) -> dict[str, Any]:
         """The object for these tokens."""
@@ -58,13 +55,12 @@ class LegacyLogprobs:
             written = self._written(token.token_id)
             out["tokens"].append(written)
             out["token_logprobs"].append(found.logprob if found else None)
-            out["text_offset"].append(self._offset)
+            out["text_offset"].append(token.text_offset)
             top = zip(found.top_token_ids, found.top_logprobs, strict=True) if found else ()
             best = {self._written(token_id): logprob for token_id, logprob in top}
             if found:
                 best.setdefault(written, found.logprob)
             out["top_logprobs"].append(best if found else None)
-            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token.token_id)))
         return out
 
     def _written(self, token_id: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from contract.requests import FinishReason
 from router.answer import Delta, Usage
-from router.http.echo import Echo
+from router.http.echo import PromptView
 from router.http.logprobs import ChatLogprobs, LegacyLogprobs, LogprobsShape, merged, prompt_logprobs
 from router.http.message import message_deltas, whole_message
 from text.tokenizer import Tokenizer
@@ -124,10 +124,10 @@ class CompletionShape(_OpenAIShape):
 
     _KIND = "text_completion"
 
-    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, echo: Echo | None = None) -> None:
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, view: PromptView) -> None:
         super().__init__(options, lambda: LegacyLogprobs(tokenizer))
         self._tokenizer = tokenizer
-        self._echo = echo
+        self._view = view
 
     def chunks(self, delta: Delta) -> list[Json]:
         """One chunk for text or the end."""
@@ -141,7 +141,7 @@ class CompletionShape(_OpenAIShape):
         return self._whole(self._KIND, [self._shown(delta) for delta in deltas], self._whole_choice)
 
     def _shown(self, delta: Delta) -> Delta:
-        return self._echo.shown(delta, self._tokenizer) if self._echo else delta
+        return self._view.shown(delta, self._tokenizer)
 
     def _whole_choice(self, deltas: list[Delta]) -> Json:
         choice = self._choice(deltas, {"text": "".join(delta.text for delta in deltas)})

@@ -252,7 +252,7 @@ async def test_legacy_logprobs_are_the_same_streamed_or_not() -> None:
     assert logprobs["token_logprobs"] == [-0.5, -1.0, -1.0, -1.0, -1.5]
     assert logprobs["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
     assert logprobs["top_logprobs"][1] == {"a": -0.5, "b": -1.5, "bytes:\\xe2": -1.0}
-    assert logprobs["text_offset"] == [0, 1, 1, 1, 2]
+    assert logprobs["text_offset"] == [1, 2, 2, 2, 3]
     for name, values in logprobs.items():
         assert [item for chunk in chunks for item in chunk["choices"][0]["logprobs"][name]] == values
 

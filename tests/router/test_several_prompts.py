@@ -37,7 +37,11 @@ async def test_each_prompt_has_its_choice(roles: tuple[Role, ...], prompts: list
     texts = ["hello world", " again world", "hello again world"]
     assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(texts))
     assert {choice["finish_reason"] for choice in whole["choices"]} == {"stop"}
-    assert [choice["logprobs"]["text_offset"][:2] for choice in whole["choices"]] == [[0, 5], [0, 6], [0, 5]]
+    assert [choice["logprobs"]["text_offset"][:2] for choice in whole["choices"]] == [
+        [5, 10],
+        [6, 12],
+        [11, 16],
+    ]
     assert whole["usage"]["prompt_tokens"] == 4 and whole["usage"]["completion_tokens"] == 10
     assert whole["kvbaton"]["timings"]["end_to_end"] > 0
     streamed: defaultdict[int, str] = defaultdict(str)
