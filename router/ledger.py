@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -39,10 +39,17 @@ _EARLY = (
 class Record:
     """One request's account: state, instants, counts."""
 
-    def __init__(self, request_id: str, arrival: float, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        asked: GenerationRequest | EmbeddingRequest,
+        metrics: RouterMetrics,
+        on_bound: Callable[[], None],
+    ) -> None:
         self.state = RequestState.PREPARING
-        self._request_id = request_id
-        self._watch = Stopwatch(arrival)
+        self.is_background = asked.is_background
+        self._request_id = asked.request_id
+        self._watch = Stopwatch(asked.arrival)
+        self._on_bound = on_bound
         self._metrics = metrics
         self._last_arrival: float | None = None
 
@@ -54,6 +61,7 @@ class Record:
         """Its workers are chosen."""
         has_begun = self._last_arrival is not None
         self.state = RequestState.STREAMING if has_begun else RequestState.WAITING_FOR_FIRST_TOKEN
+        self._on_bound()
 
     def replayed(self, error: KvbatonError, num_tokens: int) -> None:
         """An attempt has failed; the request goes on behind the tokens that were delivered."""
@@ -91,22 +99,31 @@ class Record:
 
 
 class Ledger:
-    """Owns the records of all requests that the router holds; at most ``max_queue`` of them wait for workers."""
+    """Owns the records of all requests that the router holds; at most ``max_queue`` of them wait for workers.
+
+    Requests in the background neither count there nor are refused: whoever sends them bounds them, and waits while
+    ``num_unbound`` is above zero.
+    """
 
     def __init__(self, max_queue: int, metrics: RouterMetrics) -> None:
         self._max_queue = max_queue
         self._metrics = metrics
         self._records: set[Record] = set()
+        self._on_fewer_unbound: list[Callable[[], None]] = []
+
+    def listen(self, on_fewer_unbound: Callable[[], None]) -> None:
+        """Call ``on_fewer_unbound`` whenever ``num_unbound`` may have become smaller, from now on."""
+        self._on_fewer_unbound.append(on_fewer_unbound)
 
     @contextmanager
     def open(self, asked: GenerationRequest | EmbeddingRequest) -> Iterator[Record]:
         """Admit a request for as long as the block lasts, and count how it ends. Raises OverloadedError."""
-        if self._num_unbound >= self._max_queue:
+        if not asked.is_background and self.num_unbound >= self._max_queue:
             self._metrics.failed(ErrorKind.OVERLOADED)
             raise OverloadedError(
-                f"{self._num_unbound} requests wait for workers, max_queue is {self._max_queue}; try again later"
+                f"{self.num_unbound} requests wait for workers, max_queue is {self._max_queue}; try again later"
             )
-        record = Record(asked.request_id, asked.arrival, self._metrics)
+        record = Record(asked, self._metrics, self._tell)
         self._records.add(record)
         try:
             yield record
@@ -118,6 +135,7 @@ class Ledger:
             raise
         finally:
             self._records.remove(record)
+            self._tell()
 
     def num_by_state(self) -> dict[str, int]:
         """How many requests are in each state."""
@@ -135,9 +153,14 @@ class Ledger:
         return sum(r.state in _EARLY for r in self._records)
 
     @property
-    def _num_unbound(self) -> int:
+    def num_unbound(self) -> int:
+        """Requests that wait for workers, but for those in the background."""
         unbound = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
-        return sum(r.state in unbound for r in self._records)
+        return sum(r.state in unbound and not r.is_background for r in self._records)
+
+    def _tell(self) -> None:
+        for on_fewer_unbound in self._on_fewer_unbound:
+            on_fewer_unbound()
 
 
 def _kind_of(error: BaseException) -> ErrorKind:

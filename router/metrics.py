@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from contract.errors import ErrorKind
 from contract.requests import FinishReason
 from router.answer import Usage
+from router.batches.records import BatchStatus
 from router.policy import WorkerView
 from router.timings import Timings
 from serving.metrics import PREFIX, ROUTER_METRICS
@@ -39,6 +40,9 @@ class RouterMetrics(Collector):
         self._errors = self._counter("request_errors_total", "kind")
         self._replays = self._counter("request_replays_total", "kind")
         self._local = self._counter("request_local_recomputes_total")
+        self._batches = self._gauge("num_batches", "status")
+        self._file_bytes = self._gauge("num_file_bytes")
+        self._batch_requests = self._counter("batch_requests_total", "result")
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._success.labels(reason.value)
 
@@ -75,6 +79,16 @@ class RouterMetrics(Collector):
     def recomputed_locally(self) -> None:
         """A decode worker computes the prompt of a replay itself."""
         self._local.inc()
+
+    def batch_requests(self, result: str, number: int) -> None:
+        """So many requests of batches have a result (completed, failed, expired), or are sent once more (retried)."""
+        self._batch_requests.labels(result).inc(number)
+
+    def files(self, batches: Tally[str], num_bytes: int) -> None:
+        """Set the gauges of the folder of files to this moment. batches: how many there are of each status."""
+        for status in BatchStatus:
+            self._batches.labels(status.value).set(batches[status.value])
+        self._file_bytes.set(num_bytes)
 
     def now(self, num_waiting: int, num_running: int, workers: Iterable[WorkerView]) -> None:
         """Set the gauges to this moment."""

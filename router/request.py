@@ -22,6 +22,8 @@ from text.model_card import ModelCard
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
+BACKGROUND_PRIORITY = -(2**31)
+"""The priority of work that goes only when no other request waits."""
 _ANSWER_ROOM = 256
 _INT64 = 2**63
 _INT32 = 2**31
@@ -36,6 +38,7 @@ class GenerationRequest:
     probability is needed, even if it sees none. default_max_tokens: used where ``max_tokens`` is None; None is all that fits
     the model. arrival: on the router's monotonic clock. grammar_field: where the client gave its grammar, for errors.
     timeout_seconds: the client's own deadline. tenant: digest of the API key that was presented; "" without keys.
+    is_background: a batch sends it; it does not count in the router's queue.
     """
 
     request_id: str
@@ -68,6 +71,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    is_background: bool = False
     timeout_seconds: float | None = None
     arrival: float = field(default_factory=time.monotonic)
 
@@ -84,6 +88,7 @@ class EmbeddingRequest:
     """A prompt of which the client wants the embedding. dimensions: how many numbers it shall have; None: not given.
 
     tenant: digest of the API key that was presented; "" without keys.
+    is_background: a batch sends it; it does not count in the router's queue.
     """
 
     request_id: str
@@ -93,6 +98,7 @@ class EmbeddingRequest:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    is_background: bool = False
     timeout_seconds: float | None = None
     arrival: float = field(default_factory=time.monotonic)
 
@@ -151,7 +157,7 @@ def new_request_id(prefix: str) -> str:
 def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
     """The prompt as token ids (A6): chats by the model's template, text with its special tokens, ids as they are.
 
-    Raises InvalidRequestError for a chat with a model that has no chat template.
+    Raises InvalidRequestError for a chat with a model that has no chat template, or for tools without a parser.
     """
     if isinstance(asked.prompt, tuple):
         return list(asked.prompt)
@@ -161,7 +167,17 @@ def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> li
         raise InvalidRequestError(
             f"the model {card.name} has no chat template; use /v1/completions", param="messages"
         )
+    _check_tools(asked.prompt, card)
     return card.tokenizer.encode(card.chat_template.render(asked.prompt), add_special_tokens=False)
+
+
+def _check_tools(chat: Chat, card: ModelCard) -> None:
+    if chat.tools and not chat.tool_choice.is_forced and card.answer_format.tool_parser is None:
+        raise InvalidRequestError(
+            f"the calls of the model {card.name} cannot be read: its chat template shows no known format; set tool_parser "
+            "where the router is started, or send tool_choice none",
+            param="tools",
+        )
 
 
 def prepare(

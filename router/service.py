@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,11 +15,14 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client.registry import Collector
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2_grpc
+from router.batches.service import BatchService
 from router.changes import ChangeSignal
 from router.grpc_api import InferenceServicer
 from router.http.app import build_app
 from router.http.endpoints import Endpoints
+from router.http.in_process import BodyAnswers
 from router.ledger import Ledger
+from router.limits import MAX_PROMPTS
 from router.membership import MembershipServicer
 from router.metrics import RouterMetrics
 from router.model_source import ModelSource
@@ -65,7 +69,8 @@ class BoundAddresses:
 class RouterService:
     """Owns all parts of a router between ``start`` and ``stop``. ``start`` is called once."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, clock: Callable[[], float] = time.time) -> None:
+        """Take settings; clock: Unix seconds, by which files and batches expire. Raises SettingError."""
         self._settings = settings
         self._secret = settings.read_secret()
         self._changes = ChangeSignal()
@@ -84,6 +89,7 @@ class RouterService:
         self._pipeline = Pipeline(
             self._models, self._registry, self._ledger, relays, settings.request_timeout_seconds
         )
+        self._batches = self._batch_service(clock)
         self._health = health.aio.HealthServicer()
         self._watchers: list[asyncio.Task[None]] = []
         self._admin = AdminServer(
@@ -144,6 +150,8 @@ class RouterService:
         self._internal, internal = await self._start_internal()
         http = public = ""
         if has_public_ports:
+            if self._batches:
+                await self._batches.start()
             self._public, public = await self._start_public()
             http = await self._start_http()
         await self._admin.start()
@@ -164,12 +172,31 @@ class RouterService:
             await self._http.close()
         if self._public:
             await self._public.stop(_STOP_GRACE_SECONDS)
+        if self._batches:
+            await self._batches.close()
         await self._tasks.close(_STOP_GRACE_SECONDS)
         if self._internal:
             self._registry.dismiss_all()
             await self._internal.stop(_STOP_GRACE_SECONDS)
         self._line.close()
         await self._admin.stop()
+
+    def _batch_service(self, clock: Callable[[], float]) -> BatchService | None:
+        settings = self._settings
+        if settings.files_dir is None:
+            return None
+        max_answers = min(MAX_PROMPTS, settings.max_queue)
+        service = BatchService(
+            settings.files_dir,
+            settings.files_bounds,
+            BodyAnswers(self._pipeline, self._models, max_answers, is_strict=settings.strict_api),
+            max_concurrency=settings.batches_max_concurrency,
+            may_begin=lambda: self._ledger.num_unbound == 0,
+            count_result=self._metrics.batch_requests,
+            clock=clock,
+        )
+        self._ledger.listen(service.look)
+        return service
 
     async def _start_internal(self) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(
@@ -226,6 +253,7 @@ class RouterService:
             self._running,
             self._collector,
             self._settings,
+            batches=self._batches,
             needs_key=self._keys.are_required,
         )
         self._http = await start_http(
@@ -246,6 +274,8 @@ class RouterService:
 
     async def _collector(self) -> Collector:
         """The metrics of this moment."""
+        if self._batches:
+            self._metrics.files(*await self._batches.gauges())
         self._metrics.now(self._ledger.num_waiting, self._ledger.num_running, self._registry.snapshot())
         return self._metrics
 

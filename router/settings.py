@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
+from router.batches.quota import Bounds
 from serving.settings import Address, Settings, check_secret, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
 
@@ -89,6 +90,38 @@ class RouterSettings(Settings):
     """How long a streaming client may read nothing before its request is cancelled."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
     """Silence of a worker's connection after which it counts as dead."""
+    files_dir: Path | None = None
+    """Folder of uploaded files and of batches (/v1/files, /v1/batches), of this router alone; unset: it has neither."""
+    files_max_bytes: int = Field(default=200 * 2**20, ge=1)
+    """Bytes of one uploaded file; larger ones are answered 413."""
+    files_total_bytes: int = Field(default=10 * 2**30, ge=1)
+    """Bytes of all files together; uploads beyond are answered 413, and batches wait for room."""
+    files_max_count: int = Field(default=10_000, ge=3)
+    """Files and batches that are kept at once."""
+    files_key_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of files_total_bytes, files_max_count and batches_max_open that one API key may use."""
+    files_retention_seconds: int = Field(default=30 * 24 * 3600, ge=3600)
+    """How long files, and batches that are over, are kept at most."""
+    batches_max_open: int = Field(default=64, ge=1)
+    """Batches that are not over at once; more are answered 429."""
+    batches_max_lines: int = Field(default=50_000, ge=1)
+    """Requests of one batch."""
+    batches_max_concurrency: int = Field(default=8, ge=1)
+    """Requests of batches that run at once; they begin only while no other request waits for workers."""
+
+    @property
+    def files_bounds(self) -> Bounds:
+        """The limits of the folder of files."""
+        return Bounds(
+            file_bytes=self.files_max_bytes,
+            total_bytes=self.files_total_bytes,
+            count=self.files_max_count,
+            open_batches=self.batches_max_open,
+            key_share=self.files_key_share,
+            retention_seconds=self.files_retention_seconds,
+            batch_lines=self.batches_max_lines,
+            line_bytes=self.max_body_bytes,
+        )
 
     @property
     def origins(self) -> tuple[str, ...]:

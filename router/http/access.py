@@ -61,7 +61,7 @@ class Cors:
             return web.Response(
                 status=204,
                 headers={
-                    hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
+                    hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST, DELETE",
                     hdrs.ACCESS_CONTROL_ALLOW_HEADERS: asked_for,
                     hdrs.ACCESS_CONTROL_MAX_AGE: _PREFLIGHT_SECONDS,
                 },

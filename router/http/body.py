@@ -35,6 +35,11 @@ async def read_body(request: web.Request, max_body_bytes: int, schema: Json) -> 
         raise InvalidRequestError(
             "the body cannot be read; is it encoded as Content-Encoding says?"
         ) from error
+    return decode_body(raw, schema)
+
+
+def decode_body(raw: bytes, schema: Json) -> "Body":
+    """Return the JSON object in ``raw``, whose fields ``schema`` describes. Raises InvalidRequestError."""
     try:
         data = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

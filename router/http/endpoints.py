@@ -10,11 +10,13 @@ from aiohttp import web
 from prometheus_client.registry import Collector
 
 from contract.errors import DeadlineError, NotFoundError
+from router.batches.service import BatchService
 from router.http.access import authorization_of
 from router.http.body import Body, Json, read_body
 from router.http.boundary import REQUEST_ID, STREAM, name_of, origin_of, request_id_header
 from router.http.embeddings import EmbeddingBodies, EmbeddingEndpoint
 from router.http.exchange import Exchange
+from router.http.file_routes import file_routes
 from router.http.generation import GenerationBodies
 from router.http.openapi import document
 from router.http.responses import ResponseBodies, ResponseEndpoints
@@ -38,6 +40,7 @@ class Endpoints:
     """One method a path; add them to an application with ``routes``.
 
     collector: the metrics of this moment. needs_key: whether clients need an API key, for the description of the API.
+    batches: None where the router keeps no files.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Endpoints:
         collector: Callable[[], Awaitable[Collector]],
         settings: RouterSettings,
         *,
+        batches: BatchService | None = None,
         needs_key: bool,
     ) -> None:
         self._pipeline = pipeline
@@ -60,6 +64,7 @@ class Endpoints:
         self._models = models
         self._max_answers = min(MAX_PROMPTS, settings.max_queue)
         self._bodies = GenerationBodies(models, self._max_answers)
+        self._file_routes = file_routes(self._body, batches, settings)
         self._registry = registry
         self._collector = collector
         self._max_body_bytes = settings.max_body_bytes
@@ -73,6 +78,7 @@ class Endpoints:
         embedding = EmbeddingEndpoint(self._body, self._pipeline, bodies, self._running)
         return [
             *tokenizing.routes(),
+            *self._file_routes,
             web.post("/v1/embeddings", embedding.embeddings),
             *ResponseEndpoints(self._body, self._answer, ResponseBodies(self._models)).routes(),
             web.post("/v1/chat/completions", self.chat),

@@ -21,15 +21,11 @@ OpenStream = Callable[[web.Request, dict[str, str], float], EventStream]
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a body came from: the id of its request, the tenant that sent it, and when it arrived.
-
-    is_background: the request belongs to a batch and gives way to every other one.
-    """
+    """Where a body came from: the id of its request, the tenant that sent it, and when it arrived."""
 
     request_id: str
     tenant: str
     arrival: float
-    is_background: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,9 @@
 """``/openapi.json``: the HTTP API for programs, OpenAPI 3.1, from the fields that ``router.http.schema`` describes."""
 
+from collections.abc import Callable
 from http import HTTPStatus
 
+from router.http.batch_schema import BATCH, OBJECTS, UPLOAD
 from router.http.body import Json
 from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, RESPONSE, TOKENIZE
 from router.timings import Timings
@@ -44,6 +46,7 @@ def _paths(needs_key: bool, metrics_need_key: bool) -> Json:
         "/v1/responses": {"post": closed(_generation("Answer an input", RESPONSE, "Response"))},
         "/v1/models": {"get": closed(_get("The served models", _json("ModelList")))},
         "/v1/models/{model}": {"get": closed(one_model)},
+        **_file_paths(closed),
         "/tokenize": {"post": closed(_post("Token ids of a prompt", TOKENIZE, _json("Tokens")))},
         "/detokenize": {"post": closed(_post("Text of token ids", DETOKENIZE, _json("Text")))},
         "/health": {"get": _health("Whether a request can be answered now")},
@@ -52,6 +55,45 @@ def _paths(needs_key: bool, metrics_need_key: bool) -> Json:
         "/metrics": {"get": closed(metrics) if metrics_need_key else metrics},
         "/openapi.json": {"get": closed(_get("This document", {_JSON: {"schema": {"type": "object"}}}))},
     }
+
+
+def _file_paths(closed: Callable[[Json], Json]) -> Json:
+    file_id, batch_id = _parameter("file_id", "path"), _parameter("batch_id", "path")
+    paging = [
+        _parameter("after", "query", {"type": "string"}),
+        _parameter("order", "query", {"enum": ["asc", "desc"]}),
+        _parameter("limit", "query", {"type": "integer", "minimum": 1}),
+    ]
+    purpose = _parameter("purpose", "query", {"type": "string"})
+    upload = _post("Keep a file", UPLOAD, _json("File"), body_type="multipart/form-data")
+    content = _get("The content of a file", {"application/octet-stream": {}}, 404, 503)
+
+    def at(operation: Json, *parameters: Json) -> Json:
+        return closed({**operation, "parameters": list(parameters)})
+
+    return {
+        "/v1/files": {
+            "post": closed(upload),
+            "get": at(_get("The files", _json("FileList"), 400, 404, 503), purpose, *paging),
+        },
+        "/v1/files/{file_id}": {
+            "get": at(_get("One file", _json("File"), 404, 503), file_id),
+            "delete": at(_get("Delete a file", _json("DeletedFile"), 400, 404, 503), file_id),
+        },
+        "/v1/files/{file_id}/content": {"get": at(content, file_id)},
+        "/v1/batches": {
+            "post": closed(_post("Begin a batch", BATCH, _json("Batch"), 429)),
+            "get": at(_get("The batches", _json("BatchList"), 400, 404, 503), *paging),
+        },
+        "/v1/batches/{batch_id}": {"get": at(_get("One batch", _json("Batch"), 404, 503), batch_id)},
+        "/v1/batches/{batch_id}/cancel": {
+            "post": at(_get("Cancel a batch", _json("Batch"), 400, 404, 503), batch_id)
+        },
+    }
+
+
+def _parameter(name: str, place: str, schema: Json | None = None) -> Json:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema or _STRING}
 
 
 def _get(summary: str, content: Json, *errors: int) -> Json:
@@ -65,9 +107,9 @@ def _health(summary: str) -> Json:
     return operation
 
 
-def _post(summary: str, body: Json, content: Json, *errors: int) -> Json:
+def _post(summary: str, body: Json, content: Json, *errors: int, body_type: str = _JSON) -> Json:
     operation = _get(summary, content, 400, 404, 413, 415, 500, 503, 504, *errors)
-    return {**operation, "requestBody": {"required": True, "content": {_JSON: {"schema": body}}}}
+    return {**operation, "requestBody": {"required": True, "content": {body_type: {"schema": body}}}}
 
 
 def _generation(summary: str, body: Json, answer: str) -> Json:
@@ -187,6 +229,7 @@ _SCHEMAS: Json = {
         token_strs={"type": ["array", "null"], "items": _STRING},
     ),
     "Text": _object(prompt=_STRING),
+    **OBJECTS,
     "Health": _object(("reason",), status={"enum": ["ok", "unavailable"]}, reason=_STRING),
     "Version": _object(version=_STRING),
 }

@@ -1,0 +1,107 @@
+"""The folder of files and batches: its lock, its records and its data files.
+
+``lock``; ``ID.json``, the record of a file or batch; ``ID.data``, the content of a file, or the results of a batch so far.
+A name is an id that this service made: nothing that a client wrote is ever part of a path.
+"""
+
+import fcntl
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from contract.errors import SettingError
+from router.batches.disk import Disk
+from router.batches.records import VERSION, BatchRecord, FileRecord
+
+FILE_PREFIX = "file-"
+BATCH_PREFIX = "batch_"
+_RECORD, _DATA, _ASIDE = ".json", ".data", ".tmp"
+Record = TypeVar("Record", FileRecord, BatchRecord)
+
+
+class Folder:
+    """Owns a folder from ``open`` to ``close``: no other router uses it in that time."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self._path, self._disk = path, disk
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Make the folder where it is missing, and lock it. Raises SettingError about ``files_dir``."""
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mode = self._path.stat().st_mode
+            lock = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise self._unusable(f"cannot be used: {error.strerror or error}") from error
+        try:
+            if mode & 0o022:
+                raise self._unusable(
+                    f"can be written to by other users (mode {mode & 0o777:o}); chmod 700 it"
+                )
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise self._unusable("is used by another router; each needs a folder of its own") from error
+        except SettingError:
+            os.close(lock)
+            raise
+        self._lock = lock
+
+    def close(self) -> None:
+        """Let others use the folder. Does nothing the second time."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def records(self, prefix: str, kind: type[Record]) -> list[Record]:
+        """Read every record of one kind, oldest first. Raises SettingError that names one which cannot be read."""
+        found = [self._read(path, kind) for path in self._path.glob(f"{prefix}*{_RECORD}")]
+        return sorted(found, key=lambda record: record.sequence)
+
+    def write(self, record: FileRecord | BatchRecord) -> None:
+        """Put a record in the place of the old one; after a crash there is the old one or the new one. Raises OSError."""
+        target = self._path / f"{record.id}{_RECORD}"
+        aside = target.with_suffix(_RECORD + _ASIDE)
+        self._disk.remove(aside)
+        descriptor = self._disk.create(aside)
+        try:
+            self._disk.write(descriptor, msgspec.json.encode(record))
+            self._disk.sync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._disk.replace(aside, target)
+        self._disk.sync_folder(self._path)
+
+    def remove(self, record_id: str) -> None:
+        """Remove a record, and then its data. Raises OSError."""
+        self._disk.remove(self._path / f"{record_id}{_RECORD}")
+        self._disk.remove(self.data(record_id))
+
+    def data(self, record_id: str) -> Path:
+        """Return where the data of a file lies, or of the one that it will be."""
+        return self._path / f"{record_id}{_DATA}"
+
+    def remove_leftovers(self, expected: Collection[str]) -> None:
+        """Remove what a crash has left: halves of records, and data whose id is not in ``expected``. Raises OSError."""
+        for path in self._path.iterdir():
+            is_stray = path.suffix == _DATA and path.name.removesuffix(_DATA) not in expected
+            if is_stray or path.suffix == _ASIDE:
+                self._disk.remove(path)
+
+    def _read(self, path: Path, kind: type[Record]) -> Record:
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=kind)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise self._unusable(f"holds {path.name}, which cannot be read: {error}") from error
+        if record.version != VERSION:
+            raise self._unusable(
+                f"holds {path.name} of version {record.version}; this router reads version {VERSION}"
+            )
+        return record
+
+    def _unusable(self, reason: str) -> SettingError:
+        return SettingError(f"files_dir {self._path} {reason}", param="files_dir")

@@ -1,0 +1,224 @@
+"""The files and batches of all clients, as they lie in the folder.
+
+Every method does blocking I/O and is called on the one thread of ``router.batches.library``, so there are no two calls at
+the same time. One client's objects do not exist for another one: each call names the owner, and what belongs to somebody
+else is not found.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from typing import BinaryIO
+
+from contract.errors import InvalidRequestError, NotFoundError, PayloadTooLargeError
+from router.batches.disk import Disk
+from router.batches.folder import BATCH_PREFIX, FILE_PREFIX, Folder
+from router.batches.quota import Bounds, Quota
+from router.batches.records import BatchRecord, FileRecord, Purpose
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that cannot be guessed: 128 random bits."""
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+class Store:
+    """Owns the records of the folder between ``open`` and ``close``. clock: Unix seconds."""
+
+    def __init__(self, folder: Folder, disk: Disk, bounds: Bounds, clock: Callable[[], float]) -> None:
+        self.folder, self.disk, self.bounds = folder, disk, bounds
+        self._clock = clock
+        self.quota = Quota(bounds)
+        self._sequence = 0
+        self._files: dict[str, FileRecord] = {}
+        self._batches: dict[str, BatchRecord] = {}
+
+    @property
+    def now(self) -> int:
+        """Unix seconds."""
+        return int(self._clock())
+
+    def open(self) -> None:
+        """Lock the folder, read it, and remove what a crash has left. Raises SettingError, OSError."""
+        self.folder.open()
+        self._files = {record.id: record for record in self.folder.records(FILE_PREFIX, FileRecord)}
+        self._batches = {record.id: record for record in self.folder.records(BATCH_PREFIX, BatchRecord)}
+        records: list[FileRecord | BatchRecord] = [*self._files.values(), *self._batches.values()]
+        for record in records:
+            self._count(record, 1)
+            self._sequence = max(self._sequence, record.sequence)
+        self.folder.remove_leftovers({*self._files, *self._reserved()})
+        self.sweep()
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        self.folder.close()
+
+    def sweep(self) -> None:
+        """Remove files that have expired and batches that are over and were kept long enough. Raises OSError."""
+        now, used = self.now, self._inputs_in_use()
+        for file in [file for file in self._files.values() if file.expires_at <= now and file.id not in used]:
+            self._remove(file)
+        kept_since = now - self.bounds.retention_seconds
+        for batch in [b for b in self._batches.values() if not b.is_open and b.created_at <= kept_since]:
+            self._remove(batch)
+
+    def files(self, owner: str) -> list[FileRecord]:
+        """Return the files of ``owner``, oldest first."""
+        now = self.now
+        return [file for file in self._files.values() if file.owner == owner and file.expires_at > now]
+
+    def file(self, owner: str, file_id: str, *, param: str = "id") -> FileRecord:
+        """Return a file. Raises NotFoundError."""
+        found = self._files.get(file_id)
+        if found is None or found.owner != owner or found.expires_at <= self.now:
+            raise NotFoundError(f"No such File object: {file_id[:80]}", param=param)
+        return found
+
+    def open_file(self, file: FileRecord) -> BinaryIO:
+        """Open the content of a file for reading; it can be read to its end even if the file is deleted. Raises OSError."""
+        return self.folder.data(file.id).open("rb")
+
+    def delete_file(self, owner: str, file_id: str) -> None:
+        """Remove a file. Raises NotFoundError, InvalidRequestError for the input of a batch that is not over, OSError."""
+        file = self.file(owner, file_id)
+        if file.id in self._inputs_in_use():
+            raise InvalidRequestError(
+                f"{file.id} is the input of a batch that is not over; cancel the batch first", param="id"
+            )
+        self._remove(file)
+
+    def add_file(
+        self, file_id: str, owner: str, num_bytes: int, filename: str, purpose: Purpose, seconds: int | None
+    ) -> FileRecord:
+        """Make a file of data that is wholly on the disk, and kept for ``seconds``. Raises OSError.
+
+        A file that has the id already stays as it is: a router that was killed does again what it may have done.
+        """
+        if (known := self._files.get(file_id)) is not None:
+            return known
+        now = self.now
+        kept = min(seconds or self.bounds.retention_seconds, self.bounds.retention_seconds)
+        record = FileRecord(
+            id=file_id,
+            owner=owner,
+            sequence=self.next_sequence(),
+            num_bytes=num_bytes,
+            filename=filename,
+            purpose=purpose,
+            created_at=now,
+            expires_at=now + kept,
+        )
+        self._write(record)
+        return record
+
+    def batches(self, owner: str) -> list[BatchRecord]:
+        """Return the batches of ``owner``, oldest first."""
+        return [batch for batch in self._batches.values() if batch.owner == owner]
+
+    def open_batches(self) -> list[BatchRecord]:
+        """Return the batches of everybody that are not over, oldest first."""
+        return [batch for batch in self._batches.values() if batch.is_open]
+
+    def all_batches(self) -> Iterable[BatchRecord]:
+        """Return the batches of everybody."""
+        return self._batches.values()
+
+    def batch(self, owner: str, batch_id: str) -> BatchRecord:
+        """Return a batch. Raises NotFoundError."""
+        found = self._batches.get(batch_id)
+        if found is None or found.owner != owner:
+            raise NotFoundError(f"No batch found with id '{batch_id[:80]}'.", param="batch_id")
+        return found
+
+    def put_batch(self, batch: BatchRecord) -> BatchRecord:
+        """Keep the record in the place of the old one, or as a new one, and return it. Raises OSError."""
+        self._write(batch)
+        return batch
+
+    def next_sequence(self) -> int:
+        """Return a number above that of every record."""
+        self._sequence += 1
+        return self._sequence
+
+    def _reserved(self) -> set[str]:
+        """Ids of the results of batches that are not over: they have data and no record yet."""
+        return {name for batch in self.open_batches() for name in (batch.output_file_id, batch.error_file_id)}
+
+    def _inputs_in_use(self) -> set[str]:
+        return {batch.input_file_id for batch in self.open_batches()}
+
+    def _write(self, record: FileRecord | BatchRecord) -> None:
+        self.folder.write(record)
+        if isinstance(record, FileRecord):
+            is_new = record.id not in self._files
+            self._files[record.id] = record
+        else:
+            is_new = record.id not in self._batches
+            self._batches[record.id] = record
+        if is_new:
+            self._count(record, 1)
+
+    def _remove(self, record: FileRecord | BatchRecord) -> None:
+        self.folder.remove(record.id)
+        known: dict[str, FileRecord] | dict[str, BatchRecord]
+        known = self._files if isinstance(record, FileRecord) else self._batches
+        del known[record.id]
+        self._count(record, -1)
+
+    def _count(self, record: FileRecord | BatchRecord, sign: int) -> None:
+        self.quota.add_records(record.owner, sign)
+        if isinstance(record, FileRecord):
+            self.quota.add_bytes(record.owner, sign * record.num_bytes)
+
+
+class Upload:
+    """A file that is being written. Owns its data until ``finish`` or ``abort``."""
+
+    def __init__(self, store: Store, owner: str) -> None:
+        """Raises PayloadTooLargeError where the folder is full, OSError."""
+        store.quota.check_records(owner)
+        store.quota.check_bytes(owner)
+        self._store, self._owner = store, owner
+        self._id = new_id(FILE_PREFIX)
+        self._num_bytes = 0
+        self._descriptor: int | None = store.disk.create(store.folder.data(self._id))
+
+    def write(self, chunk: bytes) -> None:
+        """Write the next bytes. Raises PayloadTooLargeError, OSError."""
+        limit = self._store.bounds.file_bytes
+        if self._num_bytes + len(chunk) > limit:
+            raise PayloadTooLargeError(
+                f"the file has more than {limit} bytes, the limit of this service (files_max_bytes)",
+                param="file",
+            )
+        self._store.quota.check_bytes(self._owner, len(chunk))
+        self._store.disk.write(self._open, chunk)
+        self._num_bytes += len(chunk)
+        self._store.quota.add_bytes(self._owner, len(chunk))
+
+    def finish(self, filename: str, seconds: int | None) -> FileRecord:
+        """Make a file of what was written. Raises PayloadTooLargeError, OSError."""
+        store = self._store
+        store.quota.check_records(self._owner)
+        store.disk.sync(self._open)
+        file = store.add_file(self._id, self._owner, self._num_bytes, filename, Purpose.BATCH, seconds)
+        self._release()
+        return file
+
+    def abort(self) -> None:
+        """Remove what was written, unless it has become a file. Raises OSError."""
+        if self._descriptor is not None:
+            self._release()
+            self._store.folder.remove(self._id)
+
+    @property
+    def _open(self) -> int:
+        if self._descriptor is None:
+            raise AssertionError("the upload is over")
+        return self._descriptor
+
+    def _release(self) -> None:
+        os.close(self._open)
+        self._descriptor = None
+        self._store.quota.add_bytes(self._owner, -self._num_bytes)

@@ -1,0 +1,112 @@
+"""The body of an upload: multipart/form-data, its file written to the disk as it comes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aiohttp import BodyPartReader, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from contract.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
+from router.batches.library import Library
+from router.batches.store import Upload
+from router.http.batch_schema import MAX_KEPT_SECONDS, MIN_KEPT_SECONDS
+
+_CHUNK_BYTES = 2**16
+_MAX_FIELD_BYTES = 1024
+_MAX_FIELDS = 16
+_FORM_BYTES = _MAX_FIELDS * 2**14
+"""What a form may have beside the file: the fields, and the headers of its parts."""
+_MAX_NAME_CHARACTERS = 255
+
+
+@dataclass
+class Form:
+    """What an upload says beside the file's content. filename: None while no file has come."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str | None = None
+
+
+def check_form(request: web.Request, max_file_bytes: int) -> None:
+    """Raise UnsupportedMediaTypeError, or PayloadTooLargeError for a body that says so itself."""
+    if request.content_type != "multipart/form-data":
+        raise UnsupportedMediaTypeError(
+            f"the content type is {request.headers.get('Content-Type', 'missing')[:80]}; send multipart/form-data"
+        )
+    if (request.content_length or 0) > max_file_bytes + _FORM_BYTES:
+        raise PayloadTooLargeError(
+            f"the body has {request.content_length} bytes; a file may have {max_file_bytes} (files_max_bytes)",
+            param="file",
+        )
+
+
+async def read_form(request: web.Request, library: Library, upload: Upload) -> Form:
+    """Read the form, and write its file to ``upload``. Raises KvbatonError."""
+    form = Form()
+    try:
+        reader = await request.multipart()
+        while (part := await reader.next()) is not None:
+            if not isinstance(part, BodyPartReader):
+                raise InvalidRequestError("the form holds a form; send file and purpose as its own parts")
+            await _read_part(part, form, library, upload)
+    except (ValueError, AssertionError, RuntimeError, HttpProcessingError, web.RequestPayloadError) as error:
+        raise InvalidRequestError(
+            f"the form cannot be read: {type(error).__name__}; is it multipart/form-data with its boundary?"
+        ) from error
+    return form
+
+
+async def _read_part(part: BodyPartReader, form: Form, library: Library, upload: Upload) -> None:
+    name = part.name or ""
+    if part.headers.get(hdrs.CONTENT_TRANSFER_ENCODING, "binary").lower() not in ("binary", "8bit", "7bit"):
+        raise InvalidRequestError(
+            "Content-Transfer-Encoding is not allowed; send the bytes as they are", param=name[:40] or None
+        )
+    if name == "file":
+        if form.filename is not None:
+            raise InvalidRequestError("the form has two files; send one", param="file")
+        form.filename = (part.filename or "file")[:_MAX_NAME_CHARACTERS]
+        while chunk := await part.read_chunk(_CHUNK_BYTES):
+            await library.run(upload.write, bytes(chunk))
+        return
+    if name in form.fields or len(form.fields) == _MAX_FIELDS:
+        raise InvalidRequestError(
+            f"the form has a field twice, or more than {_MAX_FIELDS} fields", param=name[:40] or None
+        )
+    form.fields[name] = await _text(part, name)
+
+
+async def _text(part: BodyPartReader, name: str) -> str:
+    data = b""
+    while chunk := await part.read_chunk(_MAX_FIELD_BYTES):
+        data += chunk
+        if len(data) > _MAX_FIELD_BYTES:
+            raise InvalidRequestError(
+                f"a field of the form has more than {_MAX_FIELD_BYTES} bytes", param=name[:40] or None
+            )
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError("a field of the form is no UTF-8", param=name[:40] or None) from error
+
+
+def kept_seconds(fields: Mapping[str, str]) -> int | None:
+    """Return the seconds of ``expires_after``; None where it is not given. Raises InvalidRequestError."""
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    return check_expiry(anchor, int(seconds) if seconds is not None and seconds.isdecimal() else seconds)
+
+
+def check_expiry(anchor: object, seconds: object, param: str = "expires_after") -> int:
+    """Return the seconds of an expiry, by OpenAI's rules. Raises InvalidRequestError."""
+    if anchor != "created_at":
+        raise InvalidRequestError(
+            f"{param}.anchor is {str(anchor)[:40]!r}; it must be 'created_at'", param=f"{param}.anchor"
+        )
+    if type(seconds) is not int or not MIN_KEPT_SECONDS <= seconds <= MAX_KEPT_SECONDS:
+        raise InvalidRequestError(
+            f"{param}.seconds is {str(seconds)[:40]}; it must lie in {MIN_KEPT_SECONDS}..{MAX_KEPT_SECONDS}",
+            param=f"{param}.seconds",
+        )
+    return seconds
