@@ -29,4 +29,10 @@ def decode_outside(decode: Callable[[_D], _T], data: _D, refusal: Callable[[str]
     try:
         return decode(data)
     except DECODING_ERRORS as error:
-        raise refusal(str(error) or type(error).__name__) from error
+        raise refusal(shown(str(error) or type(error).__name__)) from error
+
+
+def shown(text: str, max_characters: int = 300) -> str:
+    """Return text of strangers for a log line or an error: printable characters only, and not many."""
+    printable = "".join(character if character.isprintable() else "?" for character in text[:max_characters])
+    return printable + ("..." if len(text) > max_characters else "")

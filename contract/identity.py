@@ -1,13 +1,12 @@
-"""Who a process is: its worker id, its boot id, its role, and how it proves that it belongs to this cluster."""
+"""Who a process is: its worker id, its boot id, and its role."""
 
-import hashlib
-import hmac
 import secrets
 from enum import StrEnum
 
 SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 32
 """Of a cluster secret. Whoever records one handshake can try shorter ones offline."""
+MAX_NAME_CHARACTERS = 255
 
 
 class Role(StrEnum):
@@ -29,12 +28,16 @@ def new_secret() -> str:
     return secrets.token_hex(SECRET_BYTES)
 
 
-def proof(secret: str, purpose: str, *parts: str) -> str:
-    """An HMAC-SHA256 over ``purpose`` and ``parts`` that only a holder of the secret can make."""
-    message = "\x00".join((purpose, *parts)).encode()
-    return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
+def why_no_name(name: str) -> str | None:
+    """Return why this cannot name a worker or a start of it, None for a good name.
 
-
-def proof_matches(secret: str, claimed: str, purpose: str, *parts: str) -> bool:
-    """Compare a claimed proof in constant time."""
-    return hmac.compare_digest(proof(secret, purpose, *parts).encode(), claimed.encode())
+    A name is 1 to MAX_NAME_CHARACTERS printable characters: no control characters, line ends, or marks that change the
+    direction of text, so that it can stand in logs and addresses as it is.
+    """
+    if not name:
+        return "it is empty"
+    if len(name) > MAX_NAME_CHARACTERS:
+        return f"it has {len(name)} characters; the limit is {MAX_NAME_CHARACTERS}"
+    if not name.isprintable():
+        return "it holds a control character"
+    return None

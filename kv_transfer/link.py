@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-from contract.errors import TransferError
+from contract.errors import KvbatonError, TransferError
 from kv_transfer.framing import FrameBuffer, encode_frame
 from kv_transfer.handshake import Accepting, Dialing, PeerTarget, Session
 from kv_transfer.messages import MAX_HANDSHAKE_BYTES, Message, decode_message
@@ -103,9 +103,9 @@ class Link:
                 self._send_outbox(time.monotonic())
             return True
 
-    def refuse(self, message: Message) -> None:
-        """Send a last word over a link that is not up; what does not fit the socket's buffer is lost."""
-        self._write_all([message])
+    def refuse(self, error: KvbatonError) -> None:
+        """Send why a link does not come up; what does not fit the socket's buffer is lost."""
+        self._write_all([self._handshake.refusal(error)])
 
     def finish_connecting(self) -> None:
         """The socket became writable: raise OSError when connecting failed."""

@@ -24,7 +24,7 @@ from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget,
 from kv_transfer.link import Link, LinkClosedError, PeerRef
 from kv_transfer.link_orders import LinkOrders
 from kv_transfer.listening import Listener
-from kv_transfer.messages import Message, Ping, Refused
+from kv_transfer.messages import Message, Ping
 from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric
 
 logger = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ class LinkLoop:
             logger.warning("no control link with worker %s: %s", _name(link), error.message)
             if error.kind is not ErrorKind.WORKER_LOST:
                 with suppress(OSError):
-                    link.refuse(Refused(error.kind, error.message))
+                    link.refuse(error)
                     link.flush(time.monotonic())
         self._close(link)
         if link.ref is not None:

@@ -1,6 +1,7 @@
 """What two workers say on their control link: tagged msgpack maps, one per frame.
 
-The dialer speaks first: Hello → Challenge → Prove → Welcome (or Refused, and the link closes). Afterwards the dialer
+The dialer speaks first: Hello → Challenge → Prove → Welcome (or Refused, and the link closes). From the Challenge on,
+each carries a proof over all that both sides have said so far, itself included (``handshake``). Afterwards the dialer
 (which fetches) sends FetchBlocks, ReleaseLease, CancelFetch, the acceptor (which lends) PromptStarted, LayersReadable,
 BlocksPublished, TransferComplete, TransferFailed, and both send Ping.
 """
@@ -15,8 +16,9 @@ from contract.layout import KVLayout, Side
 from engine.connector import FirstToken
 from kv_transfer.transport import RangeGrant
 
-PROTOCOL_MIN = 7
-PROTOCOL_MAX = 7
+PROTOCOL_MIN = 8
+"""Proofs up to version 7 could be forged: such a peer is refused by name."""
+PROTOCOL_MAX = 8
 MAX_HANDSHAKE_BYTES = 65536
 NumRanks = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -26,7 +28,10 @@ class Message(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Who dials, and a nonce for the acceptor to prove itself over."""
+    """Who dials whom, and a nonce for the acceptor to prove itself over.
+
+    target_worker_id, target_boot_id: empty from peers of a version that is refused anyway.
+    """
 
     protocol_min: int
     protocol_max: int
@@ -34,6 +39,8 @@ class Hello(Message, frozen=True, tag="hello"):
     worker_id: str
     boot_id: str
     role: str
+    target_worker_id: str = ""
+    target_boot_id: str = ""
 
 
 class Challenge(Message, frozen=True, tag="challenge"):
@@ -89,6 +96,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     offers: list[Offer]
     timeout_seconds: float
     num_ranks: NumRanks = 1
+    proof: str = ""
 
     @property
     def side(self) -> Side:
@@ -97,10 +105,11 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The link will not come up; ``kind`` is an ErrorKind value."""
+    """The link will not come up; ``kind`` is an ErrorKind value. proof: empty from a side that cannot make one yet."""
 
     kind: str
     message: str
+    proof: str = ""
 
 
 class Ping(Message, frozen=True, tag="ping"):

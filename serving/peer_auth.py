@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from contract.errors import UnauthenticatedError
-from contract.identity import proof, proof_matches
+from contract.proofs import derive_key, is_proof, make_proof
 from serving.grpc_errors import refusing
 
 PROOF_KEY = "kvbaton-proof"
@@ -24,7 +24,7 @@ _Res = TypeVar("_Res")
 
 def peer_metadata(secret: str) -> Metadata:
     """The metadata that a caller sends with every internal call."""
-    return ((PROOF_KEY, proof(secret, _PURPOSE)),)
+    return ((PROOF_KEY, make_proof(derive_key(secret, _PURPOSE), "call")),)
 
 
 class PeerAuthInterceptor(grpc.aio.ServerInterceptor):
@@ -44,7 +44,7 @@ class PeerAuthInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         claimed = dict(handler_call_details.invocation_metadata or ()).get(PROOF_KEY, "")
         text = claimed.decode("ascii", "replace") if isinstance(claimed, bytes) else claimed
-        if handler is None or proof_matches(self._secret, text, _PURPOSE):
+        if handler is None or is_proof(derive_key(self._secret, _PURPOSE), text, "call"):
             return handler
         error = UnauthenticatedError("this port answers calls that carry the cluster's proof only")
         return cast("grpc.RpcMethodHandler[_Req, _Res]", refusing(handler, error))

@@ -1,5 +1,7 @@
 """Each part of a reference to KV is compared by itself (law 3): no sockets, no threads, no waiting."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -19,7 +21,7 @@ from kv_transfer.states import Send, SendState
 from kv_transfer.transitions import advance_send
 from kv_transfer.transport import Source
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
-from tests.kv_transfer.test_handshake import answer, dialing, identity
+from tests.kv_transfer.test_handshake import answer, identity
 from tests.kv_transfer.test_lease_under_fault import LendingDesk
 
 ASKED = request_of("r", prompt_of(2), ReceiveTransfer("t", "p", "boot", "127.0.0.1:1"))
@@ -113,10 +115,11 @@ def test_a_worker_that_was_started_again_is_a_stranger() -> None:
 
 
 def test_another_layout_is_refused_by_what_differs() -> None:
-    dialer, acceptor = dialing(), Accepting(identity("p"))
+    target = PeerTarget("p", "boot-p", "127.0.0.1:1")
+    dialer, acceptor = Dialing(replace(identity("d"), layout=SMALL), target), Accepting(identity("p"))
     proved = answer(dialer, answer(acceptor, dialer.begin()))
     with pytest.raises(IncompatiblePeerError, match="head_dim"):
-        acceptor.receive(msgspec.structs.replace(proved[0], layout=SMALL))
+        answer(acceptor, proved)
     assert acceptor.session is None
 
 
