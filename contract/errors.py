@@ -14,6 +14,7 @@
     ├── DeadlineError              a waiting state ran into its deadline (DEADLINE)
     ├── CancelledError             the client or an operator ended the request (CANCELLED)
     ├── TransferError              KV could not be handed over (TRANSFER_FAILED)
+    │   ├── PeerUnreachableError   the other worker cannot be reached from this one, which lives (PEER_UNREACHABLE)
     │   └── IncompatiblePeerError  two workers whose layouts, models or protocols differ (INCOMPATIBLE)
     ├── SettingError               a setting is unknown, out of range or contradictory (INVALID_SETTING)
     └── InternalError              a bug of ours (INTERNAL)
@@ -38,6 +39,7 @@ class ErrorKind(StrEnum):
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     TRANSFER_FAILED = "transfer_failed"
+    PEER_UNREACHABLE = "peer_unreachable"
     INCOMPATIBLE = "incompatible"
     INVALID_SETTING = "invalid_setting"
     INTERNAL = "internal"
@@ -136,6 +138,16 @@ class TransferError(KvbatonError):
     """KV could not be handed over; nothing of it was used."""
 
     kind = ErrorKind.TRANSFER_FAILED
+
+
+class PeerUnreachableError(TransferError):
+    """The link or data connection to the other worker cannot be made, is refused, is silent or broke.
+
+    The worker that reports it is alive. Whether the other one is, it cannot know: both may live, with a broken network
+    between them.
+    """
+
+    kind = ErrorKind.PEER_UNREACHABLE
 
 
 class IncompatiblePeerError(TransferError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from contract.errors import KvbatonError
+from contract.errors import ErrorKind, KvbatonError
 from contract.requests import EngineRequest
 from engine.connector import FirstToken, Received, TransferEvent
 from kv_transfer import events as ev
@@ -25,6 +25,10 @@ from kv_transfer.sending import SendDesk
 from kv_transfer.transport import LeaseName, Source
 
 logger = logging.getLogger(__name__)
+_LINK_ENDS = frozenset(
+    {ErrorKind.WORKER_LOST, ErrorKind.INCOMPATIBLE, ErrorKind.TRANSFER_FAILED, ErrorKind.INTERNAL}
+)
+"""Kinds of a link's end that a request ends with as they are; with any other one the peer is out of reach."""
 
 
 class DataSide(Protocol):
@@ -152,7 +156,8 @@ class ControlHalf:
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
         """A peer died, or could not be reached."""
         if ref.is_dialed:
-            source = self._fetches.link_down(ref, error.kind, error.message)
+            kind = error.kind if error.kind in _LINK_ENDS else ErrorKind.PEER_UNREACHABLE
+            source = self._fetches.link_down(ref, kind, error.message)
             if source is not None:
                 self._data.leave(source)
             return

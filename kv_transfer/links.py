@@ -17,7 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from contract.errors import ErrorKind, InternalError, KvbatonError, UnauthenticatedError, WorkerLostError
+from contract.errors import (
+    ErrorKind,
+    InternalError,
+    KvbatonError,
+    PeerUnreachableError,
+    UnauthenticatedError,
+)
 from kv_transfer.counters import Counters
 from kv_transfer.framing import format_address, parse_address
 from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget, Session
@@ -248,7 +254,7 @@ class LinkLoop:
             self._send(ref, message)
 
     def _cannot_dial(self, ref: PeerRef, target: PeerTarget, reason: str) -> None:
-        self._events.link_down(ref, None, _lost(target.worker_id, f"cannot be dialed: {reason}"))
+        self._events.link_down(ref, None, _unreachable(target.worker_id, f"cannot be dialed: {reason}"))
 
     def _connect(self, ref: PeerRef, target: PeerTarget, endpoint: Endpoint) -> None:
         sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
@@ -299,7 +305,7 @@ class LinkLoop:
             link.ref = PeerRef(session.boot_id, is_dialed=False)
             older = self._by_ref.get(link.ref)
             if older is not None:
-                self._end(older, WorkerLostError(f"worker {session.worker_id} dialed again"))
+                self._end(older, PeerUnreachableError(f"worker {session.worker_id} dialed again"))
             self._by_ref[link.ref] = link
         self._events.link_up(link.ref, session)
         link.open()
@@ -313,7 +319,7 @@ class LinkLoop:
             self._watch(link)
         except OSError as error:
             reason = "closed its control link" if isinstance(error, LinkClosedError) else f"is gone: {error}"
-            self._end(link, _lost(_name(link), reason))
+            self._end(link, _unreachable(_name(link), reason))
         except KvbatonError as error:
             self._end(link, error)
         except Exception as error:  # this link's boundary, see above: the other links go on
@@ -353,7 +359,7 @@ class LinkLoop:
         for link in list(self._links):
             if now - link.heard_at >= timeout:
                 what = "was silent" if link.session is not None else "did not finish the handshake"
-                self._end(link, _lost(_name(link), f"{what} for {timeout} s"))
+                self._end(link, _unreachable(_name(link), f"{what} for {timeout} s"))
             elif now >= self._ping_at(link):
                 self._guard(link, partial(link.queue, Ping()))
         for ref, lookup in list(self._lookups.items()):
@@ -387,5 +393,5 @@ def _name(link: Link) -> str:
     return link.target.worker_id if link.target is not None else "(unknown)"
 
 
-def _lost(worker_id: str, reason: str) -> WorkerLostError:
-    return WorkerLostError(f"worker {worker_id} {reason}")
+def _unreachable(worker_id: str, reason: str) -> PeerUnreachableError:
+    return PeerUnreachableError(f"worker {worker_id} {reason}")

@@ -29,11 +29,12 @@ _CURABLE = (
     ErrorKind.UNAVAILABLE,
     ErrorKind.OVERLOADED,
     ErrorKind.TRANSFER_FAILED,
+    ErrorKind.PEER_UNREACHABLE,
     ErrorKind.INCOMPATIBLE,
     ErrorKind.DEADLINE,
 )
 """Kinds of a worker's error that other workers may not have. The request's own deadline is checked apart."""
-_TRANSFER_KINDS = (ErrorKind.TRANSFER_FAILED, ErrorKind.INCOMPATIBLE)
+_TRANSFER_KINDS = (ErrorKind.TRANSFER_FAILED, ErrorKind.PEER_UNREACHABLE, ErrorKind.INCOMPATIBLE)
 _MAX_TRANSFER_FAILURES = 2
 
 

@@ -157,7 +157,7 @@ def new_request_id(prefix: str) -> str:
 def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
     """The prompt as token ids (A6): chats by the model's template, text with its special tokens, ids as they are.
 
-    Raises InvalidRequestError for a chat with a model that has no chat template, or for tools without a parser.
+    Raises InvalidRequestError for a chat with a model that has no chat template.
     """
     if isinstance(asked.prompt, tuple):
         return list(asked.prompt)
@@ -167,17 +167,7 @@ def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> li
         raise InvalidRequestError(
             f"the model {card.name} has no chat template; use /v1/completions", param="messages"
         )
-    _check_tools(asked.prompt, card)
     return card.tokenizer.encode(card.chat_template.render(asked.prompt), add_special_tokens=False)
-
-
-def _check_tools(chat: Chat, card: ModelCard) -> None:
-    if chat.tools and not chat.tool_choice.is_forced and card.answer_format.tool_parser is None:
-        raise InvalidRequestError(
-            f"the calls of the model {card.name} cannot be read: its chat template shows no known format; set tool_parser "
-            "where the router is started, or send tool_choice none",
-            param="tools",
-        )
 
 
 def prepare(

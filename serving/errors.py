@@ -6,6 +6,13 @@ import grpc
 
 from contract.errors import ErrorKind, KvbatonError
 
+_RETRIABLE = (
+    ErrorKind.OVERLOADED,
+    ErrorKind.UNAVAILABLE,
+    ErrorKind.WORKER_LOST,
+    ErrorKind.PEER_UNREACHABLE,
+)
+
 
 def http_status(kind: ErrorKind) -> int:  # noqa: C901 (one flat match)
     """The HTTP status of an error kind."""
@@ -26,7 +33,7 @@ def http_status(kind: ErrorKind) -> int:  # noqa: C901 (one flat match)
             return 499
         case ErrorKind.INTERNAL | ErrorKind.TRANSFER_FAILED | ErrorKind.INCOMPATIBLE:
             return 500
-        case ErrorKind.UNAVAILABLE | ErrorKind.WORKER_LOST:
+        case ErrorKind.UNAVAILABLE | ErrorKind.WORKER_LOST | ErrorKind.PEER_UNREACHABLE:
             return 503
         case ErrorKind.DEADLINE:
             return 504
@@ -51,7 +58,7 @@ def grpc_code(kind: ErrorKind) -> grpc.StatusCode:
             return grpc.StatusCode.CANCELLED
         case ErrorKind.INTERNAL | ErrorKind.TRANSFER_FAILED:
             return grpc.StatusCode.INTERNAL
-        case ErrorKind.UNAVAILABLE | ErrorKind.WORKER_LOST:
+        case ErrorKind.UNAVAILABLE | ErrorKind.WORKER_LOST | ErrorKind.PEER_UNREACHABLE:
             return grpc.StatusCode.UNAVAILABLE
         case ErrorKind.DEADLINE:
             return grpc.StatusCode.DEADLINE_EXCEEDED
@@ -61,7 +68,7 @@ def grpc_code(kind: ErrorKind) -> grpc.StatusCode:
 
 def retry_after_seconds(kind: ErrorKind) -> int | None:
     """After how long the same request may succeed; None where trying again does not help."""
-    return 1 if kind in (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE, ErrorKind.WORKER_LOST) else None
+    return 1 if kind in _RETRIABLE else None
 
 
 def openai_type(kind: ErrorKind) -> str:

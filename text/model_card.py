@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError
-from text.chat import ChatTemplate
 from text.parsing.answer_format import AnswerFormat, ParserChoice
+from text.templates.chat_template import ChatTemplate
 from text.tokenizer import Tokenizer, read_json
 
 MODEL_FILES = (

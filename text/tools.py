@@ -1,18 +1,16 @@
 """The tools that a client offers, which of them the model may or must call, and the calls in a conversation."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 
 Tool = dict[str, Any]
-"""``{"type": "function", "function": {"name", "description", "parameters"}}``; the parameters are a JSON schema."""
+"""``{"type": "function", "function": {"name", …}}`` as the client sent it; description and parameters may be missing."""
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
-_NO_PARAMETERS = {"type": "object", "properties": {}}
 _MODES = ("none", "auto", "required")
 
 
@@ -33,10 +31,10 @@ AUTO = ToolChoice("auto")
 
 
 def parse_tools(raw: Any, *, is_flat: bool = False) -> tuple[Tool, ...]:
-    """A request's ``tools``, as a chat template gets them; functions without parameters take none.
+    """Check a request's ``tools`` and return them as the client sent them, with the keys in the client's order.
 
-    ``strict`` is not told to the model. is_flat: name, description and parameters stand beside the type, as in OpenAI's
-    Responses. Raises InvalidRequestError with the index of the tool at fault.
+    is_flat: name, description and parameters stand beside the type, as in OpenAI's Responses; they are moved into a
+    ``function``, in their order. Raises InvalidRequestError with the index of the tool at fault.
     """
     if raw is None:
         return ()
@@ -57,7 +55,7 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     if not isinstance(function, dict):
         raise InvalidRequestError(f"{where}.function is no object with a name", param=f"{where}.function")
     _check_function(function, f"{where}.function")
-    return _tool({name: value for name, value in function.items() if name != "strict"})
+    return raw
 
 
 def _parse_flat_tool(raw: Any, where: str) -> Tool:
@@ -68,12 +66,7 @@ def _parse_flat_tool(raw: Any, where: str) -> Tool:
             f"{where}.type is {_shown(raw.get('type'))}; this version takes 'function'", param=f"{where}.type"
         )
     _check_function(raw, where)
-    return _tool({name: raw.get(name) for name in ("name", "description", "parameters")})
-
-
-def _tool(function: dict[str, Any]) -> Tool:
-    told = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": {"parameters": _NO_PARAMETERS, **told}}
+    return {"type": "function", "function": {key: value for key, value in raw.items() if key != "type"}}
 
 
 def _check_function(function: dict[str, Any], where: str) -> None:
@@ -112,7 +105,7 @@ def parse_tool_choice(raw: Any, tools: Sequence[Tool], *, is_flat: bool = False)
 
 
 def parse_tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
-    """The calls of an assistant's message, as chat templates get them: arguments are objects, not their JSON text.
+    """Check the calls of an assistant's message; their arguments stay JSON text, whatever the text is.
 
     Raises InvalidRequestError with the index of the call at fault.
     """
@@ -127,24 +120,32 @@ def _parse_tool_call(raw: Any, where: str) -> dict[str, Any]:
         raise InvalidRequestError(
             f"{where} is no call of type function, with name and arguments", param=where
         )
-    check_function_name(function.get("name"), f"{where}.function.name")
+    check_call_name(function.get("name"), f"{where}.function.name")
     arguments = parse_arguments(function.get("arguments"), f"{where}.function.arguments")
-    return {**raw, "type": "function", "function": {**function, "arguments": arguments}}
+    return {**raw, "function": {**function, "arguments": arguments}}
 
 
-def parse_arguments(raw: Any, where: str) -> dict[str, Any]:
-    """A call's arguments, from their JSON text; no text is none. Raises InvalidRequestError with the field."""
-    if raw is None or raw == "":
-        return {}
-    try:
-        value = msgspec.json.decode(raw) if isinstance(raw, str) else raw
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise InvalidRequestError(f"{where} is not valid JSON: {error}", param=where) from error
-    if not isinstance(value, dict):
+def parse_arguments(raw: Any, where: str) -> str:
+    """Return the arguments of a call in a conversation as text: a model may have written any text as arguments.
+
+    None is no text; an object, which some clients send, is written as JSON. Raises InvalidRequestError with the field.
+    """
+    if raw is None:
+        return ""
+    if isinstance(raw, dict):
+        return json.dumps(raw, ensure_ascii=False)
+    if not isinstance(raw, str):
         raise InvalidRequestError(
-            f"{where} is {_shown(raw)}; it must be the text of a JSON object", param=where
+            f"{where} is {_shown(raw)}; it must be the JSON text of the arguments", param=where
         )
-    return value
+    return raw
+
+
+def check_call_name(raw: Any, where: str) -> str:
+    """Return the name of a call in a conversation: any text but none, since a model may have written it."""
+    if not isinstance(raw, str) or not raw.strip():
+        raise InvalidRequestError(f"{where} is {_shown(raw)}; it must be the name of a function", param=where)
+    return raw
 
 
 def _chosen_name(raw: dict[str, Any], where: str) -> str:

@@ -182,7 +182,9 @@ def _let_go(send: Send, event: ev.LetGo) -> SendStep:
 def _peer_gone(send: Send, event: ev.PeerGone) -> SendStep:
     if send.has_ended or send.peer != event.peer:
         return send, []
-    return _end_send(send, SendState.EXPIRED, Ending(ErrorKind.WORKER_LOST, event.message), is_told=False)
+    return _end_send(
+        send, SendState.EXPIRED, Ending(ErrorKind.PEER_UNREACHABLE, event.message), is_told=False
+    )
 
 
 def _heartbeat(send: Send, event: ev.Heartbeat) -> SendStep:

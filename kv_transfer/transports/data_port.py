@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from contract.errors import TransferError, WorkerLostError
+from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.framing import format_address, parse_address, read_frame, write_frame
 from kv_transfer.listening import Listener
 from kv_transfer.transport import Source
@@ -199,13 +199,13 @@ def leave_unpaced(sock: socket.socket) -> None:
 
 
 def dial(sock: socket.socket, source: Source) -> None:
-    """Connect to a peer's data port, and show the session's token. Raises WorkerLostError when it is refused, OSError."""
+    """Connect to a peer's data port, and show the session's token. Raises PeerUnreachableError (refused), OSError."""
     sock.connect(parse_address(source.address))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     write_frame(sock, DataHello(source.token), MAX_DATA_FRAME_BYTES)
     reply = read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
     if reply.status is not DataStatus.OK:
-        raise WorkerLostError(f"worker {source.worker_id} refused a data connection: {reply.message}")
+        raise PeerUnreachableError(f"worker {source.worker_id} refused a data connection: {reply.message}")
 
 
 def shut_down(sock: socket.socket) -> None:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from contract.errors import WorkerLostError
+from contract.errors import PeerUnreachableError
 from engine.connector import KVMemory
 from kv_transfer.leases import LeaseBook, Sessions
 from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError
@@ -27,11 +27,11 @@ class LocalHub:
             self._senders.pop(sender.address, None)
 
     def find(self, source: Source) -> "LocalSender":
-        """The sender at ``source``. Raises WorkerLostError."""
+        """The sender at ``source``. Raises PeerUnreachableError."""
         with self._lock:
             sender = self._senders.get(source.address)
         if sender is None:
-            raise WorkerLostError(f"worker {source.worker_id} has no local sender any more")
+            raise PeerUnreachableError(f"worker {source.worker_id} has no local sender any more")
         return sender
 
 

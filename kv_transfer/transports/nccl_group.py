@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from contract.errors import TransferError, WorkerLostError
+from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.framing import format_address, listen_on, parse_address
 
 SENDER, RECEIVER = 0, 1
@@ -44,7 +44,7 @@ def join(address: str, timeout_seconds: float) -> Any:
 class PairGroup:
     """One of two ranks. Blocks until both are there. Used by one thread; a call that fails ends the group.
 
-    Raises WorkerLostError when the other one is gone or is silent for ``timeout_seconds``.
+    Raises PeerUnreachableError when the other one is gone or is silent for ``timeout_seconds``.
     """
 
     def __init__(self, backend: str, store: Any, rank: int, host: str, timeout_seconds: float) -> None:
@@ -54,7 +54,7 @@ class PairGroup:
         try:
             self._group = self._make(backend, rank, host)
         except RuntimeError as error:
-            raise WorkerLostError(f"no group of two came about: {error}") from error
+            raise PeerUnreachableError(f"no group of two came about: {error}") from error
 
     def send(self, content: torch.Tensor) -> None:
         """Send all of it."""
@@ -86,7 +86,9 @@ class PairGroup:
             begin().wait(self._timeout)
         except RuntimeError as error:
             self.close()
-            raise WorkerLostError(f"the group of two has failed: {str(error).splitlines()[0]}") from error
+            raise PeerUnreachableError(
+                f"the group of two has failed: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def _distributed() -> Any:

@@ -7,7 +7,7 @@ behind the last of them: a group that is stuck can never write into a block.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from contract.errors import TransferError, WorkerLostError
+from contract.errors import TransferError
 from kv_transfer.block_views import block_span
 from kv_transfer.framing import read_frame, write_frame
 from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError
@@ -114,7 +114,7 @@ class NcclReceiver:
             with self._peers.using(source, lambda: _Peer(source, self._host, self._timeout_seconds)) as peer:
                 yield peer
                 read.check()
-        except (OSError, TransferError, WorkerLostError) as error:
+        except (OSError, TransferError) as error:
             raise as_outcome(error, source, read) from error
 
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing
 
-from contract.errors import TransferError, WorkerLostError
+from contract.errors import PeerUnreachableError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.framing import read_frame, write_frame
 from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
@@ -71,7 +71,7 @@ class NcclSender:
                 while True:
                     request = read_frame(visit.sock, ReadRequest, MAX_NCCL_FRAME_BYTES)
                     self._answer(visit, request, pool, group)
-        except WorkerLostError as error:
+        except PeerUnreachableError as error:
             raise TransferError(error.message) from error
 
     def _answer(self, visit: Visit, request: ReadRequest, pool: GroupPool, group: PairGroup) -> None:

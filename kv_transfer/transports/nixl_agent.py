@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from contract.errors import KvbatonError, SettingError, TransferError, WorkerLostError
+from contract.errors import KvbatonError, PeerUnreachableError, SettingError, TransferError
 from kv_transfer.block_views import BlockPart
 from kv_transfer.transports.nixl_library import NixlLibrary
 from kv_transfer.transports.nixl_memory import Region
@@ -24,7 +24,7 @@ _MAX_PARTS = 256
 
 
 class NixlAgent:
-    """Owns the library's agent. Methods raise WorkerLostError where the peer is gone, TransferError for the rest."""
+    """Owns the library's agent. Methods raise PeerUnreachableError where the peer is gone, TransferError for the rest."""
 
     def __init__(self, library: NixlLibrary, name: str) -> None:
         """Bring it up. Raises SettingError."""
@@ -146,7 +146,7 @@ class NixlAgent:
 
     def _failed(self, what: str, error: Exception) -> KvbatonError:
         if isinstance(error, self._library.disconnected):
-            return WorkerLostError(f"nixl: {what} failed: the peer is gone")
+            return PeerUnreachableError(f"nixl: {what} failed: the peer is gone")
         return TransferError(f"nixl: {what} failed: {error!r}")
 
 

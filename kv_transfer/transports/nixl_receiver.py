@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from contract.errors import TransferError, WorkerLostError
+from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.block_views import BlockPart, block_outside, block_span, check_sizes
 from kv_transfer.framing import read_frame, write_frame
 from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError
@@ -85,7 +85,7 @@ class _Peer:
     def connect(self, read: Read) -> RemotePool:
         """Dial, show the token, and prove by reading that the library reaches the right memory; once.
 
-        Raises WorkerLostError where nobody (who knows us) answers, TransferError for a pool that cannot be read.
+        Raises PeerUnreachableError where nobody (who knows us) answers, TransferError for a pool that cannot be read.
         """
         if self._pool is not None:
             return self._pool
@@ -208,7 +208,7 @@ class _Peer:
         """The peer says nothing unless it is asked: what can be heard now is the end of its half of the connection."""
         self._check_link()
         if self._end.poll(0):
-            raise WorkerLostError(f"{self._who} closed its data connection")
+            raise PeerUnreachableError(f"{self._who} closed its data connection")
 
     def _ask(self, wanted: Help) -> None:
         write_frame(self._sock, NixlAsk(wanted), MAX_NIXL_FRAME_BYTES)
@@ -286,7 +286,7 @@ class NixlReceiver:
         try:
             with self._peers.using(source, lambda: _Peer(source, self._owner, self._timeout_seconds)) as peer:
                 work(peer)
-        except (OSError, TransferError, WorkerLostError) as error:
+        except (OSError, TransferError) as error:
             raise as_outcome(error, source, read) from error
 
 

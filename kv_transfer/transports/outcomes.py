@@ -1,6 +1,6 @@
 """What the caller of a read is told of an error beneath it: one meaning for every transport that asks its sender."""
 
-from contract.errors import TransferError, WorkerLostError
+from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.framing import ShortReadError
 from kv_transfer.transport import Read, ReadStoppedError, Source, StaleLeaseError
 
@@ -8,13 +8,13 @@ from kv_transfer.transport import Read, ReadStoppedError, Source, StaleLeaseErro
 def as_outcome(
     error: Exception, source: Source, read: Read, connection: str = "data connection"
 ) -> Exception:
-    """A stale lease stays one, a stopped read is only stopped, and a sender whose ``connection`` is closed is gone."""
+    """A stale lease stays one, a stopped read is only stopped, and a sender whose ``connection`` fails is out of reach."""
     if isinstance(error, StaleLeaseError):
         return error
     if read.is_stopped:
         return ReadStoppedError("the read was stopped")
     if isinstance(error, (ShortReadError, ConnectionError)):
-        return WorkerLostError(f"worker {source.worker_id} closed its {connection}: {error}")
+        return PeerUnreachableError(f"worker {source.worker_id} closed its {connection}: {error}")
     if isinstance(error, (TransferError, WorkerLostError)):
         return error
-    return TransferError(f"reading from worker {source.worker_id} failed: {error}")
+    return PeerUnreachableError(f"reading from worker {source.worker_id} failed: {error}")

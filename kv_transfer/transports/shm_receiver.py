@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 
 import numpy as np
 
-from contract.errors import TransferError, WorkerLostError
+from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.block_views import BlockViews, address_of, block_span, check_sizes
 from kv_transfer.framing import (
     HEADER,
@@ -78,12 +78,12 @@ class _MappedPeer:
     def connect(self) -> None:
         """Show the token, map what comes back, and check that it is what was meant; called once.
 
-        Raises WorkerLostError where nobody (who knows us) answers, TransferError for a pool that cannot be mapped.
+        Raises PeerUnreachableError where nobody (who knows us) answers, TransferError for a pool that cannot be mapped.
         """
         try:
             self._sock.connect(self._source.address)
         except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise WorkerLostError(
+            raise PeerUnreachableError(
                 f"{self._who} does not answer at {self._source.address} ({error.strerror}): it is gone, or"
                 " shares no shm_dir with this worker"
             ) from error
@@ -91,7 +91,7 @@ class _MappedPeer:
         welcome, descriptors = self._hear_welcome()
         try:
             if welcome.status is not DataStatus.OK:
-                raise WorkerLostError(f"{self._who} refused to share its pool: {welcome.message}")
+                raise PeerUnreachableError(f"{self._who} refused to share its pool: {welcome.message}")
             if len(descriptors) != NUM_DESCRIPTORS:
                 raise TransferError(f"{self._who} sent {len(descriptors)} descriptors, not {NUM_DESCRIPTORS}")
             self._map(welcome, *descriptors)
@@ -175,7 +175,9 @@ class _MappedPeer:
         self._check_linked()
         if ended := self._end.poll(0):
             has_died = any(descriptor != self._sock.fileno() for descriptor, _ in ended)
-            raise WorkerLostError(f"{self._who} died" if has_died else f"{self._who} closed its shm socket")
+            if has_died:
+                raise WorkerLostError(f"{self._who} died")
+            raise PeerUnreachableError(f"{self._who} closed its shm socket")
 
     def _hear_welcome(self) -> tuple[ShmWelcome, list[int]]:
         """The words, and the descriptors that came with their first byte."""

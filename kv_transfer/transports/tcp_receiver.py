@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from contract.errors import TransferError
+from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.block_views import bytes_of_each
 from kv_transfer.framing import FrameBuffer, ShortReadError, decode_body
 from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
@@ -43,7 +43,7 @@ class _Connection:
         self.sock.close()
 
     def connect(self) -> None:
-        """Connect and show the session's token, once. Raises WorkerLostError when it is refused."""
+        """Connect and show the session's token, once. Raises PeerUnreachableError when it is refused."""
         if self.is_connected:
             return
         dial(self.sock, self.source)
@@ -88,15 +88,17 @@ class _Connection:
             if left_out:
                 _expect_ok(answers[: error.num_bytes], piece)
             block = piece.first_block + at - start + max(0, error.num_bytes - left_out) // view_bytes
-            raise TransferError(f"short read in block {block} of {_name(piece)}: {error.message}") from error
+            raise PeerUnreachableError(
+                f"short read in block {block} of {_name(piece)}: {error.message}"
+            ) from error
         except TimeoutError as error:
-            raise TransferError(f"no byte for {self.timeout_seconds} s in {_blocks(piece)}") from error
+            raise PeerUnreachableError(f"no byte for {self.timeout_seconds} s in {_blocks(piece)}") from error
 
     def _hear_verdict(self, piece: ReadRequest) -> None:
         try:
             _expect_ok(self._stream.take(ALIGNMENT), piece)
         except ShortReadError as error:
-            raise TransferError(f"short read behind {_blocks(piece)}: {error.message}") from error
+            raise PeerUnreachableError(f"short read behind {_blocks(piece)}: {error.message}") from error
 
 
 def _expect_ok(answers: bytearray, piece: ReadRequest) -> None:
@@ -132,7 +134,7 @@ class TcpReceiver:
                 raise ReadStoppedError("the read was stopped") from error
             if isinstance(error, TransferError):
                 raise
-            raise TransferError(f"reading from worker {source.worker_id} failed: {error}") from error
+            raise PeerUnreachableError(f"reading from worker {source.worker_id} failed: {error}") from error
 
     def forget(self, source: Source) -> None:
         """Close its connection."""

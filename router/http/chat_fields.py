@@ -6,6 +6,7 @@ from typing import Any
 from contract.errors import InvalidRequestError
 from contract.requests import Grammar
 from router.http.body import Body
+from router.http.thinking import thinking_kwargs
 from text.chat import RESERVED, Chat, parse_messages
 from text.parsing.forced import forced_calls_schema
 from text.tools import parse_tool_choice, parse_tools
@@ -17,6 +18,8 @@ CHAT_FIELDS = (
     "documents",
     "add_generation_prompt",
     "continue_final_message",
+    "reasoning_effort",
+    "verbosity",
 )
 """Fields that chats serve and text completions do not."""
 
@@ -41,7 +44,9 @@ def chat_of(body: Body) -> Chat:
         tool_choice=choice,
         parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
         documents=_documents(body.get("documents")),
-        template_kwargs=template_kwargs(body),
+        template_kwargs=template_kwargs(
+            body, effort=body.get("reasoning_effort"), verbosity=body.get("verbosity")
+        ),
         add_generation_prompt=has_header,
         continue_final_message=continues,
     )
@@ -73,8 +78,14 @@ def _documents(raw: Any) -> tuple[dict[str, Any], ...]:
     return tuple(raw)
 
 
-def template_kwargs(body: Body) -> dict[str, Any]:
-    """``chat_template_kwargs``. Raises InvalidRequestError for a variable that a field of its own sets."""
+def template_kwargs(
+    body: Body, *, effort: Any = None, verbosity: Any = None, prefix: tuple[str, str] = ("reasoning_", "")
+) -> dict[str, Any]:
+    """Return ``chat_template_kwargs`` and, behind them, what effort and verbosity tell the template.
+
+    prefix: what stands before ``effort`` and ``verbosity`` in the names of these fields here.
+    Raises InvalidRequestError for a variable that a field of its own sets.
+    """
     found = body.object("chat_template_kwargs").fields
     if taken := next((name for name in found if name in RESERVED), None):
         raise InvalidRequestError(
@@ -82,4 +93,5 @@ def template_kwargs(body: Body) -> dict[str, Any]:
             f"{', '.join(RESERVED)}",
             param=f"chat_template_kwargs.{taken}",
         )
-    return found
+    told = thinking_kwargs(effort, f"{prefix[0]}effort", verbosity, f"{prefix[1]}verbosity")
+    return {**told, **found}

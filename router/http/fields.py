@@ -9,6 +9,30 @@ from router.http.body import Body
 from router.http.grammars import grammar_fields
 from router.http.strictness import check_ignored
 
+FOREIGN = (
+    "system",
+    "instructions",
+    "text",
+    "json_schema",
+    "grammar",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "format",
+    "guided_json_object",
+    "guided_decoding",
+    "max_output_tokens",
+    "max_new_tokens",
+    "min_new_tokens",
+    "n_predict",
+    "num_predict",
+    "stop_sequences",
+    "repeat_penalty",
+    "no_repeat_ngram_size",
+    "logits_processors",
+    "allowed_tools",
+)
+"""Fields of other APIs and servers that tell the model something, or bind its answer: to ignore them would drop that."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -23,7 +47,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "prediction": (),
     "guided_whitespace_pattern": (),
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
@@ -36,6 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_adapter_request": (),
     "mm_processor_kwargs": ({},),
     "spaces_between_special_tokens": (True, False),
+    **dict.fromkeys(FOREIGN, ()),
 }
 """Field → the values (besides null) that ask for nothing. One that gets served moves to ``router.http.schema``."""
 _MAX_DIGITS = 10

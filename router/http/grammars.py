@@ -10,6 +10,7 @@ from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.requests import Grammar
 from router.http.body import Body
 from router.request import GenerationRequest
+from text.parsing.forced import only_objects
 
 
 def grammar_fields(body: Body, openai_field: str = "response_format") -> dict[str, Any]:
@@ -54,31 +55,49 @@ def _read(name: str, value: Any) -> Grammar | None:
 
 
 def _response_format(value: Any) -> Grammar | None:
-    return _format(_object(value), is_flat=False)
+    return _format(_object(value))
 
 
-def _text_format(value: Any) -> Grammar | None:
-    return _format(_object(value), is_flat=True)
-
-
-def _format(body: Body, *, is_flat: bool) -> Grammar | None:
-    """is_flat: name and schema stand beside the type."""
-    match body.string("type"):
-        case "text":
+def _format(body: Body) -> Grammar | None:
+    """Read a format whose name and schema stand beside the type, or within ``json_schema``: either place counts."""
+    kind = body.string("type")
+    wrapper = body.object("json_schema")
+    for named in (body, wrapper):
+        named.string("name")
+        named.flag("strict")
+    schemas = [one for one in (body.get("schema"), wrapper.get("schema")) if one is not None]
+    if len(schemas) > 1:
+        raise InvalidRequestError("schema stands beside json_schema; an answer can match one")
+    match kind, schemas:
+        case "text", []:
             return None
-        case "json_object":
+        case "text", _:
+            raise InvalidRequestError("type is 'text', which no schema binds; choose json_schema")
+        case "json_object", [schema]:
+            return _object_by(schema)
+        case "json_object", _:
             return Grammar("json_object")
-        case "json_schema":
-            wrapper = body if is_flat else body.object("json_schema")
-            wrapper.string("name")
-            wrapper.flag("strict")
-            if wrapper.get("schema") is None:
-                raise InvalidRequestError("json_schema has no schema")
-            return _schema(wrapper.get("schema"))
-        case other:
+        case "json_schema", [schema]:
+            return _schema(schema)
+        case "json_schema", _:
+            raise InvalidRequestError("json_schema has no schema")
+        case other, _:
             raise InvalidRequestError(
                 f"type is {str(other)[:40]!r}; choose one of text, json_object, json_schema"
             )
+
+
+def _object_by(schema: Any) -> Grammar:
+    """Return the grammar of a JSON object that matches a schema, which may be written as a string."""
+    try:
+        found = only_objects(msgspec.json.decode(schema) if isinstance(schema, str) else schema)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise InvalidRequestError(f"schema is not valid JSON: {error}") from error
+    if found is None:
+        raise InvalidRequestError(
+            "type is 'json_object', but the schema allows no object; choose json_schema"
+        )
+    return Grammar("json_schema", _written(found))
 
 
 def _structured_outputs(value: Any) -> Grammar | None:
@@ -143,4 +162,4 @@ _EXTENSIONS: dict[str, _Reader] = {
     "guided_choice": _choice,
     "guided_grammar": _ebnf,
 }
-_READERS = {"response_format": _response_format, "text.format": _text_format, **_EXTENSIONS}
+_READERS = {"response_format": _response_format, "text.format": _response_format, **_EXTENSIONS}

@@ -6,7 +6,8 @@ from typing import Any
 from contract.errors import InvalidRequestError
 from contract.requests import MAX_LOGPROBS
 from router.http.body import Body, Json
-from router.http.fields import NEUTRAL, refuse_unless_idle, refuse_unserved
+from router.http.fields import NEUTRAL, refuse_unserved
+from router.http.thinking import check_choice
 from text.model_card import ModelCard
 
 INCLUDABLE = (
@@ -20,7 +21,11 @@ INCLUDABLE = (
     "message.input_image.image_url",
 )
 """The first adds log probabilities; the others are about things that no response here contains."""
-_SERVED = ("tools", "tool_choice", "parallel_tool_calls")
+_SERVED = ("tools", "tool_choice", "parallel_tool_calls", "text", "instructions", "max_output_tokens")
+SUMMARIES = ("auto", "concise", "detailed")
+"""Accepted, and no summary is made: reasoning comes in full."""
+TRUNCATIONS = ("disabled", "auto")
+"""Accepted, and nothing is left out of an input: one that is too long is refused."""
 RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: idle for name, idle in NEUTRAL.items() if name not in _SERVED},
     "previous_response_id": (),
@@ -28,7 +33,6 @@ RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "prompt": (),
     "max_tool_calls": (),
-    "truncation": ("disabled",),
     "context_management": ([],),
     "moderation": (),
     "messages": (),
@@ -43,20 +47,16 @@ RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
 }
 """As ``NEUTRAL``, with the chat fields that have other names here."""
-_NESTED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "text": {"verbosity": ("medium",)},
-    "reasoning": {"effort": ("none",), "summary": ("auto",), "generate_summary": ("auto",)},
-}
 _ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
 
 
 def refuse_unserved_response(body: Body) -> None:
     """As ``refuse_unserved``, for the fields of a response. Raises UnsupportedFieldError, InvalidRequestError."""
     refuse_unserved(body, known=RESPONSE_NEUTRAL)
-    for outer, fields in _NESTED.items():
-        nested = body.object(outer)
-        for name, neutral in fields.items():
-            refuse_unless_idle(f"{outer}.{name}", nested.get(name), neutral)
+    check_choice("truncation", body.get("truncation"), TRUNCATIONS)
+    reasoning = body.object("reasoning")
+    for name in ("summary", "generate_summary"):
+        check_choice(f"reasoning.{name}", reasoning.get(name), SUMMARIES)
 
 
 def response_logprobs(body: Body) -> int | None:
@@ -78,6 +78,7 @@ def echoed_fields(body: Body, card: ModelCard) -> Json:
     """What a response repeats of its request, with the defaults filled in."""
     fields = body.fields
     text: Mapping[str, Any] = fields.get("text") or {}
+    reasoning = body.object("reasoning")
     temperature, top_p = body.number("temperature"), body.number("top_p")
     return {
         **{name: body.get(name) for name in _ECHOED},
@@ -87,8 +88,11 @@ def echoed_fields(body: Body, card: ModelCard) -> Json:
         "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
         "tool_choice": body.get("tool_choice") or "auto",
         "parallel_tool_calls": body.flag("parallel_tool_calls", default=True),
-        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": "medium"},
-        "reasoning": {"effort": body.object("reasoning").get("effort"), "summary": None},
+        "text": {
+            "format": text.get("format") or {"type": "text"},
+            "verbosity": text.get("verbosity") or "medium",
+        },
+        "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
         "top_logprobs": body.get("top_logprobs") or 0,
         "truncation": "disabled",
         "service_tier": "default",

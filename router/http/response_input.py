@@ -29,7 +29,12 @@ def response_chat(body: Body) -> Chat:
         tools=() if choice.mode == "none" else tools,
         tool_choice=choice,
         parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
-        template_kwargs=template_kwargs(body),
+        template_kwargs=template_kwargs(
+            body,
+            effort=body.object("reasoning").get("effort"),
+            verbosity=body.object("text").get("verbosity"),
+            prefix=("reasoning.", "text."),
+        ),
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
 from router.http.body import UNSERVED, Json
 from router.http.fields import NEUTRAL
-from router.http.response_fields import INCLUDABLE, RESPONSE_NEUTRAL
+from router.http.response_fields import INCLUDABLE, RESPONSE_NEUTRAL, SUMMARIES, TRUNCATIONS
 from router.http.response_input import ITEM_TYPES
+from router.http.thinking import EFFORTS, VERBOSITIES
 from router.limits import (
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
@@ -86,6 +87,9 @@ _IGNORED: dict[str, Json] = {
     "metadata": field("object", "Ignored.", additionalProperties={"type": "string"}),
     "service_tier": field("string", "Ignored: there is one."),
     "store": field("boolean", "Ignored: nothing is stored."),
+    "prompt_cache_retention": field("string", "Ignored."),
+    "client_metadata": field("object", "Ignored.", additionalProperties=True),
+    "prediction": field("object", "Ignored: it could only save time.", additionalProperties=True),
 }
 
 
@@ -108,6 +112,7 @@ _GRAMMARS: dict[str, Json] = {
         required=["type"],
         properties={
             "type": {"enum": ["text", "json_object", "json_schema"]},
+            "schema": {**_SCHEMA_OR_TEXT, "description": "With type json_object: of the object."},
             "json_schema": field(
                 "object",
                 "With type json_schema.",
@@ -243,6 +248,8 @@ _CHAT_ONLY: dict[str, Json] = {
     "chat_template_kwargs": field(
         "object", "More variables for the chat template.", additionalProperties=True
     ),
+    "reasoning_effort": {"enum": [*EFFORTS, None], "description": "For templates that know it."},
+    "verbosity": {"enum": [*VERBOSITIES, None], "description": "For templates that know it."},
 }
 CHAT = _object(
     ["messages"],
@@ -286,7 +293,7 @@ _FORMAT = field(
         "type": {"enum": ["text", "json_object", "json_schema"]},
         "name": field("string", "Ignored."),
         "description": field("string", "Ignored."),
-        "schema": {**_SCHEMA_OR_TEXT, "description": "A JSON schema, with type json_schema."},
+        "schema": {**_SCHEMA_OR_TEXT, "description": "A JSON schema, with json_schema or json_object."},
         "strict": field("boolean", "Ignored."),
     },
 )
@@ -314,7 +321,7 @@ RESPONSE = _object(
         "text": field(
             "object",
             "The form of the answer.",
-            properties={"format": _FORMAT, "verbosity": {"enum": ["medium", None]}},
+            properties={"format": _FORMAT, "verbosity": _CHAT_ONLY["verbosity"]},
         ),
         "tools": field(
             "array",
@@ -336,11 +343,12 @@ RESPONSE = _object(
             "object",
             "Reasoning comes as the model writes it.",
             properties={
-                "effort": {"enum": ["none", None]},
-                "summary": {"enum": ["auto", None]},
-                "generate_summary": {"enum": ["auto", None]},
+                "effort": _CHAT_ONLY["reasoning_effort"],
+                "summary": {"enum": [*SUMMARIES, None], "description": "Ignored."},
+                "generate_summary": {"enum": [*SUMMARIES, None], "description": "Ignored."},
             },
         ),
+        "truncation": {"enum": [*TRUNCATIONS, None], "description": "Ignored: nothing is left out."},
         "stream_options": field(
             "object", "Only with stream.", properties={"include_obfuscation": field("boolean", "Ignored.")}
         ),

@@ -21,6 +21,9 @@ _IGNORED: dict[str, Callable[[Body, str], Any]] = {
     "metadata": _texts,
     "service_tier": Body.string,
     "store": Body.flag,
+    "prompt_cache_retention": Body.string,
+    "client_metadata": Body.object,
+    "prediction": Body.object,
 }
 
 

@@ -134,5 +134,5 @@ def test_a_peer_sees_a_close_as_death() -> None:
         decode.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
         pair.prefill.driver.close()
         decode.wait_for(lambda: decode.failed, "failed")
-        assert decode.failed[fetch.key].kind == "worker_lost"
+        assert decode.failed[fetch.key].kind == "peer_unreachable"
         assert decode.failed[fetch.key].message == "worker p closed its control link"

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import msgspec
 import pytest
 
-from contract.errors import KvbatonError, TransferError, WorkerLostError
+from contract.errors import KvbatonError, PeerUnreachableError, TransferError
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, StaleLeaseError
 from kv_transfer.transports.nccl_pool import GroupPool
@@ -53,7 +53,7 @@ def test_a_sender_that_dies_is_an_error_and_its_successor_is_read(reader: Reader
     with sender_process() as sender:
         reader.fetch(sender.source, range(1))
         sender.process.kill()
-        with pytest.raises(WorkerLostError):
+        with pytest.raises(PeerUnreachableError):
             reader.fetch(sender.source, range(1, 2))
     with sender_process() as successor:
         reader.fetch(successor.source, range(7, 8))
@@ -99,7 +99,7 @@ def test_a_read_from_a_silent_sender_can_be_stopped(reader: Reader) -> None:
 def test_a_guessed_token_an_ended_session_and_a_block_outside_are_refused(
     port: NcclPort, reader: Reader
 ) -> None:
-    with pytest.raises(WorkerLostError, match="refused a data connection: no control link stands"):
+    with pytest.raises(PeerUnreachableError, match="refused a data connection: no control link stands"):
         reader.fetch(msgspec.structs.replace(port.source, token="guessed"), range(1))
     with pytest.raises(StaleLeaseError, match="block 100 of transfer t is not readable; 100 blocks are"):
         reader.fetch(port.source, range(NUM_BLOCKS, NUM_BLOCKS + 1))
@@ -110,7 +110,7 @@ def test_a_guessed_token_an_ended_session_and_a_block_outside_are_refused(
         reader.receiver.fetch(port.source, ReadRequest(NAME, 0, 1), half, Read())
     reader.fetch(port.source, range(6, 7))
     port.sessions.end(TOKEN)
-    with pytest.raises(WorkerLostError, match="closed its data connection"):
+    with pytest.raises(PeerUnreachableError, match="closed its data connection"):
         reader.fetch(port.source, range(1))
 
 

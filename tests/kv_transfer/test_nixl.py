@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from contract.errors import TransferError, WorkerLostError
+from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.framing import write_frame
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import (
@@ -221,11 +221,11 @@ def test_a_stopped_read_ends_between_its_parts(port: NixlPort, reader: Reader) -
 
 def test_a_guessed_token_and_an_ended_session_are_refused(port: NixlPort, reader: Reader) -> None:
     grants = port.grants[NAME]
-    with pytest.raises(WorkerLostError, match="refused a data connection: no control link stands"):
+    with pytest.raises(PeerUnreachableError, match="refused a data connection: no control link stands"):
         reader.fetch(msgspec.structs.replace(port.source, token="guessed"), range(1), grants)
     reader.fetch(port.source, range(1), grants)
     port.sessions.end(TOKEN)
-    with pytest.raises(WorkerLostError, match="closed its data connection"):
+    with pytest.raises(PeerUnreachableError, match="closed its data connection"):
         reader.fetch(port.source, range(1), grants)
 
 

@@ -13,7 +13,7 @@ from operator import contains
 
 import pytest
 
-from contract.errors import KvbatonError, WorkerLostError
+from contract.errors import KvbatonError, PeerUnreachableError
 from contract.identity import Role
 from kv_transfer.framing import read_frame, write_frame
 from kv_transfer.transport import (
@@ -129,7 +129,7 @@ def test_a_lane_that_seems_to_need_no_help_is_helped_late_also_when_the_session_
 
         assert Fetching(reader, sender, rest).end() is None
         assert all(reader.holds(number, NUM_BLOCKS - number) for number in range(NUM_BLOCKS))
-        with pytest.raises(WorkerLostError, match="closed its data connection"):
+        with pytest.raises(PeerUnreachableError, match="closed its data connection"):
             reader.fetch(sender.source, range(1), grants_of(sender))
 
 
@@ -137,7 +137,7 @@ def test_a_sender_killed_in_the_middle_of_a_read_and_its_successor(reader: Reade
     """The read ends as an error, what was known of the sender goes, and a new incarnation is a stranger."""
     with sender_process("first") as sender:
         fetching = Fetching(reader, sender, sender.process.kill)
-        assert isinstance(fetching.end(), WorkerLostError)
+        assert isinstance(fetching.end(), PeerUnreachableError)
         with pytest.raises(KvbatonError):
             reader.fetch(sender.source, range(1), grants_of(sender))
         reader.receiver.forget(sender.source)

@@ -57,7 +57,7 @@ def test_a_peer_that_differs_is_refused_by_what_differs(changes: dict[str, Any],
 def test_a_wrong_secret_is_refused() -> None:
     with pair_of(Sides(decode={"secret": "another"})) as pair:
         kind, message = failure_of(pair)
-        assert kind == "unauthenticated"
+        assert kind == "peer_unreachable"
         assert "does not hold this cluster's secret" in message
 
 
@@ -75,14 +75,14 @@ def test_an_address_where_nobody_listens() -> None:
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         unused.close()
         kind, message = failure_of(pair, peer_control=address)
-        assert kind == "worker_lost"
+        assert kind == "peer_unreachable"
         assert "worker p" in message
 
 
 def test_an_address_that_is_none() -> None:
     with pair_of() as pair:
         kind, message = failure_of(pair, peer_control="nowhere")
-        assert kind == "worker_lost"
+        assert kind == "peer_unreachable"
         assert "host:port" in message
 
 
@@ -90,7 +90,7 @@ def test_a_host_that_cannot_be_encoded_is_refused_and_others_are_served() -> Non
     """Resolving it raises UnicodeError, which is no OSError: the I/O thread lives on."""
     with pair_of() as pair:
         kind, message = failure_of(pair, peer_control="a..b:9000")
-        assert kind == "worker_lost"
+        assert kind == "peer_unreachable"
         assert "cannot be dialed" in message
         hand_over(pair, "after")
 

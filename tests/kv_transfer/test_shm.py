@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import KvbatonError, SettingError, TransferError, WorkerLostError
+from contract.errors import KvbatonError, PeerUnreachableError, SettingError, TransferError
 from kv_transfer.framing import HEADER, as_frame, write_frame
 from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transport import (
@@ -192,7 +192,7 @@ def test_a_session_that_ends_ends_its_connection(port: ShmPort, reader: Reader) 
             pass  # it is closed after the reader's
     with pytest.raises(KvbatonError) as caught:
         reader.fetch(port.source, range(1), port.grants[NAME])
-    assert caught.value.kind == "worker_lost"
+    assert caught.value.kind == "peer_unreachable"
 
 
 def test_a_restarted_sender_is_a_stranger(port: ShmPort, reader: Reader, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_restarted_sender_is_a_stranger(port: ShmPort, reader: Reader, tmp_pat
         for _ in range(2):
             with pytest.raises(KvbatonError) as caught:
                 reader.fetch(port.source, range(1), port.grants[NAME])
-            assert caught.value.kind == "worker_lost"
+            assert caught.value.kind == "peer_unreachable"
         reader.fetch(restarted.source, range(1), restarted.grants[NAME])
         assert reader.first_bytes(1) == [10]
     finally:
@@ -222,7 +222,7 @@ def test_closing_the_sender_in_the_middle_of_a_read_fails_it(port: ShmPort, read
     error = fetching.go_on()
     assert isinstance(error, StaleLeaseError)
     assert "ended while blocks 0..99 of 100 were read" in error.message
-    with pytest.raises(WorkerLostError, match="worker p closed its shm socket"):
+    with pytest.raises(PeerUnreachableError, match="worker p closed its shm socket"):
         reader.fetch(port.source, range(1), port.grants[NAME])
 
 

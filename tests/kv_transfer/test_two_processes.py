@@ -116,7 +116,7 @@ def test_a_dead_or_hung_sender_fails_the_fetch(decode: Worker, transport: str, w
         )
         prefill.process.send_signal(way)
         driver.wait_for(lambda: fetch.key in driver.failed, "failed")
-        assert driver.failed[fetch.key].kind == "worker_lost"
+        assert driver.failed[fetch.key].kind == "peer_unreachable"
         assert "worker p" in driver.failed[fetch.key].message
         assert driver.memory.committed == []
 

@@ -213,7 +213,7 @@ async def test_a_conversation_reaches_the_template(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}"
         "{% if m.reasoning_content %}~{{ m.reasoning_content }}{% endif %}"
-        "{% for c in m.tool_calls %}!{{ c.id }}={{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}"
+        "{% for c in m.tool_calls %}!{{ c.id }}={{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
         "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}|{% endfor %}"
     )
     call = {"type": "function_call", "name": "get_weather", "arguments": PARIS}
@@ -239,7 +239,7 @@ async def test_a_conversation_reaches_the_template(tmp_path: Path) -> None:
         status, answer = await cluster.post(PATH, {"input": items, "instructions": "I"})
         assert status == 200, answer
         assert prompt_of(cluster) == (
-            "system:I|system:D|user:a\nb|assistant:A~R!c1=get_weather(Paris)!c2=get_weather(Paris)|"
+            f"system:I|system:D|user:a\nb|assistant:A~R!c1=get_weather({PARIS})!c2=get_weather({PARIS})|"
             "tool:sunny#c1|tool:wet#c2|user:x|"
         )
 

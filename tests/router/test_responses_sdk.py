@@ -55,7 +55,7 @@ async def test_the_sdk_calls_a_function_and_goes_on(tmp_path: Path) -> None:
         answer = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
         history += [*first.output, answer]
         await client.responses.create(model="tiny", input=history, tools=tools)
-        assert "assistant:  city=Paris;tool: sunny;" in prompt_of(cluster)
+        assert "assistant:  get_weather city=Paris;tool: sunny;" in prompt_of(cluster)
         async with client.responses.stream(model="tiny", input=history, tools=tools) as streamed:
             last = await streamed.get_final_response()
         assert [item.type for item in last.output] == ["reasoning", "function_call"]

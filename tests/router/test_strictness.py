@@ -19,6 +19,9 @@ IGNORED: dict[str, Any] = {
     "metadata": {"team": "a"},
     "service_tier": "flex",
     "store": True,
+    "prompt_cache_retention": "24h",
+    "client_metadata": {"session": {"id": 1}},
+    "prediction": {"type": "content", "content": "hello"},
 }
 IDLE = {name: values[0] if values else None for name, values in NEUTRAL.items()}
 

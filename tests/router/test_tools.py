@@ -113,7 +113,9 @@ async def test_the_template_is_told_of_tools_and_gets_arguments_as_objects(tmp_p
         prompt = prompt_of(cluster)
         _, counted = await cluster.post("/tokenize", {**ASK, "messages": conversation})
     assert status == 200
-    assert prompt == "tools: get_weather now;user: hi;assistant:  city=Paris;tool: sunny;assistant: "
+    assert (
+        prompt == "tools: get_weather now;user: hi;assistant:  get_weather city=Paris;tool: sunny;assistant: "
+    )
     assert counted["count"] == answer["usage"]["prompt_tokens"]
 
 
@@ -144,13 +146,31 @@ async def test_auto_finds_the_format_in_the_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"tool_parser": "none"}])
-async def test_tools_without_a_parser_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
-    async with writing_cluster(tmp_path, "x", **settings) as cluster:
-        status, answer = await cluster.post(CHAT, ASK)
-        assert (status, answer["error"]["param"]) == (400, "tools")
-        assert "tool_parser" in answer["error"]["message"]
+async def test_without_a_known_format_tools_are_shown_and_nothing_is_parsed(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A choice: tools sent to a model without a known format were 400, with history only as well."""
+    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    called = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]
+    async with writing_cluster(tmp_path, text, **settings) as cluster:
+        for fields in (
+            {},
+            {"tool_choice": "auto"},
+            {"messages": history},
+            {"messages": history, "tools": []},
+        ):
+            status, answer = await cluster.post(CHAT, {**ASK, **fields})
+            assert status == 200, answer
+            message = answer["choices"][0]["message"]
+            assert (message["content"], "tool_calls" in message) == (text, False)
+            assert prompt_of(cluster).startswith("tools: get_weather now;") == ("tools" not in fields)
         assert (await cluster.post(CHAT, {**ASK, "tool_choice": "none"}))[0] == 200
-        assert (await cluster.post(CHAT, {**ASK, "tools": []}))[0] == 200
+        assert not prompt_of(cluster).startswith("tools:")
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}

@@ -17,7 +17,8 @@ LENGTH = 4096
 TEMPLATE = (
     "{% if tools %}tools:{% for t in tools %} {{ t.function.name }}{% endfor %};{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls %}{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}{% endfor %};"
+    "{% for c in m.tool_calls %} {{ c.function.name }}"
+    "{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}{% endfor %};"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% if thinking %}<think>{% endif %}{% endif %}"
 )
 WEATHER = {

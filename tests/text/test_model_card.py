@@ -55,10 +55,10 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 def test_the_template_file_goes_over_the_config(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny")
-    (folder / "chat_template.jinja").write_text("from the file")
+    (folder / "chat_template.jinja").write_text("from the file: {{ messages[0].content }}")
     card = ModelCard.from_folder(folder)
     assert card.chat_template is not None
-    assert card.chat_template.render(Chat(messages=[{"role": "user", "content": "x"}])) == "from the file"
+    assert card.chat_template.render(Chat(messages=[{"role": "user", "content": "x"}])) == "from the file: x"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def forced_calls_schema(tools: Sequence[Tool], choice: ToolChoice, parallel: boo
     for index, tool in enumerate(tools):
         name = tool["function"]["name"]
         if name not in schemas and choice.name in (None, name):
-            schemas[name] = _object_schema(tool["function"].get("parameters"), f"tools[{index}]", name)
+            schemas[name] = _parameters(tool, f"tools[{index}]")
     if choice.name is not None:
         return schemas[choice.name]
     calls = {
@@ -71,18 +71,26 @@ class ForcedCallsParser(ToolParser):
         yield from reader.copy_rest(self._content)
 
 
-def _object_schema(schema: Any, where: str, name: str) -> Schema:
-    """Return the schema with every value but objects taken out."""
+def only_objects(schema: Any) -> Schema | None:
+    """Return the JSON schema with every value but objects taken out; None where its type allows no object."""
     if schema is None or schema is True:
         return {"type": "object"}
     types = schema.get("type", "object") if isinstance(schema, dict) else None
-    if types != "object" and not (isinstance(types, list) and "object" in types):
+    if types == "object" or (isinstance(types, list) and "object" in types):
+        return {**schema, "type": "object"}
+    return None
+
+
+def _parameters(tool: Tool, where: str) -> Schema:
+    function = tool["function"]
+    schema = only_objects(function.get("parameters"))
+    if schema is None:
         raise InvalidRequestError(
-            f"tool_choice asks for a call, but the parameters of {name!r} allow no object: their type is {types!r}."
-            " Set it to 'object'",
+            f"tool_choice asks for a call, but the parameters of {function['name']!r} allow no object, and arguments are"
+            " always one. Set their type to 'object'",
             param=where,
         )
-    return {**schema, "type": "object"}
+    return schema
 
 
 def _call_schema(name: str) -> Schema:

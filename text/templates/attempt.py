@@ -1,0 +1,145 @@
+"""One conversation in one message form: rendered, and proven whole.
+
+The conversation is rendered twice, as it is and with marks around its texts. Every mark has to be there, with its text, and
+the marked prompt without its marks has to be the prompt; if a template decides by what a text says, each text is searched in
+the prompt instead.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from contract.errors import InvalidRequestError
+from text.chat import Chat, Message
+from text.templates.forms import Form, shape, shape_tools
+from text.templates.marking import mark_documents, mark_messages
+from text.templates.marks import MarkedText, Marks, Written
+from text.templates.systems import add_to_system
+
+Render = Callable[[Mapping[str, Any]], str]
+"""Renders one template. Raises InvalidRequestError with the template's own words."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation. texts: (start, end) in ``text`` of what the client sent; None if that is not known."""
+
+    text: str
+    texts: tuple[tuple[int, int], ...] | None
+
+
+def attempt(render: Render, chat: Chat, form: Form) -> Prompt:
+    """Return the prompt of a conversation in this form.
+
+    Raises InvalidRequestError if the template refuses the form, or names what the prompt would not show.
+    """
+    text = render(_variables(chat, form, chat.messages, list(chat.documents)))
+    _check_tools(chat, text)
+    marks = Marks()
+    marked = mark_messages(chat.messages, marks)
+    written = _written(
+        render, marks, _variables(chat, form, marked, mark_documents(list(chat.documents), marks))
+    )
+    if written is not None and (lost := marks.lost(written)) is not None:
+        raise _lost(lost)
+    if written is None or written.plain != text:
+        _check_all_within(marks.texts, text)
+        return Prompt(text, None)
+    spans = sorted(span for found in written.spans.values() for span in found)
+    return Prompt(text, tuple(spans))
+
+
+def attempt_continued(render: Render, chat: Chat, form: Form) -> Prompt:
+    """Return the prompt up to the end of the last message's content, as the template writes it.
+
+    Raises InvalidRequestError as ``attempt`` does, and if the template does not write that content as it is.
+    """
+    _check_continued(chat.messages)
+    prompt = attempt(render, chat, form)
+    for keeps_space in (True, False):
+        marks = Marks()
+        marked = mark_messages(chat.messages, marks, is_continued=keeps_space)
+        written = _written(render, marks, _variables(chat, form, marked, list(chat.documents)))
+        if written is None or written.plain != prompt.text:
+            continue
+        last = len(marks.texts) - 1 if keeps_space else _last_content(marks, len(chat.messages) - 1)
+        spans = written.spans.get(last)
+        if not spans:
+            break
+        end = max(end for _, end in spans)
+        texts = None if prompt.texts is None else tuple(span for span in prompt.texts if span[1] <= end)
+        return Prompt(prompt.text[:end], texts)
+    raise InvalidRequestError(
+        "continue_final_message needs a last message whose content the model's chat template writes as it is",
+        param="continue_final_message",
+    )
+
+
+def _check_continued(messages: list[Message]) -> None:
+    content = messages[-1].get("content")
+    text = content[-1]["text"] if isinstance(content, list) else content
+    if not (text or "").strip() or messages[-1].get("tool_calls"):
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with content, and without tool_calls",
+            param="continue_final_message",
+        )
+
+
+def _last_content(marks: Marks, index: int) -> int:
+    where = f"messages[{index}].content"
+    return max(number for number, text in enumerate(marks.texts) if text.where.startswith(where))
+
+
+def _variables(
+    chat: Chat, form: Form, messages: list[Message], documents: list[dict[str, Any]]
+) -> dict[str, Any]:
+    tools = list(chat.tools)
+    if tools and form.tools == "system":
+        lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+        messages = add_to_system(messages, "\n".join(["Available tools:", *lines]))
+    return {
+        **chat.template_kwargs,
+        "messages": shape(messages, form),
+        "tools": shape_tools(tools, form),
+        "documents": documents or None,
+        "add_generation_prompt": chat.add_generation_prompt,
+    }
+
+
+def _written(render: Render, marks: Marks, variables: Mapping[str, Any]) -> Written | None:
+    try:
+        return marks.read(render(variables))
+    except InvalidRequestError:
+        return None
+
+
+def _check_tools(chat: Chat, text: str) -> None:
+    for index, tool in enumerate(chat.tools):
+        if tool["function"]["name"] not in text:
+            raise InvalidRequestError(
+                f"the model's chat template does not show tools[{index}]: the model cannot be offered tools this way",
+                param=f"tools[{index}]",
+            )
+
+
+def _check_all_within(texts: list[MarkedText], prompt: str) -> None:
+    position = 0
+    for text in texts:
+        if not text.is_required:
+            continue
+        rest = text.without_reasoning()
+        wanted = text if rest is None else replace(text, text=rest)
+        found = prompt.find(wanted.text, position)
+        if found >= 0:
+            position = found + len(wanted.text)
+        elif not wanted.is_within(prompt):
+            raise _lost(text)
+
+
+def _lost(text: MarkedText) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the model's chat template does not show {text.where}, or not all of it: the model would answer another "
+        "conversation; leave that out, or send it in another role",
+        param=text.where,
+    )

@@ -1,0 +1,124 @@
+"""A model's chat template: probed once, then each conversation in the form in which it is proven whole."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from contract.errors import InvalidRequestError
+from text.chat import Chat
+from text.templates.attempt import Prompt, Render, attempt, attempt_continued
+from text.templates.forms import Form
+from text.templates.probe import Findings, Probe
+from text.templates.questions_messages import ask_about_messages
+from text.templates.questions_tools import ask_about_documents, ask_about_tools
+from text.templates.report import TemplateReport
+from text.templates.sandbox import DEFAULT, LocalRenderer, Renderer
+
+TOOL_USE = "tool_use"
+RAG = "rag"
+"""Names of templates for conversations with tools, and with documents, as ``transformers`` saves them."""
+
+
+class ChatTemplate:
+    """One model's chat templates, probed when it is made. Owns its renderer.
+
+    Raises SettingError if a template cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None,
+        eos_token: str | None,
+        tool_source: str | None = None,
+        named: Mapping[str, str] | None = None,
+        tokens: Mapping[str, str] | None = None,
+        renderer: Renderer | None = None,
+    ) -> None:
+        """tool_source: the template for conversations with tools. named: others by name. tokens: more special tokens."""
+        self._sources = {DEFAULT: source, **(named or {})}
+        if tool_source is not None:
+            self._sources[TOOL_USE] = tool_source
+        self._tokens = {**(tokens or {}), "bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._renderer = renderer or LocalRenderer(self._sources)
+        self._findings = {
+            name: self._probed(name) for name in self._sources if name in (DEFAULT, TOOL_USE, RAG)
+        }
+        self.report = TemplateReport({name: found.abilities for name, found in self._findings.items()})
+
+    @property
+    def source(self) -> str:
+        """The text of all templates that are used."""
+        return "\n".join(self._sources[name] for name in self._findings)
+
+    def form(self, name: str = DEFAULT) -> Form:
+        """Return the form that a template was found to show."""
+        return self._findings[name].form
+
+    def render(self, chat: Chat) -> str:
+        """Return the prompt's text; see ``prompt``."""
+        return self.prompt(chat).text
+
+    def prompt(self, chat: Chat) -> Prompt:
+        """Return the prompt, in which every text of the conversation is written.
+
+        Raises InvalidRequestError with the template's own words if it refuses the messages, and naming the message if no
+        form shows it whole.
+        """
+        name = self._name_for(chat)
+        render, make = self._render(name), attempt_continued if chat.continue_final_message else attempt
+        first: InvalidRequestError | None = None
+        for form in _forms_for(chat, self._findings[name].form):
+            try:
+                return make(render, chat, form)
+            except InvalidRequestError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def close(self) -> None:
+        """Give back what rendering holds; the template is not used afterwards."""
+        self._renderer.close()
+
+    def _name_for(self, chat: Chat) -> str:
+        if chat.tools and TOOL_USE in self._findings:
+            return TOOL_USE
+        if chat.documents and RAG in self._findings:
+            return RAG
+        return DEFAULT
+
+    def _render(self, name: str) -> Render:
+        return lambda variables: self._renderer.render(name, {**variables, **self._tokens})
+
+    def _probed(self, name: str) -> Findings:
+        render = self._render(name)
+        probe = Probe(lambda chat, form: attempt(render, chat, form).text)
+        ask_about_messages(probe)
+        if name != RAG:
+            ask_about_tools(probe)
+        if name != TOOL_USE:
+            ask_about_documents(probe)
+        return probe.findings
+
+
+def _forms_for(chat: Chat, form: Form) -> Iterator[Form]:
+    """Yield the forms to try for a conversation: the template's own, then those that any template may show."""
+    yield form
+    messages = chat.messages
+    plainer = form
+    if any("reasoning_content" in message for message in messages):
+        plainer = replace(plainer, reasoning=None)
+        yield plainer
+    if sum(message["role"] in ("system", "developer") for message in messages) > 1:
+        plainer = replace(plainer, apart=frozenset(), later=frozenset())
+        yield plainer
+    if any(message.get("tool_calls") for message in messages):
+        plainer = replace(plainer, splits_calls=True)
+        yield plainer
+        plainer = replace(plainer, calls="text")
+        yield plainer
+    if any(message["role"] == "tool" for message in messages):
+        plainer = replace(plainer, results="user")
+        yield plainer
+    if chat.tools:
+        yield replace(plainer, tools="system")

@@ -1,0 +1,205 @@
+"""Message forms: how a neutral conversation (``text.chat``) is given to a template that wants it in one of several forms."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from text.chat import Message
+from text.templates.arguments import as_json, as_object
+from text.templates.systems import merge_systems, system_into_user
+
+BROKEN_KEY = "arguments"
+"""The key under which arguments that are no object stand, for templates that go through the keys of an object."""
+_ID_LENGTH = 9
+Absent = Literal["null", "empty", "missing"]
+"""A content without text, as three different things."""
+ABSENT: tuple[Absent, ...] = ("null", "empty", "missing")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which one template shows whole conversations.
+
+    parts: roles whose text is given as a list of parts. keeps_parts: roles whose parts are given as the client sent them;
+    they are joined by newlines for other roles. system: where system messages stand. developer: the role of developer
+    messages. apart: lists of neighbouring leading roles that stay apart (each its own message). later: roles of system
+    messages that may follow other messages. arguments: of calls, as an object or JSON text. broken: arguments that are no
+    object, as that text, or as the one value of an object. calls: as ``tool_calls``, or as JSON in the text. results: tool
+    messages, or user messages. call_contents, bare_contents: contents without text that may stand beside calls, and alone;
+    the first replaces others. splits_calls: text and calls are two messages. call_ids: as sent, or of nine characters.
+    reasoning: the key of earlier reasoning; None leaves it out. tools: as the client sent them, the function alone, or as
+    JSON in the system message. fills_parameters: functions without parameters get an empty schema.
+    """
+
+    parts: frozenset[str] = frozenset()
+    keeps_parts: frozenset[str] = frozenset()
+    system: Literal["system", "user"] = "system"
+    developer: Literal["developer", "system"] = "system"
+    apart: frozenset[tuple[str, ...]] = frozenset()
+    later: frozenset[str] = frozenset()
+    arguments: Literal["object", "text"] = "object"
+    broken: Literal["text", "object"] = "text"
+    calls: Literal["calls", "text"] = "calls"
+    results: Literal["tool", "user"] = "tool"
+    call_contents: tuple[Absent, ...] = ABSENT
+    bare_contents: tuple[Absent, ...] = ABSENT
+    splits_calls: bool = False
+    call_ids: Literal["sent", "nine"] = "sent"
+    reasoning: str | None = "reasoning_content"
+    tools: Literal["sent", "function", "system"] = "sent"
+    fills_parameters: bool = False
+
+
+def shape(messages: list[Message], form: Form) -> list[Message]:
+    """Return the messages as the template gets them; the given ones are not changed."""
+    shaped = [_with_role(message, form) for message in messages]
+    shaped = merge_systems(shaped, form.apart, form.later)
+    if form.system == "user":
+        shaped = system_into_user(shaped)
+    shaped = [part for message in shaped for part in _assistant(message, form)]
+    shaped = _results(shaped, form)
+    return [_with_content(message, form) for message in shaped]
+
+
+def shape_tools(tools: list[dict[str, Any]], form: Form) -> list[dict[str, Any]] | None:
+    """Return the tools as the template gets them; None if it gets none."""
+    if form.fills_parameters:
+        tools = [_filled(tool) for tool in tools]
+    if form.tools == "system" or not tools:
+        return None
+    return [tool["function"] for tool in tools] if form.tools == "function" else tools
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a content; parts are joined by newlines."""
+    if isinstance(content, list):
+        return "\n".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def _with_role(message: Message, form: Form) -> Message:
+    return {**message, "role": form.developer} if message["role"] == "developer" else dict(message)
+
+
+def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    if function.get("parameters") is not None:
+        return tool
+    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
+
+
+def _assistant(message: Message, form: Form) -> list[Message]:
+    if message["role"] != "assistant":
+        return [message]
+    message = _with_reasoning(message, form)
+    if not message.get("tool_calls"):
+        return [_with_absent(message, form.bare_contents)]
+    if form.calls == "text":
+        return [_calls_in_text(message)]
+    message["tool_calls"] = [_call(call, form) for call in message["tool_calls"]]
+    if not _has_text(message):
+        return [_with_absent(message, form.call_contents)]
+    if not form.splits_calls:
+        return [message]
+    if not content_text(message["content"]).strip():
+        return [_set_absent(message, form.call_contents[0])]
+    said = {key: value for key, value in message.items() if key != "tool_calls"}
+    called = {key: value for key, value in message.items() if not key.startswith("reasoning")}
+    return [said, _set_absent(called, form.call_contents[0])]
+
+
+def _with_reasoning(message: Message, form: Form) -> Message:
+    if "reasoning_content" not in message or form.reasoning == "reasoning_content":
+        return message
+    renamed = {form.reasoning if key == "reasoning_content" else key: value for key, value in message.items()}
+    return {key: value for key, value in renamed.items() if key is not None}
+
+
+def _has_text(message: Message) -> bool:
+    return bool(message.get("content"))
+
+
+def _with_absent(message: Message, allowed: tuple[Absent, ...]) -> Message:
+    if _has_text(message):
+        return message
+    sent: Absent = "missing"
+    if "content" in message:
+        sent = "null" if message["content"] is None else "empty"
+    return message if sent in allowed else _set_absent(message, allowed[0])
+
+
+def _set_absent(message: Message, absent: Absent) -> Message:
+    if absent == "missing":
+        return {key: value for key, value in message.items() if key != "content"}
+    return {**message, "content": None if absent == "null" else ""}
+
+
+def _call(call: dict[str, Any], form: Form) -> dict[str, Any]:
+    function = call["function"]
+    shaped = {**call, "function": {**function, "arguments": _arguments(function["arguments"], form)}}
+    if form.call_ids == "nine" and "id" in call:
+        shaped["id"] = _short_id(call["id"])
+    return shaped
+
+
+def _arguments(text: str, form: Form) -> Any:
+    value = as_object(text)
+    if value is None:
+        if form.broken == "text":
+            return text
+        return {BROKEN_KEY: text} if form.arguments == "object" else f'{{"{BROKEN_KEY}": {as_json(text)}}}'
+    if form.arguments == "object":
+        return value
+    return text if text.strip() else "{}"
+
+
+def _short_id(call_id: Any) -> str:
+    text = str(call_id)
+    if len(text) == _ID_LENGTH and text.isascii() and text.isalnum():
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_LENGTH]
+
+
+def _calls_in_text(message: Message) -> Message:
+    lines = [content_text(message.get("content"))] if _has_text(message) else []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        lines.append(
+            f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {as_json(function["arguments"])}}}'
+        )
+    kept = {key: value for key, value in message.items() if key not in ("tool_calls", "content")}
+    return {**kept, "content": "\n".join(lines)}
+
+
+def _results(messages: list[Message], form: Form) -> list[Message]:
+    if form.results == "tool":
+        return [_with_short_id(message, form) for message in messages]
+    out: list[Message] = []
+    after_result = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            message = {"role": "user", "content": f"Tool result:\n{content_text(message.get('content'))}"}
+        if after_result and message["role"] == "user":
+            texts = (content_text(out[-1]["content"]), content_text(message["content"]))
+            out[-1] = {**out[-1], "content": "\n\n".join(texts)}
+        else:
+            out.append(message)
+        after_result = is_result or (after_result and message["role"] == "user")
+    return out
+
+
+def _with_short_id(message: Message, form: Form) -> Message:
+    if form.call_ids == "nine" and message["role"] == "tool" and "tool_call_id" in message:
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    return message
+
+
+def _with_content(message: Message, form: Form) -> Message:
+    content, role = message.get("content"), message["role"]
+    if isinstance(content, list) and role not in form.keeps_parts:
+        content = content_text(content)
+    if isinstance(content, str) and role in form.parts:
+        content = [{"type": "text", "text": content}]
+    return message if content is message.get("content") else {**message, "content": content}

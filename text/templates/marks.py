@@ -1,0 +1,141 @@
+"""Marks around each text of a conversation, which show where a template writes the text.
+
+A mark begins with a random word that no text contains by chance. Marks stand within the white space at a text's ends, so
+that a template that trims a text trims the marked one in the same way.
+"""
+
+import html
+import json
+import re
+import secrets
+from dataclasses import dataclass, field
+
+_CLOSED_REASONING = re.compile(r"</[\w:|-]*think\w*>|\[/THINK\]|<\|?/?channel\|>")
+_JSON_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"')
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A text of the conversation. where: its place in the request. is_required: a prompt without it is not served.
+
+    is_answer: it is an answer of the model, in which templates may drop reasoning.
+    """
+
+    where: str
+    text: str
+    is_required: bool
+    is_answer: bool
+
+    def is_written_as(self, written: str) -> bool:
+        """Return whether ``written`` is the text, as it is or escaped; white space does not count."""
+        return written == self.text or any(
+            _bare(written) == _bare(spelling) for spelling in self._spellings()
+        )
+
+    def is_within(self, prompt: str) -> bool:
+        """Return whether a prompt holds the text, as it is or escaped."""
+        return self.text in prompt or any(spelling in prompt for spelling in self._spellings())
+
+    def without_reasoning(self) -> str | None:
+        """Return what follows the reasoning that an answer holds in its text, or None if it holds none."""
+        closed = list(_CLOSED_REASONING.finditer(self.text)) if self.is_answer else []
+        return self.text[closed[-1].end() :].strip() if closed else None
+
+    def _spellings(self) -> list[str]:
+        text = self.text
+        found = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1], repr(text)[1:-1]]
+        found += [html.escape(text), json.dumps(found[1], ensure_ascii=False)[1:-1]]
+        if "\\" in text and (literal := _unquoted(text)) is not None:
+            found += [literal, json.dumps(literal, ensure_ascii=False)[1:-1], repr(literal)[1:-1]]
+        return found
+
+
+@dataclass
+class Written:
+    """What a template wrote of marked texts. plain: the same without marks.
+
+    spans: text's number → (start, end) of each place in ``plain``. ends: text's number → ends without a start.
+    tails: text's number → what follows its last end.
+    """
+
+    plain: str = ""
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    ends: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Marks:
+    """Owns the marked texts of one conversation."""
+
+    def __init__(self) -> None:
+        self._word = f"q{secrets.token_hex(8)}"
+        self._pattern = re.compile(rf"{self._word}([se])(\d+)x")
+        self.texts: list[MarkedText] = []
+
+    def wrap(
+        self,
+        text: str,
+        where: str,
+        *,
+        is_required: bool = True,
+        is_answer: bool = False,
+        ends_with_space: bool = False,
+    ) -> str:
+        """Return ``text`` with marks around what is not white space at its ends. ends_with_space: that is within them."""
+        bare = text.strip()
+        if not bare:
+            return text
+        start = len(text) - len(text.lstrip())
+        end = len(text) if ends_with_space else start + len(bare)
+        number = len(self.texts)
+        self.texts.append(MarkedText(where, text[start:end], is_required, is_answer))
+        return f"{text[:start]}{self._word}s{number}x{text[start:end]}{self._word}e{number}x{text[end:]}"
+
+    def wrap_json(self, text: str, where: str) -> str:
+        """Return the text of a JSON object with marks within each of its strings, keys too."""
+        return _JSON_STRING.sub(lambda match: f'"{self.wrap(match[1], where)}"', text)
+
+    def read(self, rendered: str) -> Written:
+        """Find the marks in what a template wrote."""
+        written, pieces = Written(), []
+        position = begin = 0
+        opened: dict[int, int] = {}
+        for match in self._pattern.finditer(rendered):
+            piece = rendered[begin : match.start()]
+            pieces.append(piece)
+            begin, position, number = match.end(), position + len(piece), int(match[2])
+            if match[1] == "s":
+                opened[number] = position
+            elif number in opened:
+                written.spans.setdefault(number, []).append((opened.pop(number), position))
+            else:
+                written.ends.setdefault(number, []).append(position)
+        pieces.append(rendered[begin:])
+        written.plain = "".join(pieces)
+        return written
+
+    def lost(self, written: Written) -> MarkedText | None:
+        """Return the first required text that was not written whole."""
+        for number, text in enumerate(self.texts):
+            if text.is_required and not self._is_whole(number, text, written):
+                return text
+        return None
+
+    @staticmethod
+    def _is_whole(number: int, text: MarkedText, written: Written) -> bool:
+        plain = written.plain
+        if any(text.is_written_as(plain[start:end]) for start, end in written.spans.get(number, ())):
+            return True
+        rest = text.without_reasoning()
+        ends = [*written.ends.get(number, ()), *(end for _, end in written.spans.get(number, ()))]
+        return rest is not None and any(plain.endswith(rest, 0, end) for end in ends)
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
+
+
+def _unquoted(text: str) -> str | None:
+    try:
+        return str(json.loads(f'"{text}"', strict=False))
+    except ValueError:
+        return None

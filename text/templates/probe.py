@@ -1,0 +1,99 @@
+"""Find the message form of one template, by what it writes of marked conversations.
+
+Every question is a kind of conversation with unguessable texts, tried in one form after the other; the first form in which
+all texts are written decides. Nothing is concluded from the template's source.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from contract.errors import InvalidRequestError
+from text.chat import Chat, Message
+from text.templates.forms import Form
+
+Attempt = Callable[[Chat, Form], str]
+"""Renders a conversation in a form and proves it whole. Raises InvalidRequestError otherwise."""
+Candidate = tuple[str, Form]
+REFUSED = "refused"
+
+
+@dataclass
+class Findings:
+    """What is known of a template. abilities: kind of conversation → how it is shown, or REFUSED."""
+
+    form: Form = field(default_factory=Form)
+    abilities: dict[str, str] = field(default_factory=dict)
+
+
+class Probe:
+    """Owns the findings about one template while it is probed."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self.findings = Findings()
+
+    @property
+    def form(self) -> Form:
+        """The form that is known so far."""
+        return self.findings.form
+
+    def written(self, chat: Chat, form: Form) -> str | None:
+        """Return the prompt, or None if the template does not show the conversation in this form."""
+        try:
+            return self._attempt(chat, form)
+        except InvalidRequestError:
+            return None
+
+    def choose(
+        self,
+        kind: str,
+        candidates: Iterable[Candidate],
+        chats: Iterable[Chat],
+        num_blemishes: Callable[[str], int] = lambda _: 0,
+    ) -> bool:
+        """Take the first candidate that shows all chats, with the fewest blemishes. Returns whether there is one."""
+        best: tuple[int, str, Form] | None = None
+        tried = list(chats)
+        for label, form in candidates:
+            prompts = [self.written(chat, form) for chat in tried]
+            if any(prompt is None for prompt in prompts):
+                continue
+            found = sum(num_blemishes(prompt or "") for prompt in prompts)
+            if best is None or found < best[0]:
+                best = (found, label, form)
+            if not found:
+                break
+        self.findings.abilities[kind] = REFUSED if best is None else best[1]
+        if best is not None:
+            self.findings.form = best[2]
+        return best is not None
+
+    def keep(self, form: Form) -> None:
+        """Take a form that was tried otherwise."""
+        self.findings.form = form
+
+    def note(self, kind: str, how: str) -> None:
+        """Record how a kind of conversation is shown."""
+        self.findings.abilities[kind] = how
+
+
+def word() -> str:
+    """Return a text that no template contains."""
+    return f"w{secrets.token_hex(6)}"
+
+
+def say(role: str, content: Any = "", **others: Any) -> Message:
+    """Return a message; its content is an unguessable word if none is given."""
+    return {"role": role, "content": word() if content == "" else content, **others}
+
+
+def chat(*messages: Message, **others: Any) -> Chat:
+    """Return a conversation."""
+    return Chat(messages=list(messages), **others)
+
+
+def with_parts(form: Form, role: str) -> Form:
+    """Return the form that gives the texts of a role as lists of parts."""
+    return replace(form, parts=form.parts | {role})

@@ -1,0 +1,115 @@
+"""What the probe asks about messages: roles, content parts, system and developer messages."""
+
+from dataclasses import replace
+
+from text.chat import Chat, Message
+from text.templates.forms import Form
+from text.templates.probe import Probe, chat, say, with_parts, word
+
+_LEADING = (
+    ("system", "system"),
+    ("system", "developer"),
+    ("developer", "system"),
+    ("developer", "developer"),
+)
+
+
+def ask_about_messages(probe: Probe) -> None:
+    """Find the forms of user, assistant, system and developer messages."""
+    _ask_contents(probe)
+    _ask_parts(probe)
+    _ask_developer(probe)
+    _ask_leading(probe)
+    _ask_later(probe)
+
+
+def _ask_contents(probe: Probe) -> None:
+    form = probe.form
+    probe.choose("user", [("text", form), ("parts", with_parts(form, "user"))], [chat(say("user"))])
+    form = probe.form
+    probe.choose(
+        "assistant",
+        [("text", form), ("parts", with_parts(form, "assistant"))],
+        [chat(say("user"), say("assistant"), say("user"))],
+    )
+    form = probe.form
+    candidates = [
+        ("text", form),
+        ("parts", with_parts(form, "system")),
+        ("in the first user message", replace(form, system="user")),
+    ]
+    probe.choose("system", candidates, [chat(say("system"), say("user"))])
+
+
+def _ask_parts(probe: Probe) -> None:
+    shown = []
+    for role, around in (("user", ()), ("system", ("user",)), ("assistant", ("user",))):
+        if role == "system" and probe.form.system == "user":
+            continue
+        kept = replace(probe.form, keeps_parts=probe.form.keeps_parts | {role})
+        if _keeps_parts(probe, role, around, kept):
+            probe.keep(kept)
+            shown.append(role)
+    probe.note("content parts", f"kept for {', '.join(shown)}" if shown else "joined by newlines")
+
+
+def _keeps_parts(probe: Probe, role: str, around: tuple[str, ...], kept: Form) -> bool:
+    """Return whether parts are written as the same text in a string is."""
+    first, second, beside = word(), word(), [say(name) for name in around]
+
+    def of(content: object) -> Chat:
+        message = {"role": role, "content": content}
+        return chat(*((message, *beside) if role == "system" else (*beside, message)))
+
+    one = probe.written(of([_part(first)]), kept)
+    two = probe.written(of([_part(first), _part(second)]), kept)
+    return one is not None and two is not None and one == probe.written(of(first), probe.form)
+
+
+def _part(text: str) -> Message:
+    return {"type": "text", "text": text}
+
+
+def _ask_developer(probe: Probe) -> None:
+    form = probe.form
+    conversation = chat(say("developer"), say("user"))
+    native = [
+        ("text", replace(form, developer="developer")),
+        ("parts", with_parts(replace(form, developer="developer"), "developer")),
+    ]
+    as_system = [("as system", form)]
+    is_generic = _is_generic(probe, conversation, native[0][1])
+    probe.choose("developer", as_system + native if is_generic else native + as_system, [conversation])
+
+
+def _is_generic(probe: Probe, conversation: Chat, form: Form) -> bool:
+    """Return whether the template writes a developer's message as it writes one of a role that nobody knows."""
+    role = word()
+    unknown = chat({**conversation.messages[0], "role": role}, conversation.messages[1])
+    written = probe.written(unknown, form)
+    return written is not None and written.replace(role, "developer") == probe.written(conversation, form)
+
+
+def _ask_leading(probe: Probe) -> None:
+    if probe.form.system == "user":
+        probe.note("neighbouring system messages", "merged")
+        return
+    for roles in _LEADING:
+        form = replace(probe.form, apart=probe.form.apart | {roles})
+        if "developer" in roles and form.developer == "system":
+            continue
+        if probe.written(chat(*map(say, roles), say("user")), form) is not None:
+            probe.keep(form)
+    first = ("system", probe.form.developer)
+    probe.note("neighbouring system messages", "kept" if first in probe.form.apart else "merged")
+
+
+def _ask_later(probe: Probe) -> None:
+    roles = () if probe.form.system == "user" else {"system", probe.form.developer}
+    for role in sorted(roles):
+        form = replace(probe.form, later=probe.form.later | {role})
+        inside = chat(say("user"), say("assistant"), say(role), say("user"))
+        both = chat(say("system"), say("user"), say("assistant"), say(role), say("user"))
+        if all(probe.written(conversation, form) is not None for conversation in (inside, both)):
+            probe.keep(form)
+    probe.note("later system messages", "kept" if "system" in probe.form.later else "moved to the first one")

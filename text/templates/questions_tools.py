@@ -1,0 +1,165 @@
+"""What the probe asks about tools, calls and their results, reasoning, and documents."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from text.chat import Chat, Message
+from text.templates.forms import ABSENT, Form
+from text.templates.probe import Candidate, Probe, chat, say, with_parts, word
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def ask_about_tools(probe: Probe) -> None:
+    """Find the forms of tools, calls, results and reasoning."""
+    _ask_tools(probe)
+    _ask_calls(probe)
+    _ask_broken_arguments(probe)
+    _ask_text_beside_calls(probe)
+    _ask_reasoning(probe)
+    _ask_bare_answers(probe)
+
+
+def ask_about_documents(probe: Probe) -> None:
+    """Find out whether documents are shown."""
+    document = {"title": word(), "text": word()}
+    probe.choose("documents", [("shown", probe.form)], [chat(say("user"), documents=(document,))])
+
+
+def _tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def _call(arguments: str, number: int = 0) -> dict[str, Any]:
+    function = {"name": word(), "arguments": arguments}
+    return {"id": f"call_{number:024d}", "type": "function", "function": function}
+
+
+def _calling(content: Any, *calls: dict[str, Any], **others: Any) -> list[Message]:
+    """Return a question, an answer with calls, and their results."""
+    results = [say("tool", tool_call_id=call["id"], name=call["function"]["name"]) for call in calls]
+    return [
+        say("user"),
+        {"role": "assistant", "content": content, "tool_calls": list(calls), **others},
+        *results,
+    ]
+
+
+def _ask_tools(probe: Probe) -> None:
+    form = probe.form
+    description, parameter = word(), word()
+    schema = {"type": "object", "properties": {parameter: {"type": "string"}}}
+    tools = (_tool(word(), description=description, parameters=schema), _tool(word(), parameters=schema))
+    chats = [chat(say("user"), tools=tools), chat(say("system"), say("user"), tools=tools)]
+    candidates = [("shown", form), ("shown, the functions alone", replace(form, tools="function"))]
+    if not probe.choose(
+        "tools", candidates, chats, lambda text: (description not in text) + (parameter not in text)
+    ):
+        probe.choose("tools", [("in the system message", replace(form, tools="system"))], chats)
+    form = probe.form
+    bare = [("as sent", form), ("with an empty schema", replace(form, fills_parameters=True))]
+    probe.choose("tools without parameters", bare, [chat(say("user"), tools=(_tool(word()),))])
+
+
+def _ask_calls(probe: Probe) -> None:
+    key, value = word(), word()
+    arguments = f'{{"{key}": "{value}"}}'
+    asked = _calling(None, _call(arguments))
+    tools = (
+        _tool(asked[1]["tool_calls"][0]["function"]["name"], parameters={"type": "object", "properties": {}}),
+    )
+    short = chat(*asked, tools=tools)
+    long = chat(*asked, say("assistant"), say("user"), tools=tools)
+
+    def num_blemishes(text: str) -> int:
+        return text.count(f"'{key}': ") + text.count(f'\\"{key}') + text.count("None")
+
+    for chats in ([short, long], [short]):
+        if probe.choose("calls", _call_forms(probe.form), chats, num_blemishes):
+            _ask_call_contents(probe, short)
+            return
+    form = probe.form
+    in_text = replace(form, calls="text")
+    candidates = [
+        ("as JSON in the text", in_text),
+        ("as JSON in the text, results from the user", replace(in_text, results="user")),
+    ]
+    if not probe.choose("calls", candidates, [short]):
+        probe.keep(form)
+
+
+def _call_forms(form: Form) -> Iterator[Candidate]:
+    results = [
+        ("", form),
+        (", results in parts", with_parts(form, "tool")),
+        (", results from the user", replace(form, results="user")),
+    ]
+    for end, shaped in results:
+        for ids in ("sent", "nine"):
+            for arguments in ("object", "text"):
+                for absent in ABSENT:
+                    yield (
+                        f"arguments as {arguments}, content {absent}{', short ids' if ids == 'nine' else ''}{end}",
+                        replace(shaped, call_ids=ids, arguments=arguments, call_contents=(absent,)),
+                    )
+
+
+def _ask_call_contents(probe: Probe, conversation: Chat) -> None:
+    """Find every content without text that may stand beside calls."""
+    chosen = probe.form.call_contents[0]
+    best = probe.written(conversation, probe.form) or ""
+    allowed = []
+    for absent in ABSENT:
+        written = probe.written(conversation, replace(probe.form, call_contents=(absent,)))
+        if written is not None and written.count("None") <= best.count("None"):
+            allowed.append(absent)
+    probe.keep(replace(probe.form, call_contents=(chosen, *(one for one in allowed if one != chosen))))
+
+
+def _ask_broken_arguments(probe: Probe) -> None:
+    conversation = chat(*_calling(None, _call(f'["{word()}')))
+    candidates: list[Candidate] = [
+        ("as text", probe.form),
+        ("within an object", replace(probe.form, broken="object")),
+    ]
+    probe.choose("calls with broken arguments", candidates, [conversation])
+
+
+def _ask_text_beside_calls(probe: Probe) -> None:
+    conversation = chat(*_calling(word(), _call(f'{{"{word()}": "{word()}"}}')))
+    candidates = [("one message", probe.form), ("two messages", replace(probe.form, splits_calls=True))]
+    probe.choose("text and calls", candidates, [conversation])
+
+
+def _ask_reasoning(probe: Probe) -> None:
+    reasoning = word()
+    call = _call(f'{{"{word()}": "{word()}"}}')
+    in_calls = chat(*_calling(None, call, reasoning_content=reasoning))
+    earlier = chat(say("user"), say("assistant", reasoning_content=reasoning), say("user"))
+    for name in _REASONING:
+        form = replace(probe.form, reasoning=name)
+        shown = [
+            reasoning in (probe.written(conversation, form) or "") for conversation in (in_calls, earlier)
+        ]
+        if any(shown):
+            probe.keep(form)
+            where = [
+                text
+                for text, is_shown in zip(("beside calls", "in earlier turns"), shown, strict=True)
+                if is_shown
+            ]
+            probe.note("earlier reasoning", f"as {name}, {' and '.join(where)}")
+            return
+    probe.note("earlier reasoning", "dropped")
+    if probe.written(earlier, probe.form) is None:
+        probe.keep(replace(probe.form, reasoning=None))
+
+
+def _ask_bare_answers(probe: Probe) -> None:
+    """Find the content of an answer that is only reasoning."""
+    reasoning = word()
+    bare: Message = {"role": "assistant", "content": None, "reasoning_content": reasoning}
+    conversation = chat(say("user"), bare, say("user"))
+    candidates = [(absent, replace(probe.form, bare_contents=(absent,))) for absent in ABSENT]
+    probe.choose("reasoning alone", candidates, [conversation], lambda text: text.count("None"))
