@@ -2,8 +2,8 @@
 
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
 processes, 10,000 short requests at 64 concurrent, 2,000 schedules of faults on hand-overs between processes without a
-model, 200 more between network namespaces and 60 on whole workers, 50,000 walks through the protocol, and the state
-machines at twenty times their usual count.
+model, 200 more between network namespaces and 60 on whole workers, 50,000 walks through the protocol, the state
+machines at twenty times their usual count, and every attack of ``tests/chaos/attacks`` on a whole service.
 ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed; ``--only faults`` runs one scenario again and leaves the figures
 of the others, each with the commit and seed of its run.
 """
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.facts import read_figures, run_facts, write_result
+from tests.chaos.attacks.running import run_attack
+from tests.chaos.attacks.weapons import WEAPONS
 from tests.chaos.kills import run_kills
 from tests.chaos.leaving import run_leaving
 from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
@@ -109,6 +111,7 @@ def run_all(sizes: Sizes, wanted: str) -> dict[str, dict[str, Any]]:
         ("whole workers under transfer faults", partial(whole_workers, sizes)),
         ("walks through the protocol", lambda: run_walks(WALKED, sizes.num_walks, chaos_seed())),
         ("state machines", partial(tests, "KVBATON_SOAK", machines, MACHINES)),
+        *((f"attack by {name.replace('_', ' ')}", partial(attack, name)) for name in WEAPONS),
     ]
     names = [name for name, _ in scenarios]
     chosen = {wanted} if wanted in names else {name for name in names if wanted in name}
@@ -137,6 +140,11 @@ def short_requests(sizes: Sizes) -> dict[str, Any]:
     """Many small questions at once, of which none may fail."""
     rng = chaos_rng("short requests")
     return _in_folder(lambda folder: run_short_requests(folder, rng, num_requests=sizes.num_requests))
+
+
+def attack(name: str) -> dict[str, Any]:
+    """Attack a whole service beside another client of it."""
+    return _in_folder(lambda folder: run_attack(folder, name, sys.executable))
 
 
 def transfer_faults(where: str, num_schedules: int) -> dict[str, Any]:

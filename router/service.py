@@ -36,6 +36,7 @@ from router.tasks import TaskSet
 from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
 from serving.api_keys import ApiKeys
+from serving.descriptors import connection_caps, num_open_descriptors, raise_descriptor_limit
 from serving.grpc_keys import ApiKeyInterceptor
 from serving.grpc_messages import MessageInterceptor
 from serving.grpc_options import internal_server_options, public_server_options
@@ -150,10 +151,11 @@ class RouterService:
         self._internal, internal = await self._start_internal()
         http = public = ""
         if has_public_ports:
+            caps = connection_caps(settings.max_connections, raise_descriptor_limit(), num_open_descriptors())
             if self._batches:
                 await self._batches.start()
-            self._public, public = await self._start_public()
-            http = await self._start_http()
+            self._public, public = await self._start_public(caps.grpc)
+            http = await self._start_http(caps.http)
         await self._admin.start()
         self._addresses = BoundAddresses(http, public, internal, self._admin.address)
         self._warn_if_open()
@@ -189,7 +191,13 @@ class RouterService:
         service = BatchService(
             settings.files_dir,
             settings.files_bounds,
-            BodyAnswers(self._pipeline, self._models, max_answers, is_strict=settings.strict_api),
+            BodyAnswers(
+                self._pipeline,
+                self._models,
+                max_answers,
+                max_values=settings.max_body_values,
+                is_strict=settings.strict_api,
+            ),
             max_concurrency=settings.batches_max_concurrency,
             may_begin=lambda: self._ledger.num_unbound == 0,
             count_result=self._metrics.batch_requests,
@@ -212,10 +220,16 @@ class RouterService:
         )
         return server, await start_grpc(server, self._settings.internal, param="internal")
 
-    async def _start_public(self) -> tuple[grpc.aio.Server, str]:
+    async def _start_public(self, max_connections: int) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(
             interceptors=[ApiKeyInterceptor(self._keys), MessageInterceptor(_INFERENCE)],
-            options=public_server_options(self._settings.max_body_bytes),
+            options=public_server_options(
+                self._settings.max_body_bytes,
+                max_connections=max_connections,
+                handshake_seconds=self._settings.header_timeout_seconds,
+                idle_seconds=self._settings.idle_timeout_seconds,
+                call_seconds=self._settings.request_timeout_seconds,
+            ),
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceServicer(
@@ -245,7 +259,7 @@ class RouterService:
                 " and ".join(public),
             )
 
-    async def _start_http(self) -> str:
+    async def _start_http(self, max_connections: int) -> str:
         endpoints = Endpoints(
             self._pipeline,
             self._models,
@@ -261,6 +275,7 @@ class RouterService:
             self._settings.http,
             shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
             tls=self._tls.context if self._tls else None,
+            limits=self._settings.http_limits(max_connections),
         )
         return self._http.address
 

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
 from router.batches.quota import Bounds
+from serving.http_connections import HttpLimits
 from serving.settings import Address, Settings, check_secret, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
 
@@ -74,6 +75,20 @@ class RouterSettings(Settings):
     """What opens and what closes the reasoning, separated by a space."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """Bytes of a request's body; larger ones are answered 413."""
+    max_bodies_bytes: int = Field(default=64 * 2**20, ge=1024)
+    """Bytes of all bodies that are being received at once; one more is answered 429."""
+    max_body_values: int = Field(default=2**18, ge=1024)
+    """Values (numbers, strings, lists, objects) in one body; with more it is answered 413."""
+    max_connections: int = Field(default=8192, ge=1)
+    """Connections of clients at once, of HTTP and of gRPC; fewer where the limit of open descriptors is too low."""
+    max_connections_per_address: int = Field(default=8192, ge=1)
+    """HTTP connections at once of one IPv4 address or one IPv6 /64 network; more are answered 503."""
+    header_timeout_seconds: float = Field(default=10.0, gt=0)
+    """Time for the headers of an HTTP request and for a TLS or HTTP/2 handshake; then the connection is closed."""
+    body_timeout_seconds: float = Field(default=60.0, gt=0)
+    """Time for the whole body of an HTTP request; then it is answered with an error."""
+    idle_timeout_seconds: float = Field(default=75.0, gt=0)
+    """How long a connection may stay open between two requests."""
     max_queue: int = Field(default=1024, ge=1)
     """Requests that wait for workers at once; more are answered 429."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
@@ -87,7 +102,7 @@ class RouterSettings(Settings):
     client_buffer_bytes: int = Field(default=2**20, ge=1024)
     """Bytes of an answer that wait for a client that does not read; with more its request is cancelled."""
     client_stall_seconds: float = Field(default=60.0, gt=0)
-    """How long a streaming client may read nothing before its request is cancelled."""
+    """How long a client may read nothing of an answer before its connection and its request are ended."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
     """Silence of a worker's connection after which it counts as dead."""
     files_dir: Path | None = None
@@ -127,6 +142,16 @@ class RouterSettings(Settings):
     def origins(self) -> tuple[str, ...]:
         """``cors_origins`` one by one."""
         return _listed(self.cors_origins or "")
+
+    def http_limits(self, max_connections: int) -> HttpLimits:
+        """Return what HTTP clients may hold. max_connections: what the limit of descriptors allows."""
+        return HttpLimits(
+            max_connections=max_connections,
+            max_per_address=min(max_connections, self.max_connections_per_address),
+            header_seconds=self.header_timeout_seconds,
+            idle_seconds=self.idle_timeout_seconds,
+            stall_seconds=self.client_stall_seconds,
+        )
 
     @property
     def parsers(self) -> ParserChoice:

@@ -1,6 +1,11 @@
 """Channel and server options of gRPC, in one place."""
 
 _MAX_INTERNAL_BYTES = 64 * 2**20
+_MAX_CONNECTION_AGE_MS = 3_600_000
+_MAX_METADATA_BYTES = 16 * 2**10
+_MAX_STREAMS = 128
+"""Calls at once on one public connection; more wait on the client's side."""
+_PUBLIC_KEEPALIVE_MS = 30_000
 
 Options = list[tuple[str, int]]
 
@@ -48,6 +53,33 @@ def internal_stream_options(peer_timeout_seconds: float) -> Options:
     ]
 
 
-def public_server_options(max_body_bytes: int) -> Options:
-    """A server for clients: requests up to ``max_body_bytes``; no other process can listen on the same port."""
-    return [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", max_body_bytes)]
+def public_server_options(
+    max_body_bytes: int,
+    *,
+    max_connections: int,
+    handshake_seconds: float,
+    idle_seconds: float,
+    call_seconds: float,
+) -> Options:
+    """Return the options of a server for clients: what a client may hold, whether or not it has shown a key.
+
+    max_body_bytes: of a request. handshake_seconds: for TLS and HTTP/2. idle_seconds: a connection without a call is
+    closed after it. call_seconds: what a call may last when its connection has reached its age. A client whose system
+    acknowledges nothing for a keepalive period loses its connection. No other process can listen on the same port.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_body_bytes),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", int(handshake_seconds * 1000)),
+        ("grpc.http2.settings_timeout", int(handshake_seconds * 1000)),
+        ("grpc.max_connection_idle_ms", int(idle_seconds * 1000)),
+        ("grpc.max_connection_age_ms", _MAX_CONNECTION_AGE_MS),
+        ("grpc.max_connection_age_grace_ms", int(call_seconds * 1000)),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.keepalive_time_ms", _PUBLIC_KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _PUBLIC_KEEPALIVE_MS),
+        ("grpc.http2.ping_timeout_ms", _PUBLIC_KEEPALIVE_MS),
+    ]

@@ -2,23 +2,32 @@
 
 import logging
 import ssl
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from aiohttp import http_exceptions, web
+from aiohttp import web
 
 from contract.errors import SettingError
+from serving.http_acceptor import HttpAcceptor, listen
+from serving.http_connection import HttpConnection
+from serving.http_connections import Connections, HttpLimits
 from serving.settings import split_address
+
+_Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
 class HttpServer:
-    """A listening aiohttp application; ``address`` is the real "host:port"."""
+    """A listening aiohttp application; ``address`` is the real "host:port", ``connections`` are those of clients."""
 
     address: str
     runner: web.AppRunner
+    acceptor: HttpAcceptor
+    connections: Connections
 
     async def close(self) -> None:
         """Stop listening, end open connections, run the application's clean-up."""
+        self.acceptor.close()
         await self.runner.cleanup()
 
 
@@ -30,42 +39,47 @@ async def start_http(
     handler_cancellation: bool = True,
     shutdown_timeout_seconds: float = 5.0,
     tls: ssl.SSLContext | None = None,
+    limits: HttpLimits | None = None,
 ) -> HttpServer:
     """Listen on ``address`` (port 0 picks a free one).
 
     handler_cancellation: a client that goes away cancels its handler; aiohttp's runners differ in their default, so
-    it is always said. tls: speak HTTPS. Raises SettingError, which names the setting ``param``, when the address cannot
-    be bound.
+    it is always said. tls: speak HTTPS. limits: what clients may hold. Raises SettingError, which names the setting
+    ``param``, when the address cannot be bound.
     """
     host, port = split_address(address)
+    limits = limits or HttpLimits()
     runner = web.AppRunner(
-        app,
-        handler_cancellation=handler_cancellation,
-        shutdown_timeout=shutdown_timeout_seconds,
-        access_log=None,
-        logger=_logger(),
+        app, handler_cancellation=handler_cancellation, shutdown_timeout=shutdown_timeout_seconds
     )
     await runner.setup()
-    site = web.TCPSite(runner, host, port, ssl_context=tls)
+    server = runner.server
+    assert server is not None  # it is made by setup
     try:
-        await site.start()
+        sockets = await listen(host, port)
     except OSError as error:
         await runner.cleanup()
         raise SettingError(
             f"{param} is {address}: cannot listen there, {error.strerror or error}", param=param
         ) from error
-    bound_port = runner.addresses[0][1]
-    return HttpServer(f"{host}:{bound_port}", runner)
-
-
-def _logger() -> logging.Logger:
+    server.request_handler = _noting_begin(server.request_handler)
+    book = Connections(limits.max_connections, limits.max_per_address)
     logger = logging.getLogger(f"{__name__}.aiohttp")
-    logger.addFilter(_without_client_bytes)  # a filter is added once, however often it is asked for
-    return logger
+
+    def make() -> HttpConnection:
+        return HttpConnection(server, book, limits, logger=logger, access_log=None)
+
+    acceptor = HttpAcceptor(sockets, make, book, limits, tls)
+    acceptor.start()
+    return HttpServer(f"{host}:{acceptor.port}", runner, acceptor, book)
 
 
-def _without_client_bytes(record: logging.LogRecord) -> bool:
-    """What is no HTTP is told without what the client wrote: it may hold an API key."""
-    if record.exc_info and isinstance(record.exc_info[1], http_exceptions.HttpProcessingError):
-        record.msg, record.exc_info = f"{record.msg}: {type(record.exc_info[1]).__name__}", None
-    return True
+def _noting_begin(handler: _Handler) -> _Handler:
+    """Return a handler that notes on a request's connection that it begins."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        if isinstance(request.protocol, HttpConnection):
+            request.protocol.begin(request)
+        return await handler(request)
+
+    return handle

@@ -1,83 +1,43 @@
 """A request's JSON body, read field by field; what is wrong with a field is said by its name."""
 
-import json
+import reprlib
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
-from contract.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
+from contract.errors import InvalidRequestError, UnsupportedMediaTypeError
+from router.http.decoding import decode
+from router.http.raw_body import BodyReader
 
 Json = dict[str, Any]
 UNSERVED = "x-unserved"
 """Marks the schema of a field that is known, and refused (``router.http.fields``)."""
 
-_MAX_DEPTH = 100
-"""What is nested deeper cannot be written out (in a message, by a chat template) within Python's recursion limit."""
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
 
 
-async def read_body(request: web.Request, max_body_bytes: int, schema: Json) -> "Body":
-    """The JSON object of a POST, whose fields ``schema`` describes.
+async def read_body(request: web.Request, reader: BodyReader, max_values: int, schema: Json) -> "Body":
+    """Return the JSON object of a POST, whose fields ``schema`` describes.
 
-    Raises UnsupportedMediaTypeError, PayloadTooLargeError, InvalidRequestError.
+    Raises UnsupportedMediaTypeError, PayloadTooLargeError, OverloadedError, InvalidRequestError.
     """
     if request.content_type != "application/json":
-        raise UnsupportedMediaTypeError(
-            f"the content type is {request.headers.get('Content-Type') or 'missing'}; send application/json"
-        )
-    if (request.content_length or 0) > max_body_bytes:
-        raise _too_large(max_body_bytes)
-    try:
-        raw = await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise _too_large(max_body_bytes) from error
-    except web.RequestPayloadError as error:
-        raise InvalidRequestError(
-            "the body cannot be read; is it encoded as Content-Encoding says?"
-        ) from error
-    return decode_body(raw, schema)
+        given = request.headers.get("Content-Type") or "missing"
+        raise UnsupportedMediaTypeError(f"the content type is {given[:100]}; send application/json")
+    with reader.reading() as body:
+        return await decode_body(await body.read(request), max_values, schema)
 
 
-def decode_body(raw: bytes, schema: Json) -> "Body":
-    """Return the JSON object in ``raw``, whose fields ``schema`` describes. Raises InvalidRequestError."""
-    try:
-        data = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {_reason(raw, error)}") from error
+async def decode_body(raw: bytes, max_values: int, schema: Json) -> "Body":
+    """Return the JSON object in ``raw``, whose fields ``schema`` describes.
+
+    max_values: values in it at most. Raises PayloadTooLargeError, InvalidRequestError.
+    """
+    data = await decode(raw, max_values)
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    if _is_too_deep(data):
-        raise InvalidRequestError(f"the body is nested deeper than {_MAX_DEPTH} objects and lists")
     return Body(data, schema)
-
-
-def _is_too_deep(data: Any) -> bool:
-    level = [data]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return False
-    return True
-
-
-def _too_large(limit: int) -> PayloadTooLargeError:
-    return PayloadTooLargeError(f"the body has more than {limit} bytes, the limit of this service")
-
-
-def _reason(raw: bytes, error: Exception) -> str:
-    """The parser's words, but for half a surrogate pair, which it calls truncated data."""
-    try:
-        json.dumps(json.loads(raw), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return "a string holds half of a surrogate pair (a lone \\ud800..\\udfff)"
-    except (ValueError, RecursionError):
-        pass
-    return str(error)
 
 
 class Body:
@@ -168,6 +128,6 @@ class Body:
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
-    shown = repr(value)
+    shown = _SHOWN.repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return InvalidRequestError(f"{name} is {shown}; it must be {wanted}", param=name)

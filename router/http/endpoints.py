@@ -19,6 +19,7 @@ from router.http.exchange import Exchange
 from router.http.file_routes import file_routes
 from router.http.generation import GenerationBodies
 from router.http.openapi import document
+from router.http.raw_body import BodyReader
 from router.http.responses import ResponseBodies, ResponseEndpoints
 from router.http.schema import CHAT, COMPLETION
 from router.http.strictness import refuse_unknown
@@ -67,9 +68,10 @@ class Endpoints:
         self._file_routes = file_routes(self._body, batches, settings)
         self._registry = registry
         self._collector = collector
-        self._max_body_bytes = settings.max_body_bytes
+        self._reader = BodyReader(settings.max_body_bytes, settings.max_bodies_bytes)
+        self._max_values = settings.max_body_values
         self._stall_seconds = settings.client_stall_seconds
-        self._timeout_seconds = settings.request_timeout_seconds
+        self._body_seconds = min(settings.body_timeout_seconds, settings.request_timeout_seconds)
 
     def routes(self) -> list[web.RouteDef]:
         """Every path that is served."""
@@ -134,10 +136,10 @@ class Endpoints:
     async def _body(self, request: web.Request, prefix: str, schema: Json) -> Body:
         request[REQUEST_ID] = new_request_id(prefix)
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                body = await read_body(request, self._max_body_bytes, schema)
+            async with asyncio.timeout(self._body_seconds):
+                body = await read_body(request, self._reader, self._max_values, schema)
         except TimeoutError:
-            raise DeadlineError(f"the body was not whole after {self._timeout_seconds} s") from None
+            raise DeadlineError(f"the body was not whole after {self._body_seconds} s") from None
         if self._is_strict:
             refuse_unknown(body.fields, schema)
         return body

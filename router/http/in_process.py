@@ -37,8 +37,16 @@ class _Path:
 class BodyAnswers:
     """Owns nothing; an ``AnswerBody`` for the paths of batches."""
 
-    def __init__(self, pipeline: Pipeline, models: ModelSource, max_answers: int, *, is_strict: bool) -> None:
-        self._pipeline, self._is_strict = pipeline, is_strict
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        models: ModelSource,
+        max_answers: int,
+        *,
+        max_values: int,
+        is_strict: bool,
+    ) -> None:
+        self._pipeline, self._max_values, self._is_strict = pipeline, max_values, is_strict
         generation = GenerationBodies(models, max_answers)
         self._embeddings = EmbeddingBodies(models, max_answers)
         self._paths = {
@@ -65,7 +73,7 @@ class BodyAnswers:
         return Answered(request_id=origin.request_id, status_code=200, body=whole)
 
     async def _whole(self, path: _Path, raw: bytes, origin: Origin, on_begun: Callable[[], None]) -> bytes:
-        body = decode_body(raw, path.schema)
+        body = await decode_body(raw, self._max_values, path.schema)
         if self._is_strict:
             refuse_unknown(body.fields, path.schema)
         _refuse_what_batches_lack(body)

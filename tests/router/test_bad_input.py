@@ -213,7 +213,7 @@ async def test_a_part_of_a_message_that_is_no_text_is_named(part: dict[str, Any]
         (b'"x"', "must be a JSON object"),
         (b'{"prompt": "\xff"}', "not valid JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[" * 50_000, "not valid JSON"),
         (b'{"temperature": ' + b"[" * 200 + b"]" * 200 + b"}", "nested deeper than 100"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "a", "stop": "\\udfffx"}', "surrogate"),

@@ -1,0 +1,81 @@
+"""``python -m benchmarks.attacks``: what each attack costs the service and its other clients, to ``results/attacks.json``.
+
+``--before PYTHON`` attacks the service that another Python has installed, for example that of a checkout of an older
+commit, and keeps the figures of this one. ``--only WORD`` runs the attacks whose names contain the word.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.facts import RESULTS, command_line, read_figures, run_facts, write_result
+from tests.chaos.attacks.running import AttackReport, run_attack
+from tests.chaos.attacks.weapons import WEAPONS
+
+
+def main() -> None:
+    """Run the attacks, write the figures, print the table; the exit code is 1 where a bound was not kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--before", help="the Python of an older service, which is attacked instead of this one"
+    )
+    parser.add_argument("--only", default="", help="a word that the names of the attacks to run contain")
+    given = parser.parse_args()
+    figures: dict[str, Any] = (
+        read_figures("attacks")["attacks"] if (RESULTS / "attacks.json").exists() else {}
+    )
+    code, python = ("before", given.before) if given.before else ("now", sys.executable)
+    for name in [name for name in WEAPONS if given.only in name]:
+        figures.setdefault(name, {})[code] = {"commit": run_facts()["commit"], **_attacked(name, python)}
+        write_result("attacks", {"command": command_line("benchmarks.attacks"), "attacks": figures})
+    sys.stdout.write(table(figures))
+    sys.exit(any(one["now"]["wrong"] for one in figures.values() if "now" in one))
+
+
+def _attacked(name: str, python: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="kvbaton-attack-") as folder:
+        try:
+            report = asyncio.run(run_attack(Path(folder), name, python))
+        except (AssertionError, OSError, TimeoutError) as error:
+            report = AttackReport(name)
+            figures = {**report.as_dict(), "wrong": [repr(error)[:2000]]}
+        else:
+            figures = report.as_dict()
+    sys.stderr.write(json.dumps(figures) + "\n")
+    return figures
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return one row an attack in Markdown: memory, the bystander's p99, the first answer afterwards, the log."""
+    head = "| attack | code | router MiB | workers MiB | p99 s | failed | answer after, s | log KiB |"
+    rows = [
+        _row(name, code, one) for name, by_code in figures.items() for code, one in sorted(by_code.items())
+    ]
+    return "\n".join([head, "| --- | --- | --- | --- | --- | --- | --- | --- |", *rows, ""])
+
+
+def _row(name: str, code: str, one: dict[str, Any]) -> str:
+    def span(names: list[str]) -> str:
+        idle, peak = (max((one[key].get(n, 0) for n in names), default=0) for key in ("idle_mib", "peak_mib"))
+        return f"{idle:.0f} → {peak:.0f}"
+
+    workers = [worker for worker in one["idle_mib"] if worker != "router"]
+    cells = (
+        name.replace("_", " "),
+        code,
+        span(["router"]),
+        span(workers),
+        f"{one['p99_before']:.3f} → {one['p99_during']:.3f}",
+        f"{one['num_failed']} of {one['num_asked']}",
+        f"{one['answered_after']:.2f}",
+        f"{one['log_bytes'] / 1024:.0f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""JSON from outside: counted before it is decoded, since many small values cost far more than their bytes."""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+
+from contract.errors import InvalidRequestError, PayloadTooLargeError
+
+MAX_DEPTH = 100
+"""What is nested deeper cannot be written out (in a message, by a chat template) within Python's recursion limit."""
+MAX_LISTS = 2**16
+"""Lists and objects in one body."""
+_CHUNK_BYTES = 2**16
+
+
+async def decode(raw: bytes, max_values: int) -> Any:
+    """Return the value of a JSON text.
+
+    max_values: values in it at most. Raises PayloadTooLargeError, InvalidRequestError. Other coroutines run while it is
+    counted; what is left to decode then takes some ten milliseconds at most.
+    """
+    if _at_most(raw)[0] > MAX_LISTS or sum(_at_most(raw)) > max_values:
+        await _count(raw, max_values)
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {_reason(raw, error)}") from error
+    if _is_too_deep(data):
+        raise InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH} objects and lists")
+    return data
+
+
+def _at_most(text: bytes) -> tuple[int, int]:
+    """Count brackets and commas: bounds on the lists and objects in a text, and on the values beside them."""
+    return text.count(b"[") + text.count(b"{"), text.count(b",")
+
+
+async def _count(raw: bytes, max_values: int) -> None:
+    """Count outside of strings, a piece at a time. Raises PayloadTooLargeError at the first one too many."""
+    num_lists = num_commas = 0
+    is_inside, rest = False, b""
+    for start in range(0, len(raw), _CHUNK_BYTES):
+        piece = rest + raw[start : start + _CHUNK_BYTES]
+        # A backslash at the end escapes the next piece's first byte.
+        num_bare = len(piece.rstrip(b"\\"))
+        rest = piece[num_bare:]
+        piece = piece[:num_bare].replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[int(is_inside) :: 2])
+        is_inside ^= len(parts) % 2 == 0
+        lists, commas = _at_most(outside)
+        num_lists += lists
+        num_commas += commas
+        if num_lists > MAX_LISTS or num_lists + num_commas > max_values:
+            raise PayloadTooLargeError(
+                f"the body has more than {MAX_LISTS} lists and objects, or more than {max_values} values; "
+                "send fewer in one request"
+            )
+        await asyncio.sleep(0)
+
+
+def _is_too_deep(data: Any) -> bool:
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (
+                outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ()
+            )
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _reason(raw: bytes, error: Exception) -> str:
+    """The parser's words, but for half a surrogate pair, which it calls truncated data."""
+    if b"\\u" not in raw:
+        return str(error)
+    try:
+        json.dumps(json.loads(raw), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "a string holds half of a surrogate pair (a lone \\ud800..\\udfff)"
+    except (ValueError, RecursionError):
+        pass
+    return str(error)

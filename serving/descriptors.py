@@ -1,0 +1,61 @@
+"""File descriptors of a process: the limit, and how many of them its listeners may use for connections."""
+
+import logging
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_MAX_LIMIT = 2**17
+_MIN_RESERVE = 64
+_MIN_SHARE = 8
+_OWN_DESCRIPTORS = Path("/proc/self/fd")
+
+
+@dataclass(frozen=True)
+class ConnectionCaps:
+    """How many client connections each public listener may hold at once."""
+
+    http: int
+    grpc: int
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit on open descriptors to the hard one (at most 131,072); return the soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, _MAX_LIMIT) if hard != resource.RLIM_INFINITY else _MAX_LIMIT
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return _MAX_LIMIT if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        logger.warning("the limit of %d open descriptors cannot be raised to %d: %s", soft, wanted, error)
+        return soft
+    return wanted
+
+
+def num_open_descriptors() -> int:
+    """Count the descriptors that this process has open; 64 where the system does not list them."""
+    return sum(1 for _ in _OWN_DESCRIPTORS.iterdir()) if _OWN_DESCRIPTORS.is_dir() else _MIN_RESERVE
+
+
+def connection_caps(max_connections: int, limit: int, num_open: int) -> ConnectionCaps:
+    """Divide the descriptors that the process does not need itself among its public listeners.
+
+    max_connections: the wanted cap of each listener. limit: the process's limit on descriptors. num_open: how many it
+    has open. One eighth of the limit (64 at least) stays for workers, operators and files. HTTP gets three quarters of
+    the rest, gRPC one quarter.
+    """
+    free = limit - num_open - max(_MIN_RESERVE, limit // 8)
+    caps = ConnectionCaps(
+        http=max(_MIN_SHARE, min(max_connections, free * 3 // 4)),
+        grpc=max(_MIN_SHARE, min(max_connections, free // 4)),
+    )
+    if caps.http < max_connections:
+        logger.warning(
+            "max_connections is %d; the limit of %d open descriptors allows %d for HTTP and %d for gRPC: "
+            "raise it (ulimit -n, LimitNOFILE)",
+            *(max_connections, limit, caps.http, caps.grpc),
+        )
+    return caps

@@ -1,0 +1,184 @@
+"""Accepts HTTP connections one by one, within the limits of a listener and of the process's descriptors."""
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from serving.http_connection import HttpConnection
+from serving.http_connections import EVICTION_AGE_SECONDS, Connections, HttpLimits, address_of
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 4096
+_ACCEPTS_AT_ONCE = 64
+_RETRY_SECONDS = 1.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
+    b"Content-Type: text/plain; charset=utf-8\r\nContent-Length: 35\r\n\r\n"
+    b"too many connections of one address"
+)
+_TLS_CLOSE_SECONDS = 5.0
+
+
+async def listen(host: str, port: int) -> list[socket.socket]:
+    """Return listening sockets for every address of ``host``, all on one port. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            opened = socket.socket(family, kind, protocol)
+            sockets.append(opened)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound_port = sockets[0].getsockname()[1] or port
+            opened.bind((address[0], bound_port, *address[2:]))
+            opened.setblocking(False)
+            opened.listen(_BACKLOG)
+    except OSError:
+        for opened in sockets:
+            opened.close()
+        raise
+    return sockets
+
+
+class Listening(Protocol):
+    """What is accepted from: a listening socket."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return a connection and the name of its client. Raises OSError."""
+
+
+class HttpAcceptor:
+    """Owns the listening sockets. Where every place is taken by a busy client, new ones wait in the system's backlog.
+
+    make: returns the protocol of one connection.
+    """
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        make: Callable[[], HttpConnection],
+        book: Connections,
+        limits: HttpLimits,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.sockets = sockets
+        self._make = make
+        self._book = book
+        self._limits = limits
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._openings: set[asyncio.Task[None]] = set()
+        self._is_paused = True
+        self._retry: asyncio.TimerHandle | None = None
+        book.call_when_room(self._resume)
+
+    @property
+    def port(self) -> int:
+        """The port of every socket."""
+        return int(self.sockets[0].getsockname()[1])
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._resume()
+
+    def close(self) -> None:
+        """Stop accepting and listening; connections that are open stay."""
+        self._pause()
+        self._book.call_when_room(lambda: None)
+        for listening in self.sockets:
+            listening.close()
+        for opening in self._openings:
+            opening.cancel()
+
+    def _resume(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._is_paused:
+            self._is_paused = False
+            for listening in self.sockets:
+                self._loop.add_reader(listening.fileno(), self.accept_from, listening)
+
+    def _pause(self, retry_seconds: float | None = None) -> None:
+        """Leave new clients in the backlog until there is room, or until the seconds have passed."""
+        if not self._is_paused:
+            self._is_paused = True
+            for listening in self.sockets:
+                self._loop.remove_reader(listening.fileno())
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if retry_seconds is not None:
+            self._retry = self._loop.call_later(retry_seconds, self._resume)
+
+    def accept_from(self, listening: Listening) -> None:
+        """Accept what waits at a listening socket; the event loop calls it."""
+        for _ in range(_ACCEPTS_AT_ONCE):
+            if not self._book.make_room():
+                self._pause(EVICTION_AGE_SECONDS if self._book.num_waiting else None)
+                return
+            try:
+                accepted, name = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                logger.warning("no connection can be accepted: %s", error.strerror)
+                self._pause(_RETRY_SECONDS)
+                return
+            self._admit(accepted, address_of(name))
+
+    def _admit(self, accepted: socket.socket, address: str) -> None:
+        accepted.setblocking(False)
+        if not self._book.admits(address):
+            logger.warning(
+                "%s has %d connections, the limit of an address; one more is refused",
+                *(address, self._limits.max_per_address),
+            )
+            _refuse(accepted, is_plain=self._tls is None)
+            return
+        connection = self._make()
+        self._book.add(connection, address)
+        opening = self._loop.create_task(self._open(accepted, connection), name="open an HTTP connection")
+        self._openings.add(opening)
+        connection.call_to_abort(opening.cancel)
+        opening.add_done_callback(self._openings.discard)
+
+    async def _open(self, accepted: socket.socket, connection: HttpConnection) -> None:
+        """Shake hands where there is TLS; whatever fails ends the connection."""
+        handshake = self._limits.header_seconds if self._tls else None
+        closing = _TLS_CLOSE_SECONDS if self._tls else None
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=handshake,
+                ssl_shutdown_timeout=closing,
+            )
+        except OSError as error:
+            logger.debug("a connection ended before its first request: %s", error)
+        finally:
+            if not connection.is_open:
+                self._book.remove(connection)
+                accepted.close()
+
+
+def _refuse(accepted: socket.socket, *, is_plain: bool) -> None:
+    with accepted:
+        try:
+            if is_plain:
+                accepted.send(_REFUSAL)
+            accepted.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass

@@ -1,0 +1,287 @@
+"""What strangers send: one coroutine an attack. Each ends by itself, whether or not the service has answered."""
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from itertools import cycle
+from typing import Any
+
+import aiohttp
+import grpc.aio
+
+from kv_transfer.framing import as_frame
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from tests.chaos.attacks.target import MODEL, Target
+
+_BODY_BYTES = 8 * 2**20 - 2**12
+_HOLD_SECONDS = 15.0
+_PATIENCE_SECONDS = 60.0
+
+Weapon = Callable[[Target], Awaitable[None]]
+
+
+async def exploding_regexes(target: Target) -> None:
+    """Send 60 different regular expressions, each of which is large once it is unrolled."""
+    bodies = [_question(guided_regex=f"(a{{{1000 + number}}}){{1000}}") for number in range(60)]
+    await _post_all(target, "/v1/completions", bodies, at_once=8)
+
+
+async def long_messages(target: Target) -> None:
+    """Send six messages of 8 MiB at once, which are far too long for the model; three times."""
+    text = "The old moose sat near the lake. " * (_BODY_BYTES // 33)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+    await _post_all(target, "/v1/chat/completions", [body] * 18, at_once=6)
+
+
+async def unread_choices(target: Target) -> None:
+    """Open two streams of 128 choices with log probabilities, and read nothing of them."""
+    body = _question(n=128, logprobs=5, max_tokens=200, stream=True, ignore_eos=True)
+    await _hold_unread(target, "/v1/completions", [body] * 2)
+
+
+async def unread_whole_answers(target: Target) -> None:
+    """Ask for 40 large answers that are not streamed, and read none of them."""
+    body = _question(n=16, logprobs=5, max_tokens=100, echo=True, ignore_eos=True)
+    await _hold_unread(target, "/v1/completions", [body] * 40)
+
+
+async def long_stop_strings(target: Target) -> None:
+    """Stream 128 answers that repeat one token, beside 64 stop strings of 1,024 characters that almost match them."""
+    token, text = await _repeated_token(target)
+    stops = [(text * 1024)[: 1023 - number] + "\x01" for number in range(64)]
+    body = _question(
+        stop=stops, allowed_token_ids=[token], max_tokens=1200, ignore_eos=True, n=64, stream=True
+    )
+    await _post_all(target, "/v1/completions", [body] * 2, at_once=2)
+
+
+async def silent_connections(target: Target) -> None:
+    """Open 1,500 connections to HTTP, a third each silent, with half a request line, with half of the headers."""
+    beginnings = (b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ")
+    await _hold_connections([_host_port(target.http)] * 1500, beginnings)
+
+
+async def silent_grpc_connections(target: Target) -> None:
+    """Open 1,500 connections to gRPC that send nothing, or half of the preface."""
+    await _hold_connections([_host_port(target.grpc)] * 1500, (b"", b"PRI * HTTP/2.0\r\n"))
+
+
+async def slow_headers(target: Target) -> None:
+    """Send the headers of 200 requests one byte a second."""
+
+    async def drip() -> None:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_HOLD_SECONDS):
+                _, writer = await asyncio.open_connection(*_host_port(target.http))
+                for byte in b"POST /v1/completions HTTP/1.1\r\n" * 100:
+                    writer.write(bytes([byte]))
+                    await writer.drain()
+                    await asyncio.sleep(1)
+
+    await asyncio.gather(*(drip() for _ in range(200)))
+
+
+async def tiny_values(target: Target) -> None:
+    """Send bodies of 8 MiB that are millions of tiny values: prompts, allowed tokens, nested lists."""
+    count = _BODY_BYTES // 4
+    tokens, bias = ",".join(["1"] * (2 * count)), ",".join(f'"{token}":1' for token in range(count // 3))
+    fields = [
+        f'"prompt": [{",".join(["[1]"] * count)}]',
+        f'"prompt": {"[" * count}1{"]" * count}',
+        f'"prompt": "a", "allowed_token_ids": [{tokens}]',
+        f'"prompt": "a", "logit_bias": {{{bias}}}',
+    ]
+    texts = [f'{{"model": "{MODEL}", {field}}}' for field in fields]
+    await _post_all(target, "/v1/completions", [text.encode() for text in texts * 2], at_once=4)
+
+
+async def priority_hog(target: Target) -> None:
+    """Keep 64 requests of the highest priority under way, and ask for 1,024 prompts in one request."""
+    bodies = [_question(priority=2**31 - 1, max_tokens=64, ignore_eos=True) for _ in range(256)]
+    batch = {**_question(max_tokens=16, ignore_eos=True), "prompt": ["moose"] * 1024}
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_post_all(target, "/v1/completions", bodies, at_once=64))
+        tasks.create_task(_post_all(target, "/v1/completions", [batch], at_once=1))
+
+
+async def grpc_without_a_key(target: Target) -> None:
+    """Send 40 gRPC messages of 8 MiB at once without a key; three times."""
+    options = [("grpc.max_send_message_length", -1)]
+    request = pb.GenerateRequest(text="a" * _BODY_BYTES)
+
+    async def one() -> None:
+        async with grpc.aio.insecure_channel(
+            target.grpc, options=[*options, ("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            stub: Any = inference_pb2_grpc.InferenceStub(channel)
+            with suppress(grpc.aio.AioRpcError):
+                async for _ in stub.Generate(request, timeout=_PATIENCE_SECONDS):
+                    pass
+
+    for _ in range(3):
+        await asyncio.gather(*(one() for _ in range(40)))
+
+
+async def nested_frames(target: Target) -> None:
+    """Send a frame of 30,000 nested arrays to every internal port and socket of the workers."""
+    nested = b"\x91" * 30_000 + b"\xc0"
+    frames = [as_frame(body) for body in (nested, b"\x81\xa1x" + nested, b"\x91" + nested)]
+    for frame in frames:
+        for host, port in target.internal_ports():
+            await _send_and_close(asyncio.open_connection(host, port), frame)
+        for path in target.unix_sockets():
+            await _send_and_close(asyncio.open_unix_connection(path), frame)
+
+
+async def compressed_bodies(target: Target) -> None:
+    """Send eight bodies of 1 MB that inflate to 1 GB."""
+    bomb = gzip.compress(b" " * 2**30)
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    await _post_all(target, "/v1/completions", [bomb] * 8, at_once=4, headers=headers)
+
+
+async def control_port_flood(target: Target) -> None:
+    """Keep opening connections to the workers' internal ports that never prove who they are."""
+    ports = target.internal_ports()
+    until = time.monotonic() + _HOLD_SECONDS
+    while time.monotonic() < until:
+        await _hold_connections(ports * 60, (b"", b"\x00\x00\x00\x08kvbaton"), seconds=1.0)
+
+
+async def long_names(target: Target) -> None:
+    """Send model names of 8 MB, and paths and keys of 60 KB with control characters."""
+    bodies: list[Any] = [{"model": "\x1b[2Jx" * (_BODY_BYTES // 10), "prompt": "a"} for _ in range(8)]
+    await _post_all(target, "/v1/completions", bodies, at_once=4)
+    for _ in range(200):
+        line = (
+            b"GET /"
+            + b"\x1b[31m" * 1000
+            + b"\x00" * 3000
+            + b" HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n"
+        )
+        await _send_and_close(asyncio.open_connection(*_host_port(target.http)), line)
+    wrong = {"Authorization": "Bearer " + "k" * 4000}
+    await _post_all(target, "/v1/completions", [_question()] * 500, at_once=20, headers=wrong)
+
+
+WEAPONS: dict[str, Weapon] = {
+    weapon.__name__: weapon
+    for weapon in (
+        exploding_regexes,
+        long_messages,
+        unread_choices,
+        unread_whole_answers,
+        long_stop_strings,
+        silent_connections,
+        silent_grpc_connections,
+        slow_headers,
+        tiny_values,
+        priority_hog,
+        grpc_without_a_key,
+        nested_frames,
+        compressed_bodies,
+        control_port_flood,
+        long_names,
+    )
+}
+"""Every attack by its name."""
+
+
+def _question(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "The old moose", "max_tokens": 8, **fields}
+
+
+async def _repeated_token(target: Target) -> tuple[int, str]:
+    """Return a token of the model and its text."""
+    headers = {"Authorization": f"Bearer {target.attacker_key}"}
+    async with aiohttp.ClientSession(f"http://{target.http}", headers=headers) as session:
+        async with session.post("/tokenize", json={"model": MODEL, "prompt": "moose"}) as response:
+            token: int = (await response.json())["tokens"][-1]
+        async with session.post("/detokenize", json={"model": MODEL, "tokens": [token]}) as response:
+            text: str = (await response.json())["prompt"]
+    return token, text
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+async def _post_all(
+    target: Target, path: str, bodies: Iterable[Any], *, at_once: int, headers: dict[str, str] | None = None
+) -> None:
+    """Post all bodies (JSON, or bytes as they are) with the attacker's key; answers and failures are dropped."""
+    gate = asyncio.Semaphore(at_once)
+    own = {
+        "Authorization": f"Bearer {target.attacker_key}",
+        "Content-Type": "application/json",
+        **(headers or {}),
+    }
+    timeout = aiohttp.ClientTimeout(total=_PATIENCE_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+
+        async def one(body: Any) -> None:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            async with gate:
+                with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async with session.post(
+                        f"http://{target.http}{path}", data=data, headers=own
+                    ) as response:
+                        await response.read()
+
+        await asyncio.gather(*map(one, bodies))
+
+
+async def _hold_unread(target: Target, path: str, bodies: list[dict[str, Any]]) -> None:
+    """Send the requests over connections with small buffers, and read nothing for as long as the attack lasts."""
+    writers = []
+    for body in bodies:
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {target.attacker_key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(*_host_port(target.http), limit=2**10)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(head.encode() + data)
+            writers.append(writer)
+    await asyncio.sleep(_HOLD_SECONDS)
+    for writer in writers:
+        writer.transport.abort()
+
+
+async def _hold_connections(
+    addresses: Iterable[tuple[str, int]], beginnings: tuple[bytes, ...], seconds: float = _HOLD_SECONDS
+) -> None:
+    """Open a connection to each address, send one of the beginnings, and hold them all."""
+    gate, writers = asyncio.Semaphore(100), list[asyncio.StreamWriter]()
+
+    async def one(address: tuple[str, int], beginning: bytes) -> None:
+        async with gate:
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(1):
+                    _, writer = await asyncio.open_connection(*address)
+                writer.write(beginning)
+                writers.append(writer)
+
+    await asyncio.gather(*map(one, addresses, cycle(beginnings)))
+    await asyncio.sleep(seconds)
+    for writer in writers:
+        writer.transport.abort()
+
+
+async def _send_and_close(
+    opening: Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]], data: bytes
+) -> None:
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(2):
+            reader, writer = await opening
+            writer.write(data)
+            await writer.drain()
+            await reader.read(2**16)
+            writer.transport.abort()

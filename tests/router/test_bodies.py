@@ -1,0 +1,189 @@
+"""Bodies that cost more than their bytes: compressed, of very many values, of lists that nothing needs."""
+
+import gzip
+import io
+import json
+import tracemalloc
+import zlib
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+
+from contract.errors import OverloadedError, PayloadTooLargeError
+from contract.identity import Role
+from router.http.decoding import MAX_LISTS, decode
+from router.http.raw_body import BodyReader
+from router.testing import Script
+from tests.router.cluster import running_cluster
+from tests.text.tiny_model import END
+
+TEXT = "/v1/completions"
+HELLO = Script(tokens=[END])
+
+
+def bomb(num_bytes: int) -> bytes:
+    """A small body that inflates to so many bytes."""
+    packer = zlib.compressobj(wbits=31)
+    pieces = [packer.compress(b'{"prompt": "')]
+    pieces += [packer.compress(b"a" * 2**20) for _ in range(num_bytes // 2**20)]
+    return b"".join([*pieces, packer.compress(b'"}'), packer.flush()])
+
+
+async def test_inflating_ends_at_the_limit() -> None:
+    """L6: a body of 260 kB that inflates to 256 MiB is refused after max_body_bytes of it."""
+    packed = bomb(2**28)
+    async with running_cluster(HELLO, (Role.BOTH,), max_body_bytes=2**20) as cluster:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        tracemalloc.start()
+        try:
+            async with cluster.session.post(cluster.url(TEXT), data=packed, headers=headers) as response:
+                assert response.status == 413
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 16 * 2**20
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "raw deflate", "two members", "GZIP"])
+async def test_compressed_bodies_are_read(encoding: str) -> None:
+    """L6: the encodings that are served."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+    raw = zlib.compressobj(wbits=-15)
+    sent = {
+        "gzip": gzip.compress(body),
+        "GZIP": gzip.compress(body),
+        "deflate": zlib.compress(body),
+        "raw deflate": raw.compress(body) + raw.flush(),
+        "two members": gzip.compress(body[:9]) + gzip.compress(body[9:]),
+    }[encoding]
+    name = {"raw deflate": "deflate", "two members": "gzip"}.get(encoding, encoding)
+    headers = {"Content-Type": "application/json", "Content-Encoding": name}
+    async with (
+        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        cluster.session.post(cluster.url(TEXT), data=sent, headers=headers) as response,
+    ):
+        assert response.status == 200, await response.text()
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "x", "compress"])
+async def test_an_encoding_that_is_not_served_is_415(encoding: str) -> None:
+    """L6: it is not ignored."""
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    async with (
+        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        cluster.session.post(cluster.url(TEXT), data=b'{"prompt": "a"}', headers=headers) as response,
+    ):
+        assert response.status == 415
+        assert "Content-Encoding" in (await response.json())["error"]["message"]
+
+
+async def test_a_cut_compressed_body_is_400() -> None:
+    """L6: what ends too early is said to."""
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    sent = gzip.compress(b'{"prompt": "a"}')[:-4]
+    async with (
+        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        cluster.session.post(cluster.url(TEXT), data=sent, headers=headers) as response,
+    ):
+        assert response.status == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": [' + b"[1]," * 10**6 + b"[1]]}",
+        b'{"prompt": "a", "allowed_token_ids": [' + b"1," * 10**6 + b"1]}",
+        b'{"prompt": "a", "logit_bias": {' + b'"1":1,' * 10**6 + b'"1":1}}',
+        b'{"prompt": "a", "x": ' + b"[" * 10**6 + b"]" * 10**6 + b"}",
+        b'{"prompt": "a", "x": [' + b'"",' * 10**6 + b'""]}',
+        b'{"prompt": "a", "x": [' + b'"\\"",' * 10**6 + b'""]}',
+        b"{" * 2**20,
+    ],
+    ids=["lists", "numbers", "keys", "depth", "strings", "escapes", "no JSON"],
+)
+async def test_very_many_values_are_refused_before_they_are_decoded(body: bytes) -> None:
+    """M2: a body of tiny values is 413 by its count alone."""
+    async with (
+        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        cluster.session.post(
+            cluster.url(TEXT), data=io.BytesIO(body), headers={"Content-Type": "application/json"}
+        ) as response,
+    ):
+        assert response.status == 413
+        assert "values" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("mark", [",", "[", "{", '\\"', "\\\\", '\\",[', "\\u005b,", "{\\\\"])
+async def test_a_text_may_hold_any_number_of_marks(mark: str) -> None:
+    """M2: commas and brackets within a string are text."""
+    body = b'{"prompt": "' + mark.encode() * 300_000 + b'"}'
+    assert await decode(body, 1024) == json.loads(body)
+
+
+VALUES = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text(alphabet='ab,[]{}:"\\', max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('a,[{"\\', max_size=4), inner, max_size=4)
+    ),
+    max_leaves=30,
+)
+
+
+@given(VALUES, st.integers(1, 20))
+async def test_the_count_is_right_for_any_json(value: Any, max_values: int) -> None:
+    """M2: a body within the limit is decoded, a body beyond it is refused, whatever its strings hold."""
+    raw = json.dumps(value).encode()
+    if _num_values(value) <= max_values:
+        assert await decode(raw, max_values) == value
+    else:
+        with pytest.raises(PayloadTooLargeError):
+            await decode(raw, max_values)
+
+
+def _num_values(value: Any) -> int:
+    """Lists and objects, and the commas in them."""
+    children = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
+    if children is None:
+        return 0
+    return 1 + max(0, len(children) - 1) + sum(map(_num_values, children))
+
+
+@given(st.lists(st.sampled_from(['"', "\\", ",", "[", "x", "\\\\", '\\"']), max_size=200_000 // 1000))
+async def test_pieces_are_cut_anywhere(marks: list[str]) -> None:
+    """M2: a string that lies over the pieces in which a body is counted is still one string."""
+    text = "".join(marks)
+    for length in (2**16 - 3, 2**16 - 2, 2**16 - 1):
+        value = ["a" * (length - 2) + text, "[,", 1]
+        raw = msgspec.json.encode(value)
+        assert await decode(raw + b" " * (2**16 - len(raw) % 2**16), 4) == value
+
+
+async def test_lists_have_a_limit_of_their_own() -> None:
+    """M2: a million lists cost more than a million numbers."""
+    assert len(await decode(b"[" + b"1," * MAX_LISTS + b"1]", 2**20)) == MAX_LISTS + 1
+    with pytest.raises(PayloadTooLargeError):
+        await decode(b"[" + b"[]," * MAX_LISTS + b"[]]", 2**20)
+
+
+async def test_all_bodies_together_are_bounded() -> None:
+    """M2: what is received at once by all requests has a limit, and each body gives back what it held."""
+    async with running_cluster(HELLO, (Role.BOTH,), max_bodies_bytes=2000) as cluster:
+        assert (await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 1500}))[0] == 200
+        status, answer = await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 2500})
+        assert (status, "2000 bytes" in answer["error"]["message"]) == (429, True)
+        assert (await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 1500}))[0] == 200
+
+
+def test_a_body_that_is_given_up_gives_back_what_it_held() -> None:
+    """M2: the count of held bytes is that of the bodies which are being read."""
+    reader = BodyReader(10, 25)
+    with reader.reading() as body:
+        reader.take(10)
+        body.num_bytes = 10
+        with pytest.raises(OverloadedError, match="25 bytes"):
+            reader.take(16)
+        assert reader.num_bytes == 10
+    assert reader.num_bytes == 0
