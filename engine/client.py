@@ -36,6 +36,10 @@ class EngineClient(Protocol):
     def stats(self) -> SchedulerStats:
         """How it stood when it said something last: after a step, or while idle. Asks nothing."""
 
+    @property
+    def complaint(self) -> str | None:
+        """Why the engine cannot be relied on at the moment; None if it can."""
+
     async def add_request(self, request: EngineRequest) -> None:
         """Start a request whose outputs come with ``steps``.
 
@@ -76,6 +80,10 @@ class EngineLink(Protocol):
     def abandon(self) -> None:
         """Nobody waits for the start any more."""
 
+    @property
+    def complaint(self) -> str | None:
+        """What is wrong with a core that still runs: it makes no progress. None if nothing."""
+
     async def wait_ended(self) -> bool:
         """Until the core has ended and everything of it was heard; True when it ended as asked. Frees what it held."""
 
@@ -96,6 +104,11 @@ class StreamingClient:
     def stats(self) -> SchedulerStats:
         """See EngineClient."""
         return self._delivery.stats
+
+    @property
+    def complaint(self) -> str | None:
+        """Return why the engine cannot be relied on at the moment: it makes no progress, or has died. None if it can."""
+        return "it has died" if self.died.is_set() else self._link.complaint
 
     async def started(self) -> Self:
         """Once the engine is up. Raises the error that kept it from starting."""

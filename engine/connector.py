@@ -145,6 +145,17 @@ class SchedulerConnector(Protocol):
         """Stop the I/O thread and close every socket."""
 
 
+@runtime_checkable
+class ShowsProgress(Protocol):
+    """A ``SchedulerConnector`` whose threads can be seen to work."""
+
+    def progress(self) -> dict[str, int]:
+        """Return each thread's count of what it got done, and have each count once more behind what it has to do.
+
+        From any thread, without waiting for one.
+        """
+
+
 class KVMemory(Protocol):
     """A pool of KV blocks as bytes. On CPU the views are the pool itself."""
 

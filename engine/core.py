@@ -19,6 +19,7 @@ from engine.connector import (
     JoinsRanks,
     RanksConnectorFactory,
     RanksConnectorPair,
+    ShowsProgress,
 )
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
@@ -178,6 +179,11 @@ class EngineCore:
     def rested(self) -> None:
         """There was nothing to do until now."""
         self._boarding.rested()
+
+    def progress(self) -> dict[str, int]:
+        """Return how far the connector's threads have come; from any thread, without waiting for one."""
+        scheduler = None if self._connector is None else self._connector.scheduler
+        return scheduler.progress() if isinstance(scheduler, ShowsProgress) else {}
 
     def needs_step(self) -> bool:
         """False while nothing would change: wait for input, ``wake`` or ``seconds_to_deadline``."""

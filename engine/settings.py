@@ -22,7 +22,9 @@ class EngineSettings:
     are any (the process itself is kept there by whoever starts it).
     tensor_parallel_size: ranks that share the model, each in a process of its own where there are several; threads
     and (on the host) KV bytes are divided among them. rank_timeout_seconds: silence of a rank within a step, after
-    which the engine ends. attention_backend: see ``engine.attention.choice``. enforce_eager: no CUDA graphs.
+    which the engine ends. peer_timeout_seconds: without time on a processor, after which a process of the engine counts as
+    stopped. step_timeout_seconds: of a step that neither ends nor computes, after which it counts as hung.
+    attention_backend: see ``engine.attention.choice``. enforce_eager: no CUDA graphs.
     max_grammar_bytes, grammar_timeout_seconds: how long a grammar may be, and take to compile.
     """
 
@@ -45,6 +47,8 @@ class EngineSettings:
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     rank_timeout_seconds: float = 60.0
+    peer_timeout_seconds: float = 3.0
+    step_timeout_seconds: float = 30.0
     remote_kv_timeout_seconds: float = 300.0
     max_grammar_bytes: int = 2**16
     grammar_timeout_seconds: float = 10.0
@@ -79,7 +83,8 @@ class EngineSettings:
                 f"max_hold_share is {self.max_hold_share}; it must lie in 0..1", param="max_hold_share"
             )
         _above_zero("remote_kv_timeout_seconds", self.remote_kv_timeout_seconds)
-        _above_zero("rank_timeout_seconds", self.rank_timeout_seconds)
+        for name in ("rank_timeout_seconds", "peer_timeout_seconds", "step_timeout_seconds"):
+            _above_zero(name, getattr(self, name))
         _above_zero("grammar_timeout_seconds", self.grammar_timeout_seconds)
         if not 1 <= self.max_grammar_bytes <= MAX_GRAMMAR_BYTES:
             raise SettingError(

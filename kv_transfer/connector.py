@@ -14,7 +14,8 @@ from kv_transfer.data import DataHalf
 from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
 from kv_transfer.handshake import LocalIdentity
 from kv_transfer.leases import Sessions
-from kv_transfer.links import LinkLoop, LinkSettings
+from kv_transfer.link_events import LinkSettings
+from kv_transfer.links import LinkLoop
 from kv_transfer.messages import Offer
 from kv_transfer.orders import CommitJob
 from kv_transfer.ranks.halves import RankDataHalves

@@ -40,6 +40,9 @@ class DataSide(Protocol):
     def debug_state(self) -> dict[str, Any]:
         """What is moved now."""
 
+    def progress(self) -> dict[str, int]:
+        """See ``ShowsProgress``; of its threads in this process."""
+
 
 class SessionBook(Protocol):
     """The tokens by which peers with a control link may read."""
@@ -135,6 +138,10 @@ class ControlHalf:
             "transports": self._fetches.transports(),
             "data": self._data.debug_state(),
         }
+
+    def progress(self) -> dict[str, int]:
+        """See ``ShowsProgress``."""
+        return {"thread of the control links": self._links.progress(), **self._data.progress()}
 
     def counters(self) -> dict[str, float]:
         """Counters and gauges."""

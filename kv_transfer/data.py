@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, TransferError
 from engine.connector import KVMemory, LayerWatch
@@ -17,13 +17,13 @@ from engine.mailbox import Mailbox
 from kv_transfer import events as ev
 from kv_transfer.block_views import BlockPart, BlockViews, KeptViews, is_flat, read_views, write_views
 from kv_transfer.counters import Completions, Counters
+from kv_transfer.data_reports import DataReports
 from kv_transfer.digesting import Landing, UnfinishedBlocks, digests_of
 from kv_transfer.layer_watch import PassJobs, PassListeners
 from kv_transfer.orders import Ahead, CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata
 from kv_transfer.pulling import PullThreads
 from kv_transfer.staging import DEFAULT_STAGING_BYTES, Staging
 from kv_transfer.transport import (
-    LeaseName,
     Read,
     ReadRequest,
     ReadStoppedError,
@@ -36,22 +36,6 @@ from kv_transfer.transport import (
 from kv_transfer.transports.lending import Lending
 
 logger = logging.getLogger(__name__)
-
-
-class DataReports(Protocol):
-    """What the data half tells the control half; called from any thread."""
-
-    def send_event(self, key: str, event: ev.SendEvent) -> None:
-        """Something happened to a lent request."""
-
-    def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
-        """Something happened to a fetched request; every posted job ends with exactly one terminal event."""
-
-    def lease_idle(self, name: LeaseName) -> None:
-        """Nobody reads a revoked lease any more."""
-
-    def thread_failed(self, thread: str, error: BaseException) -> None:
-        """A thread of the connector has ended by a bug: nothing that it served can end properly any more."""
 
 
 class DataHalf:
@@ -75,6 +59,7 @@ class DataHalf:
         self._current: CommitJob | None = None
         self._unfinished: dict[str, UnfinishedBlocks] = {}
         self._is_closing = False
+        self._has_counted, self._num_done = True, 0
         self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
         self._staging = Staging(counters, max_staging_bytes)
         self._pulls = PullThreads(self._pull, receiver.forget, self._has_bug)
@@ -156,10 +141,21 @@ class DataHalf:
             "current": self._pulls.current_keys + ([] if commit is None else [commit.key]),
         }
 
+    def progress(self) -> dict[str, int]:
+        """See ``ShowsProgress``: the count moves when the data thread has done what it was given before."""
+        if self._has_counted:
+            self._has_counted = False
+            self._jobs.put(self._count)
+        return {"thread that publishes KV": self._num_done}
+
+    def _count(self) -> None:
+        self._has_counted = True
+
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
                 job()
+                self._num_done += 1
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must hear of its end
             self._has_bug(error)
 

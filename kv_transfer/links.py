@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from contract.errors import (
     ErrorKind,
@@ -26,8 +26,9 @@ from contract.errors import (
 )
 from kv_transfer.counters import Counters
 from kv_transfer.framing import format_address, parse_address
-from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget, Session
+from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.link import Link, LinkClosedError, PeerRef
+from kv_transfer.link_events import LinkEvents, LinkSettings
 from kv_transfer.link_orders import LinkOrders
 from kv_transfer.listening import Listener
 from kv_transfer.messages import Message, Ping
@@ -41,25 +42,6 @@ _MAX_WAIT_SECONDS = 3600.0
 """A selector refuses to wait for more than some weeks."""
 
 
-class LinkEvents(Protocol):
-    """What the I/O thread tells the control half; called in that thread only."""
-
-    def link_up(self, ref: PeerRef, session: Session) -> None:
-        """A handshake is through."""
-
-    def link_message(self, ref: PeerRef, message: Message) -> None:
-        """A message arrived on a link that is up."""
-
-    def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
-        """A dialed link failed, or one that was up ended; ``error`` says why."""
-
-    def tick(self, now: float) -> float | None:
-        """Time passes; returns when the next deadline is."""
-
-    def thread_failed(self, thread: str, error: BaseException) -> None:
-        """The I/O thread has ended by a bug."""
-
-
 @dataclass(eq=False)
 class _Lookup:
     """A peer's name is being looked up; ``messages`` wait for its link."""
@@ -67,17 +49,6 @@ class _Lookup:
     target: PeerTarget
     since: float
     messages: list[Message] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class LinkSettings:
-    """Where to listen, and how patient to be."""
-
-    host: str
-    port: int
-    advertise_host: str | None
-    peer_timeout_seconds: float
-    max_frame_bytes: int
 
 
 class LinkLoop:
@@ -101,7 +72,7 @@ class LinkLoop:
         self._by_ref: dict[PeerRef, Link] = {}
         self._resolver = resolver or Resolver()
         self._lookups: dict[PeerRef, _Lookup] = {}
-        self._is_stopping = False
+        self._is_stopping, self._num_rounds = False, 0
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
 
     def start(self, me: LocalIdentity, events: LinkEvents) -> None:
@@ -150,6 +121,11 @@ class LinkLoop:
         with suppress(BlockingIOError, OSError):  # a full pipe wakes too; a closed one has nobody to wake
             self._wake_out.send(b"\0")
 
+    def progress(self) -> int:
+        """Wake the thread, and return how often it has done what there was to do."""
+        self.wake()
+        return self._num_rounds
+
     def close(self) -> None:
         """Stop the thread and close every socket. Idempotent."""
         self._is_stopping = True
@@ -192,6 +168,7 @@ class LinkLoop:
                 key.data()
             self._orders.carry_out()
             deadline = self._keep_time(time.monotonic())
+            self._num_rounds += 1
 
     def _drain_wakes(self) -> None:
         with suppress(BlockingIOError):

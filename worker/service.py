@@ -96,7 +96,7 @@ async def exposed(
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)
     admin = AdminServer(
         settings.admin,
-        missing=lambda: None if worker.is_ready else "no router is attached",
+        missing=worker.missing,
         state=worker.debug_state,
         metrics=_metrics(worker),
     )

@@ -90,7 +90,11 @@ class WorkerSettings(Settings):
     lease_seconds: float = Field(default=30.0, gt=0)
     """How long computed KV is lent to a decode worker that gives no sign of life."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
-    """Silence on the control link after which the other worker counts as dead."""
+    """Silence on the control link after which the other worker counts as dead. The worker's own engine counts as stopped
+    when it has had no time on a processor for so long."""
+    step_timeout_seconds: float = Field(default=30.0, gt=0)
+    """Time without progress after which the engine counts as hung and is started again; a step that computes all the
+    while may take 20 times as long."""
 
     @model_validator(mode="after")
     def _check_advertise_host(self) -> Self:
@@ -147,6 +151,8 @@ class WorkerSettings(Settings):
             enforce_eager=self.enforce_eager,
             tensor_parallel_size=self.tensor_parallel_size,
             remote_kv_timeout_seconds=self.remote_kv_timeout_seconds,
+            peer_timeout_seconds=self.peer_timeout_seconds,
+            step_timeout_seconds=self.step_timeout_seconds,
             max_grammar_bytes=self.max_grammar_bytes,
             grammar_timeout_seconds=self.grammar_timeout_seconds,
         )

@@ -58,6 +58,12 @@ class Worker:
         """True while a router is attached and the engine lives."""
         return self._link is not None and self._link.is_attached
 
+    def missing(self) -> str | None:
+        """Return why the worker cannot do its work at the moment; None if it can."""
+        if (complaint := self.engine.complaint) is not None:
+            return f"the engine cannot be relied on: {complaint}"
+        return None if self.is_ready else "no router is attached"
+
     async def wait_ready(self) -> None:
         """Block until a router has welcomed this worker."""
         await self._running.wait()

@@ -41,7 +41,11 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End everything; nothing after this is read."""
 
 
-ToEngine = AddRequest | Abort | AbortRequest | Call | Shutdown
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Answer with Progress, and have every thread that works count once more."""
+
+
+ToEngine = AddRequest | Abort | AbortRequest | Call | Ping | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -80,10 +84,16 @@ class Health(msgspec.Struct, frozen=True, tag="health"):
     stats: SchedulerStats
 
 
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """How far each thread's count stands that moves with what the thread gets done."""
+
+    counts: dict[str, int]
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """The engine's last message; ``error`` is None when it was asked to stop."""
 
     error: str | None = None
 
 
-FromEngine = Ready | StartFailed | StepOutputs | CallResult | Health | Stopped
+FromEngine = Ready | StartFailed | StepOutputs | CallResult | Health | Progress | Stopped

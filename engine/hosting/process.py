@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import multiprocessing
 import multiprocessing.connection
 import shutil
@@ -16,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +27,15 @@ import zmq
 import zmq.asyncio
 
 from contract.errors import SettingError
-from engine.hosting.messages import FromEngine, Ready, Shutdown, Stopped, ToEngine
-from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
+from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, Stopped, ToEngine
+from engine.hosting.step_loop import EnginePlan, Inbox, ProgressOf, run_engine
+from engine.hosting.watching import EngineWatch, Patience
+from engine.processor_time import processor_nanoseconds
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_LOOKS_PER_PATIENCE = 6
 _FLUSH_MILLISECONDS = 2000
 _LAST_WORDS_SECONDS = 0.5
 _SWITCH_SECONDS = 0.00005
@@ -71,6 +78,9 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._exited = asyncio.Event()
         self._ended_as_asked = False
+        self._patience = Patience(plan.settings.peer_timeout_seconds, plan.settings.step_timeout_seconds)
+        self._watch: EngineWatch | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def start(self, hear: Callable[[FromEngine], None]) -> None:
         """See EngineLink."""
@@ -81,6 +91,11 @@ class EngineProcess:
             undo.pop_all()
         loop.add_reader(self.process.sentinel, self._note_exit, loop)
         self._reader = loop.create_task(self._read(hear))
+
+    @property
+    def complaint(self) -> str | None:
+        """See EngineLink. It begins when half of the patience is used up."""
+        return self._watch.complaint(time.monotonic(), share=0.5) if self._watch else None
 
     def send(self, message: ToEngine) -> None:
         """See EngineLink."""
@@ -105,6 +120,8 @@ class EngineProcess:
         finally:
             exited.cancel()
             self._reader.cancel()
+            if self._watching is not None:
+                self._watching.cancel()
             self._free()
         self.process.join()
         return self._ended_as_asked and self.process.exitcode == 0
@@ -130,10 +147,34 @@ class EngineProcess:
                 case Ready():
                     await self._until_input_is_connected()
                     self._remove_folder()
+                    self._watch = EngineWatch(self._patience, time.monotonic())
+                    self._watching = asyncio.ensure_future(self._keep_watch(self._watch, hear))
+                case Progress(counts) if self._watch is not None:
+                    self._watch.answered(counts, time.monotonic())
+                    continue
                 case Stopped(error):
                     self._ended_as_asked = error is None
             hear(message)
             if isinstance(message, Stopped):
+                return
+
+    async def _keep_watch(self, watch: EngineWatch, hear: Callable[[FromEngine], None]) -> None:
+        """Ask for signs of life until the engine has ended. One that gives none is killed: it can never wake up again."""
+        interval = min(self._patience.stopped_seconds, self._patience.hung_seconds) / _LOOKS_PER_PATIENCE
+        looked_at = time.monotonic()
+        while True:
+            self.send(Ping())
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            if now - looked_at > 2 * interval:
+                watch.was_away(now)
+            looked_at = now
+            watch.ran(processor_nanoseconds(self.process.pid or 0), now)
+            reason = watch.complaint(now)
+            if reason is not None:
+                logger.error("the engine (process %s) is killed: %s", self.process.pid, reason)
+                hear(Stopped(reason))
+                self.process.kill()
                 return
 
     async def _until_input_is_connected(self) -> None:
@@ -169,7 +210,8 @@ def engine_main(plan: EnginePlan, sockets: Sockets) -> None:
     output.setsockopt(zmq.SNDHWM, 0)
     output.setsockopt(zmq.LINGER, _FLUSH_MILLISECONDS)
     output.connect(sockets.from_engine)
-    threading.Thread(target=_read_input, args=(context, sockets.to_engine, inbox), daemon=True).start()
+    reader = _InputThread(context, sockets, inbox)
+    reader.start()
     threading.Thread(target=_watch_parent, args=(inbox,), daemon=True).start()
 
     def emit(message: FromEngine) -> None:
@@ -178,7 +220,7 @@ def engine_main(plan: EnginePlan, sockets: Sockets) -> None:
         output.send(encoder.encode(message))
 
     try:
-        has_ended_well = run_engine(plan, inbox, emit)
+        has_ended_well = run_engine(plan, inbox, emit, reader.show)
     finally:
         output.close()
         context.term()
@@ -191,17 +233,46 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _read_input(context: zmq.Context[zmq.Socket[bytes]], address: str, inbox: Inbox) -> None:
-    """Input thread: from the socket to the queue, until the context ends. Broken input ends the engine, not this."""
-    decoder = msgspec.msgpack.Decoder(ToEngine)
-    with context.socket(zmq.PULL) as socket, contextlib.suppress(zmq.ContextTerminated):
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(address)
-        while True:
-            try:
-                inbox.put(decoder.decode(socket.recv()))
-            except msgspec.DecodeError as error:
-                inbox.put(error)
+class _InputThread(threading.Thread):
+    """Takes the input from the socket to the queue, until the context ends. Broken input ends the engine, not this.
+
+    It also sends what the threads that work have counted. That this thread answers is no sign of their life.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", sockets: Sockets, inbox: Inbox) -> None:
+        super().__init__(name="engine-input", daemon=True)
+        self._context, self._sockets, self._inbox = context, sockets, inbox
+        self._progress: ProgressOf | None = None
+
+    def show(self, progress: ProgressOf) -> None:
+        """Send this on request from now on."""
+        self._progress = progress
+
+    def run(self) -> None:
+        """See the class."""
+        decoder = msgspec.msgpack.Decoder(ToEngine)
+        encoder = msgspec.msgpack.Encoder()
+        with (
+            self._context.socket(zmq.PUSH) as answers,
+            self._context.socket(zmq.PULL) as socket,
+            contextlib.suppress(zmq.ContextTerminated),
+        ):
+            answers.setsockopt(zmq.LINGER, 0)
+            answers.connect(
+                self._sockets.from_engine
+            )  # before the input, whose connection shows that both stand
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(self._sockets.to_engine)
+            while True:
+                try:
+                    message = decoder.decode(socket.recv())
+                except msgspec.DecodeError as error:
+                    self._inbox.put(error)
+                    continue
+                self._inbox.put(message)
+                if isinstance(message, Ping) and self._progress is not None:
+                    with contextlib.suppress(zmq.Again):
+                        answers.send(encoder.encode(Progress(self._progress())), zmq.NOBLOCK)
 
 
 def _die_with_parent() -> None:

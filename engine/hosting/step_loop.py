@@ -22,6 +22,7 @@ from engine.hosting.messages import (
     CallResult,
     FromEngine,
     Health,
+    Ping,
     Ready,
     Shutdown,
     StartFailed,
@@ -29,6 +30,7 @@ from engine.hosting.messages import (
     Stopped,
     ToEngine,
 )
+from engine.hosting.watching import STEP_LOOP
 from engine.mailbox import Mailbox
 from engine.settings import EngineSettings
 
@@ -38,6 +40,14 @@ WAKE: Literal["wake"] = "wake"
 Inbox = Mailbox[ToEngine | Literal["wake"] | Exception]
 """Input from any thread. WAKE: the connector has news. An exception: the input itself is broken."""
 Emit = Callable[[FromEngine], None]
+
+
+ProgressOf = Callable[[], dict[str, int]]
+"""The counts of the threads that work, from any thread, without waiting for any of them."""
+
+
+def _nobody(progress: ProgressOf) -> None:
+    """Nobody watches."""
 
 
 def _nothing() -> None:
@@ -69,6 +79,7 @@ class StepLoop:
         self._idle_seconds = idle_seconds
         self._was_woken = False
         self._is_stopping = False
+        self._num_done = 0
         self._unsent: dict[int, list[EngineOutput]] = {}
         """Of the last step: they go out while the next one is computed, or at once where there is none."""
 
@@ -87,15 +98,23 @@ class StepLoop:
         finally:
             self._send()
 
+    def progress(self) -> dict[str, int]:
+        """Return how far the loop and the connector's threads have come; from any thread."""
+        return {STEP_LOOP: self._num_done, **self._core.progress()}
+
     def _has_work(self) -> bool:
         return self._was_woken or self._core.needs_step()
 
     def _step(self) -> None:
         """One step, and those that begin before the one before them is taken in."""
         self._was_woken = False
-        self._unsent = self._core.step(self._send, self._is_quiet)
+        self._compute()
         while self._core.is_under_way:
-            self._unsent = self._core.step(self._send, self._is_quiet)
+            self._compute()
+
+    def _compute(self) -> None:
+        self._unsent = self._core.step(self._send, self._is_quiet)
+        self._num_done += 1
 
     def _hold(self) -> None:
         """While a request is about to arrive that would miss a step that began now."""
@@ -147,6 +166,7 @@ class StepLoop:
         self._emit(Health(stats))
 
     def _handle(self, item: ToEngine | Literal["wake"] | Exception) -> None:
+        self._num_done += 1
         match item:
             case AddRequest(request):
                 self._core.add_request(request)
@@ -156,6 +176,8 @@ class StepLoop:
                 self._core.abort_request(request_id, attempt, choice)
             case Call():
                 self._emit(self._call(item))
+            case Ping():
+                pass  # it has been counted
             case Shutdown():
                 self._is_stopping = True
             case Exception():
@@ -179,19 +201,25 @@ def send_outputs(core: EngineCore, outputs: dict[int, list[EngineOutput]], emit:
         emit(StepOutputs(of_client, core.scheduler.make_stats()))
 
 
-def run_engine(plan: EnginePlan, inbox: Inbox, emit: Emit) -> bool:
+def run_engine(
+    plan: EnginePlan, inbox: Inbox, emit: Emit, watched_by: Callable[[ProgressOf], None] = _nobody
+) -> bool:
     """Build a core, say so, run it until Shutdown. True when it ended as asked.
 
-    The first message is Ready or StartFailed, the last one Stopped. Any exception ends here: one in a step ends every
-    request with an error: of its own kind where it has one, else "internal".
+    The first message is Ready or StartFailed, the last one Stopped. Any exception ends here: one in a step ends
+    every request with an error: of its own kind where it has one, else "internal".
+
+    watched_by: gets what shows the progress, before the first message.
     """
     core: EngineCore | None = None
     try:
         core = EngineCore(
             plan.settings, plan.connector_factory, wake=lambda: inbox.put(WAKE), start=plan.start
         )
+        loop = StepLoop(core, inbox, emit, plan.idle_seconds)
+        watched_by(loop.progress)
         emit(Ready(core.info))
-        StepLoop(core, inbox, emit, plan.idle_seconds).run()
+        loop.run()
         send_outputs(core, core.shutdown(), emit)
         emit(Stopped())
     except Exception as error:  # noqa: BLE001 the step loop's one boundary

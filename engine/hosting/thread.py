@@ -32,6 +32,11 @@ class EngineThread:
         """See EngineLink. The thread ends as soon as it has started."""
         self._inbox.put(Shutdown())
 
+    @property
+    def complaint(self) -> str | None:
+        """See EngineLink. A thread of this process is not watched."""
+        return None
+
     async def wait_ended(self) -> bool:
         """See EngineLink."""
         return await self._ended

@@ -28,6 +28,7 @@ from engine.ranks.channel import NUM_SLOTS, RING_SLOT_BYTES, calls_ring, put
 from engine.ranks.messages import MethodTypes, Raised, Returned
 from engine.ranks.process import GroupPlan, RankProcess
 from engine.ranks.process_group import listen_for_ranks
+from engine.ranks.pulse import RankWatch
 from engine.ranks.ring import create_shared_file, ring_bytes
 from engine.settings import EngineSettings
 
@@ -57,9 +58,12 @@ class RanksExecutor:
         self._processes: list[RankProcess] = []
         self._watchers: list[threading.Thread] = []
         self._connector: RanksConnector | None = None
+        self._watch: RankWatch | None = None
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             self._start(settings)
+            self._watch = RankWatch(self._processes, settings.peer_timeout_seconds)
+            self._watch.start()
             self.collective_rpc("load_model")
             self._model_info: ModelInfo = self._call_for_one("get_model_info")
             undo.pop_all()
@@ -156,6 +160,8 @@ class RanksExecutor:
             process.hang_up()
         for process in self._processes:
             process.end(patience)
+        if self._watch is not None:
+            self._watch.stop()
         if self._connector is not None:
             self._connector.close()
         for watcher in self._watchers:

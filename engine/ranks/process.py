@@ -49,6 +49,7 @@ class RankProcess:
 
     def __init__(self, rank: int, plan: GroupPlan, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self.rank = rank
+        self._killed_for = ""
         self._name = f"rank {rank} of {plan.settings.tensor_parallel_size}"
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
@@ -112,7 +113,12 @@ class RankProcess:
             self._process.kill()
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}"
+        return f"{self.name} {how}{f': {self._killed_for}' if self._killed_for else ''}"
+
+    def kill(self, reason: str) -> None:
+        """Kill the process, from any thread; ``reason`` is told with its end."""
+        self._killed_for = self._killed_for or reason
+        self._process.kill()
 
     def wait(self) -> None:
         """Until the process has ended; from any thread."""

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ from engine.ranks.channel import Doorbell, LargeLine, answers_ring, calls_ring, 
 from engine.ranks.group import rank_device
 from engine.ranks.messages import Answer, MethodTypes, Raised, RankCall, RankPlan, Returned, decode_plan
 from engine.ranks.process_group import TorchRankGroup, open_store
+from engine.ranks.pulse import beat
 from engine.runner import ModelRunner
 
 _PR_SET_PDEATHSIG = 1
@@ -109,5 +111,8 @@ def main(plan_text: str) -> None:
     logging.basicConfig(
         level=plan.log_level, format=f"%(asctime)s rank {plan.rank} %(levelname)s %(name)s: %(message)s"
     )
+    is_over = threading.Event()
+    beat(plan.settings.peer_timeout_seconds, is_over)
     with zmq.Context() as context, contextlib.closing(RankLoop(plan, context)) as loop:
         loop.run()
+    is_over.set()

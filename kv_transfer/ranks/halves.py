@@ -13,7 +13,7 @@ from typing import Any
 from contract.errors import InternalError
 from kv_transfer import events as ev
 from kv_transfer.counters import Counters
-from kv_transfer.data import DataReports
+from kv_transfer.data_reports import DataReports
 from kv_transfer.messages import Offer
 from kv_transfer.orders import CommitJob, PullJob
 from kv_transfer.ranks import words
@@ -113,6 +113,10 @@ class RankDataHalves:
             "uneven_ranges": uneven,
             **({} if self._lines is None else self._lines.debug_state()),
         }
+
+    def progress(self) -> dict[str, int]:
+        """See ``ShowsProgress``: what moves KV are threads of the ranks' processes."""
+        return {}
 
     @property
     def _lines_up(self) -> RankLines:

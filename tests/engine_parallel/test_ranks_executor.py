@@ -32,7 +32,8 @@ from tests.engine_parallel.echoing_half import EchoingRanks
 pytestmark = pytest.mark.timeout(300)
 """Several processes each load torch, perhaps beside other tests."""
 
-STOPPED_SECONDS = 15.0
+STOPPED_SECONDS = 2.0
+SILENT_SECONDS = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +197,32 @@ def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
     assert not woken.acquire(blocking=False)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_killed_within_a_step(model: Path, rank: int) -> None:
+    """P4: after peer_timeout_seconds without time on a processor, long before rank_timeout_seconds."""
+    with closing(_Ended(start(model, peer_timeout_seconds=STOPPED_SECONDS))) as ended:
+        os.kill(ended.executor.pids[rank], signal.SIGSTOP)
+        words = rf"rank {rank} of 2 \(process \d+\) was killed by signal 9: its process has not run for"
+        with pytest.raises(WorkerLostError, match=words):
+            ended.executor.execute_model(prompt_step())
+
+
+def test_a_rank_that_is_stopped_while_the_engine_is_idle_wakes_it(model: Path) -> None:
+    """P4: nobody asks anything of the ranks."""
+    woken = threading.Semaphore(0)
+    with closing(_Ended(start(model, peer_timeout_seconds=STOPPED_SECONDS))) as ended:
+        ended.executor.watch(woken.release)
+        os.kill(ended.executor.pids[1], signal.SIGSTOP)
+        assert woken.acquire(timeout=120)
+        with pytest.raises(WorkerLostError, match="its process has not run for"):
+            ended.executor.execute_model(prompt_step())
+
+
 @pytest.mark.slow
-def test_a_stopped_rank_is_noticed(model: Path) -> None:
+def test_a_rank_that_runs_and_does_not_answer_is_noticed(model: Path) -> None:
     """Silence within a step is an error after rank_timeout_seconds, not a hang; the stopped process goes too."""
-    with closing(_Ended(start(model, rank_timeout_seconds=STOPPED_SECONDS))) as ended:
+    seconds = {"rank_timeout_seconds": SILENT_SECONDS, "peer_timeout_seconds": 1000.0}
+    with closing(_Ended(start(model, **seconds))) as ended:
         os.kill(ended.executor.pids[1], signal.SIGSTOP)
         words = r"rank 1 of 2 \(process \d+\) has not answered execute_model; rank 0 of 2"
         with pytest.raises(WorkerLostError, match=words):

@@ -13,7 +13,8 @@ from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.handshake import Accepting, LocalIdentity, PeerTarget, Session
 from kv_transfer.link import Link, PeerRef
-from kv_transfer.links import LinkLoop, LinkSettings
+from kv_transfer.link_events import LinkSettings
+from kv_transfer.links import LinkLoop
 from kv_transfer.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
 

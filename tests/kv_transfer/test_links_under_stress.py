@@ -15,7 +15,8 @@ from kv_transfer.counters import Counters
 from kv_transfer.handshake import Accepting, LocalIdentity, Session
 from kv_transfer.leases import Sessions
 from kv_transfer.link import Link
-from kv_transfer.links import LinkLoop, LinkSettings
+from kv_transfer.link_events import LinkSettings
+from kv_transfer.links import LinkLoop
 from kv_transfer.messages import TransferFailed
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transport import LeaseName, Read, ReadRequest, ReadStoppedError, Source

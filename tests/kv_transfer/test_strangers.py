@@ -21,7 +21,8 @@ from kv_transfer.framing import parse_address
 from kv_transfer.handshake import LocalIdentity, PeerTarget, Session
 from kv_transfer.leases import Sessions
 from kv_transfer.link import PeerRef
-from kv_transfer.links import LinkLoop, LinkSettings
+from kv_transfer.link_events import LinkSettings
+from kv_transfer.links import LinkLoop
 from kv_transfer.listening import Listener
 from kv_transfer.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric, resolve

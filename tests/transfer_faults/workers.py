@@ -67,6 +67,7 @@ class Worker:
             max_num_batched_tokens=12,
             kv_cache_bytes=self.num_blocks,
             remote_kv_timeout_seconds=5.0,
+            peer_timeout_seconds=60.0,
         )
         async with asyncio.timeout(_START_SECONDS):
             self.client = await ProcessClient.start(

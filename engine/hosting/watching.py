@@ -1,0 +1,89 @@
+"""Judges by what has moved whether an engine's process still works. Pure: times and counts are given to it.
+
+The engine's threads count what they get done, and each count is asked for through the queue that also carries the
+thread's work, so that an idle thread moves its count as well. A thread that answers questions proves nothing about the
+others: only a count that has changed is a sign of life, and time on a processor is a sign that the process runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+STEP_LOOP = "step loop"
+"""The name of the count of the loop that computes; its steps may take long."""
+COMPUTING_FACTOR = 20
+_COMPUTING_SHARE = 0.02
+"""Of one core: a process that uses less than this computes nothing."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long an engine may do nothing.
+
+    stopped_seconds: without any time on a processor. hung_seconds: a thread without progress; a step of a process that
+    computes may take ``COMPUTING_FACTOR`` times as long.
+    """
+
+    stopped_seconds: float
+    hung_seconds: float
+
+
+@dataclass
+class _Count:
+    """A thread's count, since when it stands there, and what the process had computed by then."""
+
+    value: int
+    since: float
+    computed: int
+
+
+class EngineWatch:
+    """Owns the last signs of life of one engine. ``now`` is monotonic in seconds."""
+
+    def __init__(self, patience: Patience, now: float) -> None:
+        self._patience = patience
+        self._counts: dict[str, _Count] = {}
+        self._ran_at = self._answered_at = now
+        self._nanoseconds: int | None = None
+        self._computed = 0
+
+    def answered(self, counts: Mapping[str, int], now: float) -> None:
+        """Take the counts that the engine has sent."""
+        self._answered_at = now
+        for name, value in counts.items():
+            known = self._counts.get(name)
+            if known is None or known.value != value:
+                self._counts[name] = _Count(value, now, self._computed)
+
+    def ran(self, nanoseconds: int | None, now: float) -> None:
+        """Take the process's time on a processor; None where that is not counted."""
+        before, self._nanoseconds = self._nanoseconds, nanoseconds
+        if nanoseconds is None or before is None or nanoseconds != before:
+            self._ran_at = now
+        if nanoseconds is not None and before is not None:
+            self._computed += max(0, nanoseconds - before)
+
+    def was_away(self, now: float) -> None:
+        """The watching process itself did not run until now: what it did not see proves nothing."""
+        self._ran_at = self._answered_at = now
+        for count in self._counts.values():
+            count.since, count.computed = now, self._computed
+
+    def complaint(self, now: float, share: float = 1.0) -> str | None:
+        """Say what is wrong, None if nothing. share: of the patience that has to be used up."""
+        stopped, hung = self._patience.stopped_seconds * share, self._patience.hung_seconds * share
+        if (seconds := now - self._ran_at) >= stopped:
+            return f"its process has not run for {seconds:.1f} s; it may be stopped or frozen"
+        if self._nanoseconds is None and (seconds := now - self._answered_at) >= hung:
+            return f"its process has not answered for {seconds:.1f} s"
+        for name, count in self._counts.items():
+            seconds = now - count.since
+            if seconds >= hung * (COMPUTING_FACTOR if self._computes(name, count, seconds) else 1):
+                return f"its {name} has made no progress for {seconds:.1f} s"
+        return None
+
+    def _computes(self, name: str, count: _Count, seconds: float) -> bool:
+        if name != STEP_LOOP:
+            return False
+        return (
+            self._nanoseconds is None or self._computed - count.computed >= _COMPUTING_SHARE * seconds * 1e9
+        )

@@ -1,0 +1,31 @@
+"""Whether a process runs at all: the time that its threads, and those of its children, have had on a processor."""
+
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc")
+_GONE = (FileNotFoundError, ProcessLookupError, ValueError)
+"""A thread or process that ended while it was read, or whose files are empty because of that."""
+
+
+def processor_nanoseconds(pid: int, proc: Path = _PROC) -> int | None:
+    """Return the nanoseconds that the process and its descendants spent on a processor or in the queue for one.
+
+    The sum falls when a thread ends. None where the system does not count (not Linux), or the process is gone. A stopped
+    process adds nothing, however it was stopped; one that waits for a processor on a busy machine does.
+    """
+    if not (proc / str(pid) / "schedstat").exists():
+        return None
+    return _sum_of(str(pid), proc)
+
+
+def _sum_of(pid: str, proc: Path) -> int:
+    total = 0
+    with suppress(*_GONE):
+        for task in (proc / pid / "task").iterdir():
+            with suppress(*_GONE):
+                running, queued, _ = (task / "schedstat").read_text().split()
+                total += int(running) + int(queued)
+            with suppress(*_GONE):
+                total += sum(_sum_of(child, proc) for child in (task / "children").read_text().split())
+    return total

@@ -1,0 +1,129 @@
+"""What proves that an engine works: counts that move with the work, and time on a processor. Nothing else does."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from engine.hosting.watching import COMPUTING_FACTOR, STEP_LOOP, EngineWatch, Patience
+from engine.processor_time import processor_nanoseconds
+
+PATIENCE = Patience(stopped_seconds=3.0, hung_seconds=30.0)
+SECOND = 10**9
+OTHER = "thread that publishes KV"
+
+
+def watched(now: float = 0.0) -> EngineWatch:
+    watch = EngineWatch(PATIENCE, now)
+    watch.ran(0, now)
+    watch.answered({STEP_LOOP: 0, OTHER: 0}, now)
+    return watch
+
+
+def test_a_process_that_does_not_run_is_stopped_whatever_it_did_before() -> None:
+    """P4: no time on a processor for the patience of a peer."""
+    watch = watched()
+    watch.ran(1, 1.0)
+    watch.answered({STEP_LOOP: 1, OTHER: 1}, 1.0)
+    watch.ran(1, 3.9)
+    assert watch.complaint(3.9) is None
+    assert watch.complaint(3.9, share=0.5) is not None
+    watch.ran(1, 4.0)
+    assert "has not run for 3.0 s" in str(watch.complaint(4.0))
+
+
+def test_a_process_that_answers_but_makes_no_progress_hangs() -> None:
+    """P4: the thread that answers is not the one that works."""
+    watch = watched()
+    for now in range(1, 30):
+        assert watch.complaint(now) is None
+        watch.ran(now, now)
+        watch.answered({STEP_LOOP: 0, OTHER: now}, now)
+    watch.ran(30, 30)
+    assert watch.complaint(30) == "its step loop has made no progress for 30.0 s"
+
+
+def test_a_long_step_that_computes_is_left_alone_and_another_thread_is_not() -> None:
+    """P4: a slow machine is no fault; but only the step loop may compute for so long."""
+    watch, other = watched(), watched()
+    for now in range(1, 31 * COMPUTING_FACTOR):
+        if now < 30 * COMPUTING_FACTOR:
+            assert watch.complaint(now) is None
+        for one, moving in ((watch, OTHER), (other, STEP_LOOP)):
+            one.ran(now * SECOND // 10, now)
+            one.answered({STEP_LOOP: 0, OTHER: 0, moving: now}, now)
+        if now == 30:
+            assert "thread that publishes KV has made no progress" in str(other.complaint(now))
+    assert "its step loop has made no progress" in str(watch.complaint(31 * COMPUTING_FACTOR))
+
+
+def test_a_watch_that_was_away_itself_begins_anew() -> None:
+    """P4: a machine that slept, or a whole worker that was stopped, has not lost its engine."""
+    watch = watched()
+    watch.was_away(100.0)
+    watch.ran(0, 100.0)
+    assert watch.complaint(102.9) is None
+    assert watch.complaint(103.0) is not None
+
+
+def test_where_time_on_a_processor_is_not_counted_silence_counts() -> None:
+    """P4: other systems than Linux."""
+    watch = EngineWatch(PATIENCE, 0.0)
+    watch.ran(None, 0.0)
+    watch.answered({STEP_LOOP: 0}, 0.0)
+    watch.ran(None, 29.0)
+    assert watch.complaint(29.0) is None
+    watch.ran(None, 30.0)
+    assert watch.complaint(30.0) == "its process has not answered for 30.0 s"
+
+
+@given(
+    looks=st.lists(
+        st.tuples(
+            st.floats(0.01, 1.0),
+            st.booleans(),
+            st.booleans(),
+        ),
+        max_size=80,
+    )
+)
+def test_a_complaint_comes_when_and_only_when_signs_of_life_are_missing(
+    looks: list[tuple[float, bool, bool]],
+) -> None:
+    """P4: the verdict is that of a plain model, whatever the order of signs."""
+    watch, now, count, runtime = watched(), 0.0, 0, 0
+    moved_at = ran_at = 0.0
+    for seconds, moves, runs in looks:
+        now += seconds
+        if runs or moves:
+            runtime, ran_at = runtime + 1, now
+        watch.ran(runtime, now)
+        if moves:
+            count, moved_at = count + 1, now
+        watch.answered({STEP_LOOP: count}, now)
+        is_stopped, hangs = now - ran_at >= 3.0, now - moved_at >= 30.0
+        watch.answered({OTHER: count + runtime}, now)
+        has_other = now - max(moved_at, ran_at) >= 30.0
+        assert (watch.complaint(now) is not None) is (is_stopped or hangs or has_other)
+
+
+def test_a_stopped_process_has_no_time_on_a_processor_and_a_child_counts() -> None:
+    """P4: what is measured is the whole tree, and stands still while all of it is stopped."""
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before = processor_nanoseconds(os.getpid())
+        assert before is not None
+        while (processor_nanoseconds(child.pid) or 0) < SECOND // 20:
+            pass
+        assert (processor_nanoseconds(os.getpid()) or 0) > before
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        stopped = [processor_nanoseconds(child.pid) for _ in range(100)]
+        assert len(set(stopped)) == 1
+    finally:
+        child.kill()
+        child.wait()
+    assert processor_nanoseconds(child.pid) is None
