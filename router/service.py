@@ -194,6 +194,7 @@ class RouterService:
             BodyAnswers(
                 self._pipeline,
                 self._models,
+                lambda: self.is_ready,
                 max_answers,
                 max_values=settings.max_body_values,
                 is_strict=settings.strict_api,

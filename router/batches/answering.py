@@ -9,12 +9,16 @@ from contract.errors import ErrorKind
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """The answer to a body, as HTTP would give it. body: JSON. kind: of the error; None for an answer."""
+    """The answer to a body, as HTTP would give it. body: JSON. kind: of the error; None for an answer.
+
+    has_workers: whether the service could answer another request at that moment.
+    """
 
     request_id: str
     status_code: int
     body: bytes
     kind: ErrorKind | None = None
+    has_workers: bool = True
 
 
 class AnswerBody(Protocol):

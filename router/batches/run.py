@@ -26,10 +26,10 @@ T = TypeVar("T")
 Pause = Callable[[float], Awaitable[None]]
 CountResult = Callable[[str, int], None]
 """(what became of requests: completed, failed, expired or retried; how many)."""
-_RETRIED = (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE)
-"""What an HTTP client is answered 429 or 503 for: the same request may succeed later."""
-_MAX_LATE_STARTS = 3
+_MAX_LATE_STARTS = 20
 """How often a request may reach its deadline before its first token, waiting behind others."""
+_MAX_LOST = 2
+"""How often a request may lose the last worker: the service may be going down, or the request may be why."""
 _LONGEST_PAUSE_SECONDS = 30.0
 _VALIDATED_AT_ONCE_BYTES = 2**20
 _EXPIRED_AT_ONCE = 1000
@@ -45,6 +45,28 @@ class RunParts:
     room_changed: Callable[[], asyncio.Event]
     count_result: CountResult
     pause: Pause = asyncio.sleep
+
+
+@dataclass
+class Tries:
+    """Owns the counts of what one request has met that another try may not meet."""
+
+    num_late: int = 0
+    num_lost: int = 0
+
+    def may_go_on(self, answered: Answered, *, has_begun: bool) -> bool:
+        """Whether the request is tried once more. has_begun: its first token has come."""
+        match answered.kind:
+            case ErrorKind.OVERLOADED | ErrorKind.UNAVAILABLE:
+                return True
+            case ErrorKind.DEADLINE if not has_begun:
+                self.num_late += 1
+                return self.num_late < _MAX_LATE_STARTS
+            case ErrorKind.WORKER_LOST if not answered.has_workers:
+                self.num_lost += 1
+                return self.num_lost < _MAX_LOST
+            case _:
+                return False
 
 
 class BatchRun:
@@ -143,15 +165,13 @@ class BatchRun:
 
     async def _answered(self, line: InputLine) -> Answered:
         """Answer a line, again and again while the service is busy."""
-        num_late = 0
+        tries = Tries()
         for attempt in count():
             has_begun = asyncio.Event()
             answered = await self._parts.answer(
                 self._batch.endpoint, line.body, self._batch.owner, has_begun.set
             )
-            is_late = answered.kind is ErrorKind.DEADLINE and not has_begun.is_set()
-            num_late += is_late
-            if answered.kind not in _RETRIED and not (is_late and num_late < _MAX_LATE_STARTS):
+            if not tries.may_go_on(answered, has_begun=has_begun.is_set()):
                 return answered
             self._parts.count_result("retried", 1)
             await self._parts.pause(_seconds(attempt))

@@ -41,12 +41,14 @@ class BodyAnswers:
         self,
         pipeline: Pipeline,
         models: ModelSource,
+        has_workers: Callable[[], bool],
         max_answers: int,
         *,
         max_values: int,
         is_strict: bool,
     ) -> None:
-        self._pipeline, self._max_values, self._is_strict = pipeline, max_values, is_strict
+        self._pipeline, self._has_workers = pipeline, has_workers
+        self._max_values, self._is_strict = max_values, is_strict
         generation = GenerationBodies(models, max_answers)
         self._embeddings = EmbeddingBodies(models, max_answers)
         self._paths = {
@@ -65,11 +67,11 @@ class BodyAnswers:
         try:
             whole = await self._whole(path, body, origin, on_begun)
         except KvbatonError as error:
-            return _failed(origin.request_id, error)
+            return _failed(origin.request_id, error, has_workers=self._has_workers())
         except Exception:
             logger.exception("%s: a bug", origin.request_id)
             bug = InternalError(f"an internal error; the log names it by {origin.request_id}")
-            return _failed(origin.request_id, bug)
+            return _failed(origin.request_id, bug, has_workers=True)
         return Answered(request_id=origin.request_id, status_code=200, body=whole)
 
     async def _whole(self, path: _Path, raw: bytes, origin: Origin, on_begun: Callable[[], None]) -> bytes:
@@ -107,10 +109,11 @@ def _refuse_what_batches_lack(body: Body) -> None:
         )
 
 
-def _failed(request_id: str, error: KvbatonError) -> Answered:
+def _failed(request_id: str, error: KvbatonError, *, has_workers: bool) -> Answered:
     return Answered(
         request_id=request_id,
         status_code=http_status(error.kind),
         body=msgspec.json.encode(openai_error(error)),
         kind=error.kind,
+        has_workers=has_workers,
     )

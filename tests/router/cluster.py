@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -112,11 +113,15 @@ def _has_credit(state: dict[str, Any], worker_id: str) -> bool:
 async def running_cluster(
     script: Script | Writer, roles: tuple[Role, ...] = PAIR, **settings: Any
 ) -> AsyncIterator[Cluster]:
-    """A router that is ready (when it got workers), stopped at the end."""
+    """A router that is ready (when it got workers), stopped at the end.
+
+    settings: of the router; and ``clock``, which gives Unix seconds.
+    """
+    clock = settings.pop("clock", time.time)
     writer = script if not isinstance(script, Script) else (lambda _: script)
     addresses = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
     given = {"worker_wait_seconds": 0, "secret": SECRET, **addresses, **settings}
-    service = RouterService(RouterSettings(**given))
+    service = RouterService(RouterSettings(**given), clock)
     await service.start()
     try:
         async with AsyncExitStack() as stack:
