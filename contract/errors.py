@@ -24,6 +24,9 @@ Messages say what, how much there is, how much was asked, and what to do.
 
 from enum import StrEnum
 
+SIZE_PARAM = "prompt"
+"""``param`` of the error with which an engine refuses a request that is too long for it."""
+
 
 class ErrorKind(StrEnum):
     """What an error means to whoever receives it; ``serving.errors`` maps each kind to gRPC, HTTP and OpenAI."""

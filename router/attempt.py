@@ -1,8 +1,10 @@
 """One try at a request: a leg on each of its workers, and their tokens in order.
 
 1. ``begin`` binds the legs to their workers and sends ``Prefill`` and ``Decode`` at the same time.
-2. ``next`` gives the tokens as they come: the first one from the prefill worker, the others from the decode worker.
-3. ``close`` unbinds the legs and cancels them on the workers that may still hold something.
+2. What the workers send is processed when it arrives: a leg is unbound when its worker has no more work for it, however
+   slowly the client reads.
+3. ``next`` returns the tokens: the first one from the prefill worker, the others from the decode worker.
+4. ``close`` unbinds the legs and cancels them on the workers that may still hold something.
 
 An attempt goes on where the ones before it stopped: its prompt is the request's and the tokens that were delivered.
 """
@@ -10,24 +12,26 @@ An attempt goes on where the ones before it stopped: its prompt is the request's
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
-from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError, error_from_kind
-from contract.requests import FinishReason, Grammar, SamplingParams, TokenLogprobs, TransferReport
+from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
+from contract.requests import FinishReason, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token
-from router.inbox import Event, Inbox
+from router.inbox import Event, Inbox, UnreadAccount, size_of
 from router.registry import AttachedWorker
 from router.request import PreparedRequest
 from router.tasks import TaskSet
+from router.wire import error_of, logprobs_of, task_message, tokens_of, transfer_report_of
 
 logger = logging.getLogger(__name__)
 
 _MAYBE_ACCEPTED = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
+_TOKEN_0_PATIENCE_SECONDS = 1.0
+"""How long the failure of a decode leg waits for token 0, which may end the answer and make the failure irrelevant."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,15 @@ class LegReport:
     transfer: TransferReport = field(default_factory=TransferReport)
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed. culprit: the worker whose leg failed. suspects: workers that may be at fault."""
+
+    error: KvbatonError
+    culprit: AttachedWorker
+    suspects: frozenset[AttachedWorker]
 
 
 class Leg:
@@ -77,7 +90,8 @@ class Attempt:
 
     An embedding has one leg, in the decode worker's place, on a worker that computes prompts.
 
-    delivered: the answer's tokens so far. report: where to note what the workers say about themselves.
+    delivered: the answer's tokens so far. report: where to note what the workers report about themselves. unread: counts
+    what the client has not read. failure: set once the attempt has failed.
     """
 
     def __init__(
@@ -89,22 +103,25 @@ class Attempt:
         decode: AttachedWorker,
         tasks: TaskSet,
         report: LegReport,
+        unread: UnreadAccount,
         max_unread_bytes: int,
     ) -> None:
         self._request = request
         self._prompt = [*request.prompt_token_ids, *delivered]
-        self._has_delivered = bool(delivered)
         self._key = (request.request_id, number, request.choice)
         self._tasks = tasks
-        self._inbox: Inbox[Leg] = Inbox(max_unread_bytes)
+        self._inbox: Inbox[Arrival] = Inbox(unread, max_unread_bytes, self._settle)
         self._delivery = Delivery(number, len(delivered))
         self._finish: tuple[FinishReason, int | None, Sequence[float]] | None = None
+        self._num_early_bytes = 0
         self._report = report
         first = len(delivered)
         self._prefill = Leg(prefill, first) if prefill else None
         self._decode = Leg(decode, first + 1 if prefill else first)
         self._legs = [leg for leg in (self._prefill, self._decode) if leg]
-        self.suspects: set[AttachedWorker] = set()
+        self._is_last_token = first + 1 >= request.sampling.max_tokens and not request.is_embedding
+        self._postponed: tuple[Failure, asyncio.TimerHandle | None] | None = None
+        self.failure: Failure | None = None
 
     @property
     def is_decoding(self) -> bool:
@@ -112,9 +129,14 @@ class Attempt:
         return self._decode.has_spoken
 
     @property
-    def prefill_worker(self) -> str | None:
-        """Id of the worker that was asked to compute the prompt for another."""
-        return self._prefill.worker.name if self._prefill else None
+    def prefill_worker(self) -> AttachedWorker | None:
+        """The worker that was asked to compute the prompt for another."""
+        return self._prefill.worker if self._prefill else None
+
+    @property
+    def decode_worker(self) -> AttachedWorker:
+        """The worker that decodes, or computes an embedding."""
+        return self._decode.worker
 
     def begin(self, *others: "Attempt") -> Self:
         """Bind, and send both legs. Called once, at once after the workers were chosen.
@@ -145,49 +167,96 @@ class Attempt:
             self._send(legs, calls.decode(pb.DecodeRequest(task=task, source=source)))
         return self
 
+    def close(self) -> None:
+        """End the attempt: unbind and cancel its legs, drop what is unread. Does nothing the second time."""
+        self._settle()
+        self._inbox.close()
+
+    async def next(self) -> Arrival:
+        """Return the next tokens. Raises what ended a leg (``failure`` then names the workers that may be at fault).
+
+        WorkerLostError, the worker's own error; CancelledError when nobody has called for too many bytes.
+        """
+        return await self._inbox.get()
+
     def _bind(self, num_prompt_tokens: int) -> None:
         for leg in self._legs:
             num_answer_tokens = 0 if leg is self._prefill else self._request.num_answer_tokens
-            leg.worker.bind(self._key, partial(self._hear, leg), num_prompt_tokens + num_answer_tokens)
+            leg.worker.bind(self._key, partial(self._receive, leg), num_prompt_tokens + num_answer_tokens)
 
-    def close(self) -> None:
-        """Unbind every leg; cancel those that may still be held. Does nothing the second time."""
+    def _settle(self) -> None:
+        """Release the workers: unbind every leg and cancel those that may still be held."""
+        self._drop_postponed()
         legs, self._legs = self._legs, []
         for leg in legs:
             leg.worker.unbind(self._key)
             if leg.may_hold and not leg.worker.gone.is_set():
                 self._tasks.spawn(self._cancel(leg), f"cancel {self._key[0]} on {leg.worker.name}")
 
-    async def next(self) -> Arrival:
-        """The next tokens. Raises what ended a leg (``suspects`` then names the workers that may be at fault).
-
-        WorkerLostError, the worker's own error; CancelledError when nobody has called for too many bytes.
-        """
-        while True:
-            leg, event = await self._inbox.get()
-            if leg.is_over or (leg.has_spoken and event is leg.refusal):
-                continue
-            if isinstance(event, KvbatonError):
-                self.suspects = {leg.worker}
-                raise event
+    def _receive(self, leg: Leg, event: Event) -> None:
+        """Process an event of a leg at its arrival; what the client is due waits in the inbox."""
+        if leg not in self._legs or leg.is_over or (leg.has_spoken and event is leg.refusal):
+            return
+        if isinstance(event, KvbatonError):
+            self._fail(Failure(event, leg.worker, frozenset({leg.worker})), leg)
+            return
+        try:
             due = self._take(leg, event)
-            if self._finish and self._delivery.is_complete:
-                return Arrival(due, *self._finish)
-            if due:
-                return Arrival(due)
+        except KvbatonError as error:
+            suspects = self._suspects(leg, error)
+            self._fail(Failure(error, leg.worker, suspects), leg)
+            return
+        self._deliver(due, size_of(event))
+        if leg is self._prefill and leg.has_spoken and self._postponed:
+            self._end_with(self._postponed[0])
 
-    def _hear(self, leg: Leg, event: Event) -> None:
-        self._inbox.put(leg, event)
-        if self._inbox.is_overfull:
-            self.close()
+    def _deliver(self, due: list[Token], num_bytes: int) -> None:
+        self._num_early_bytes += num_bytes
+        if self._finish and self._delivery.is_complete:
+            self._settle()
+            self._inbox.put(Arrival(due, *self._finish), self._num_early_bytes)
+        elif due:
+            self._inbox.put(Arrival(due), self._num_early_bytes)
+        else:
+            return
+        self._num_early_bytes = 0
+
+    def _suspects(self, leg: Leg, error: KvbatonError) -> frozenset[AttachedWorker]:
+        """Return who may be at fault for an error in an entry: both ends of a hand-over that is not complete."""
+        if error.kind is ErrorKind.WORKER_LOST and leg.may_hold:
+            return frozenset({leg.worker})
+        return frozenset(each.worker for each in self._legs if each.may_hold or each is leg)
+
+    def _fail(self, failure: Failure, leg: Leg) -> None:
+        """End the attempt, unless only a decode leg failed and token 0, still to come, may make that irrelevant."""
+        is_needed = leg is not self._decode or self._prefill is None or self._prefill.has_spoken
+        if is_needed or self._postponed:
+            earlier = self._postponed[0].suspects if self._postponed else frozenset()
+            self._end_with(replace(failure, suspects=failure.suspects | earlier))
+            return
+        timer = None
+        if not self._is_last_token:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(_TOKEN_0_PATIENCE_SECONDS, self._end_with, failure)
+        self._postponed = failure, timer
+        if not leg.may_hold:
+            leg.worker.unbind(self._key)
+
+    def _end_with(self, failure: Failure) -> None:
+        self._settle()
+        if self.failure is None and not (self._finish and self._delivery.is_complete):
+            self.failure = failure
+            self._inbox.put(failure.error)
+
+    def _drop_postponed(self) -> None:
+        if self._postponed and (timer := self._postponed[1]):
+            timer.cancel()
 
     def _take(self, leg: Leg, entry: pb.TokenEntry) -> list[Token]:
         if entry.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             leg.may_hold = False
-            self.suspects = {each.worker for each in self._legs if each.may_hold or each is leg}
-            raise _error_of(entry, leg)
+            raise error_of(entry, leg.worker.name)
         if entry.token_ids and entry.first_index > leg.next_index:
-            self.suspects = {leg.worker}
             raise WorkerLostError(
                 f"worker {leg.worker.name} sent token {entry.first_index} after token {leg.next_index - 1}"
             )
@@ -202,7 +271,7 @@ class Attempt:
             leg.may_hold = False
         if self._prefill and leg is self._decode and entry.token_ids:
             self._prefill.may_hold = False  # the KV has been verified, and the lease released
-        due = self._delivery.accept(entry.attempt, _tokens_of(entry))
+        due = self._delivery.accept(entry.attempt, tokens_of(entry))
         for over in [each for each in self._legs if each.is_over]:
             over.worker.unbind(self._key)
         return due
@@ -212,15 +281,15 @@ class Attempt:
         if entry.first_index == 0 and entry.HasField("num_cached_tokens"):
             self._report.num_cached_tokens = entry.num_cached_tokens
         if entry.prompt_logprobs:
-            self._report.prompt_logprobs = [_logprobs_of(one) for one in entry.prompt_logprobs]
+            self._report.prompt_logprobs = [logprobs_of(one) for one in entry.prompt_logprobs]
         if entry.HasField("timings"):
             if entry.first_index == 0:
                 self._report.prefill_seconds = entry.timings.prefill_seconds
             if leg is self._decode and leg.first_index == 1:
-                self._report.transfer = _transfer_report_of(entry.timings)
+                self._report.transfer = transfer_report_of(entry.timings)
 
     def _send(self, legs: "list[tuple[Attempt, Leg]]", call: Coroutine[Any, Any, None]) -> None:
-        """One call for all these legs of one worker."""
+        """Send one call for all these legs of one worker."""
         worker = legs[0][1].worker
         task = self._tasks.spawn(_accepted(legs, call), f"start {self._key[0]} on {worker.name}")
         for _, leg in legs:
@@ -229,7 +298,7 @@ class Attempt:
     def _refused(self, leg: Leg, error: KvbatonError) -> None:
         leg.may_hold = leg.may_hold and (leg.has_spoken or error.kind in _MAYBE_ACCEPTED)
         leg.refusal = error
-        self._hear(leg, error)
+        self._receive(leg, error)
 
     async def _cancel(self, leg: Leg) -> None:
         """Cancel behind the acceptance, so that the worker cannot see the cancel first."""
@@ -243,42 +312,13 @@ class Attempt:
             logger.warning("%s; the request's own deadline ends it there", error.message)
 
     def _task(self, leg: Leg, num_choices: int) -> pb.Task:
-        request = self._request
-        return pb.Task(
-            request_id=request.request_id,
+        return task_message(
+            self._request,
             attempt=self._key[1],
-            choice=request.choice,
-            num_choices=num_choices,
+            prompt=self._prompt,
             first_index=leg.first_index,
-            prompt_token_ids=self._prompt,
-            sampling=None if request.is_embedding else self._sampling(request.sampling),
-            eos_token_ids=request.eos_token_ids,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            deadline_seconds=max(0.001, request.deadline - time.monotonic()),
+            num_choices=num_choices,
             session=leg.worker.session,
-        )
-
-    def _sampling(self, sampling: SamplingParams) -> pb.EngineSampling:
-        return pb.EngineSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            logprobs=sampling.logprobs,
-            prompt_logprobs=None if self._has_delivered else sampling.prompt_logprobs,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            biased_token_ids=[token for token, _ in sampling.logit_bias],
-            biases=[bias for _, bias in sampling.logit_bias],
-            allowed_token_ids=sampling.allowed_token_ids,
-            grammar=_grammar_to(sampling.grammar),
         )
 
 
@@ -288,36 +328,3 @@ async def _accepted(legs: list[tuple[Attempt, Leg]], call: Coroutine[Any, Any, N
     except KvbatonError as error:
         for attempt, leg in legs:
             attempt._refused(leg, error)
-
-
-def _error_of(entry: pb.TokenEntry, leg: Leg) -> KvbatonError:
-    if entry.finish_reason == FinishReason.ABORT:
-        return WorkerLostError(f"worker {leg.worker.name} gave the request up")
-    message = f"worker {leg.worker.name}: {entry.error_message}"
-    return error_from_kind(entry.error_kind, message, entry.error_param or None)
-
-
-def _grammar_to(grammar: Grammar | None) -> pb.Grammar | None:
-    return None if grammar is None else pb.Grammar(kind=grammar.kind, text=grammar.text)
-
-
-def _transfer_report_of(timings: pb.LegTimings) -> TransferReport:
-    return TransferReport(
-        timings.transfer_exposed_seconds,
-        timings.transfer_hidden_seconds,
-        timings.transfer_bytes,
-        timings.transfer_pieces,
-        timings.transfer_copying_seconds,
-    )
-
-
-def _logprobs_of(p: pb.PositionLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(p.token_id, p.logprob, p.rank, tuple(p.top_token_ids), tuple(p.top_logprobs))
-
-
-def _tokens_of(entry: pb.TokenEntry) -> list[Token]:
-    logprobs = [_logprobs_of(one) for one in entry.logprobs]
-    return [
-        Token(entry.first_index + i, token_id, logprobs[i] if i < len(logprobs) else None)
-        for i, token_id in enumerate(entry.token_ids)
-    ]

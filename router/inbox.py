@@ -1,45 +1,146 @@
-"""What workers have said about one attempt and nobody has read yet."""
+"""What workers have sent for one attempt and its client has not read yet, and the bounds on all of it."""
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from contract.errors import CancelledError, KvbatonError
 from protos import worker_pb2 as pb
 
 Event = pb.TokenEntry | KvbatonError
-Source = TypeVar("Source")
+Item = TypeVar("Item")
+_FULL_ANSWERS = 4
+"""How many answers of one request may be unread up to the bound of a single answer."""
 
 
-class Inbox(Generic[Source]):
-    """Owns at most ``max_bytes`` of unread entries; then one CancelledError takes the place of all that follow."""
+class UnreadAccount:
+    """Counts the unread bytes of one client's request, over all its answers. Made by ``UnreadBytes.open``."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, owner: "UnreadBytes", tenant: str) -> None:
+        self._owner = owner
+        self.tenant = tenant
+        self.num_bytes = 0
+        self._on_overflow: set[Callable[[CancelledError], None]] = set()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that came in, negative for those that were read. May end this request or another one."""
+        self.num_bytes += num_bytes
+        self._owner.count(self, num_bytes)
+
+    def end_with(self, on_overflow: Callable[[CancelledError], None]) -> None:
+        """Call ``on_overflow`` when the request holds too much."""
+        self._on_overflow.add(on_overflow)
+
+    def forget(self, on_overflow: Callable[[CancelledError], None]) -> None:
+        """Do not call ``on_overflow`` any more."""
+        self._on_overflow.discard(on_overflow)
+
+    def overflow(self, error: CancelledError) -> None:
+        """End every answer of the request with ``error``; what they have not read is dropped."""
+        for end in list(self._on_overflow):
+            end(error)
+
+
+class UnreadBytes:
+    """Owns the count of all unread bytes in the router.
+
+    max_of_answer: of one answer; a request of several answers may have four times as many. max_total: of all requests;
+    beyond it the largest request of the tenant that holds most is ended.
+    """
+
+    def __init__(self, max_of_answer: int, max_total: int) -> None:
+        self.max_of_answer = max_of_answer
+        self._max_total = max(max_total, max_of_answer)
+        self._accounts: set[UnreadAccount] = set()
+        self.num_bytes = 0
+
+    @contextmanager
+    def open(self, tenant: str) -> Iterator[UnreadAccount]:
+        """Count for one request of a client for as long as the block lasts."""
+        account = UnreadAccount(self, tenant)
+        self._accounts.add(account)
+        try:
+            yield account
+        finally:
+            self._accounts.discard(account)
+            self.num_bytes -= account.num_bytes
+
+    def count(self, account: UnreadAccount, num_bytes: int) -> None:
+        """Add to the sum of an account that is open, and end the request that holds too much, if one does."""
+        if account not in self._accounts:
+            return
+        self.num_bytes += num_bytes
+        if num_bytes <= 0:
+            return
+        limit = _FULL_ANSWERS * self.max_of_answer
+        if account.num_bytes > limit:
+            account.overflow(_too_slow(f"more than {limit} bytes of its answers wait for it"))
+        elif self.num_bytes > self._max_total:
+            text = f"more than {self._max_total} bytes wait for all clients, and most of them for it"
+            self._largest().overflow(_too_slow(text))
+
+    def _largest(self) -> UnreadAccount:
+        by_tenant: defaultdict[str, int] = defaultdict(int)
+        for account in self._accounts:
+            by_tenant[account.tenant] += account.num_bytes
+        return max(self._accounts, key=lambda each: (by_tenant[each.tenant], each.num_bytes))
+
+
+class Inbox(Generic[Item]):
+    """Owns the unread items of one attempt; on too many bytes, ``on_overflow`` is called once, with the error."""
+
+    def __init__(self, account: UnreadAccount, max_bytes: int, on_overflow: Callable[[], None]) -> None:
+        self._account = account
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._events: asyncio.Queue[tuple[Source, Event]] = asyncio.Queue()
+        self._on_overflow = on_overflow
+        self._items: asyncio.Queue[tuple[Item | KvbatonError, int]] = asyncio.Queue()
         self.is_overfull = False
+        account.end_with(self._overflow)
 
-    def put(self, source: Source, event: Event) -> None:
-        """Take an event in; look at ``is_overfull`` afterwards."""
+    def put(self, item: Item | KvbatonError, num_bytes: int = 0) -> None:
+        """Take an item in. Dropped once the inbox has overflowed."""
         if self.is_overfull:
             return
-        self._num_bytes += _size(event)
-        if self._num_bytes > self._max_bytes:
-            self.is_overfull = True
-            event = CancelledError(
-                f"the client reads too slowly: more than {self._max_bytes} bytes wait for it; the request is cancelled"
-            )
-        self._events.put_nowait((source, event))
+        self._items.put_nowait((item, num_bytes))
+        self._num_bytes += num_bytes
+        self._account.add(num_bytes)
+        if self._num_bytes > self._max_bytes and not self.is_overfull:
+            self._overflow(_too_slow(f"more than {self._max_bytes} bytes wait for it"))
 
-    async def get(self) -> tuple[Source, Event]:
-        """The oldest unread event."""
-        source, event = await self._events.get()
-        self._num_bytes -= _size(event)
-        return source, event
+    async def get(self) -> Item:
+        """Return the oldest unread item; raise it where it is an error."""
+        item, num_bytes = await self._items.get()
+        self._num_bytes -= num_bytes
+        self._account.add(-num_bytes)
+        if isinstance(item, KvbatonError):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Drop what is unread; nobody reads any more."""
+        self._account.forget(self._overflow)
+        self._drop()
+
+    def _overflow(self, error: CancelledError) -> None:
+        self.is_overfull = True
+        self._drop()
+        self._items.put_nowait((error, 0))
+        self._on_overflow()
+
+    def _drop(self) -> None:
+        while not self._items.empty():
+            self._items.get_nowait()
+        self._account.add(-self._num_bytes)
+        self._num_bytes = 0
 
 
-def _size(event: Event) -> int:
-    """A prompt's log probabilities come once, and do not count."""
-    if not isinstance(event, pb.TokenEntry) or event.prompt_logprobs:
-        return 0
-    return event.ByteSize()
+def size_of(entry: pb.TokenEntry) -> int:
+    """Return the bytes that an unread entry counts. A prompt's log probabilities come once, and do not count."""
+    return 0 if entry.prompt_logprobs else entry.ByteSize()
+
+
+def _too_slow(what: str) -> CancelledError:
+    return CancelledError(f"the client reads too slowly: {what}; the request is cancelled")

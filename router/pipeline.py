@@ -69,8 +69,10 @@ class Pipeline:
             records = [[held.enter_context(self._ledger.open(one)) for _ in one.choices] for one in asked]
             card = self._answering_card(asked[0].model)
             requests = [await self._prepare(one, card) for one in asked]
+            unread = held.enter_context(self._relays.unread.open(asked[0].tenant))
             relays = [
-                held.enter_context(self._relays.open(*each)) for each in zip(requests, records, strict=True)
+                held.enter_context(self._relays.open(*each, unread))
+                for each in zip(requests, records, strict=True)
             ]
             first, *others = [self._answer(relay, card) for relay in chain.from_iterable(relays)]
             async with aclosing(side_by_side([first, *others]) if others else first) as deltas:
@@ -86,9 +88,11 @@ class Pipeline:
             records = [held.enter_context(self._ledger.open(one)) for one in asked]
             card = self._models.card_named(asked[0].model)
             requests = [await self._prepare_embedding(one, card) for one in asked]
+            unread = held.enter_context(self._relays.unread.open(asked[0].tenant))
             pairs = zip(requests, records, strict=True)
             relays = [
-                held.enter_context(self._relays.open(request, [record]))[0] for request, record in pairs
+                held.enter_context(self._relays.open(request, [record], unread))[0]
+                for request, record in pairs
             ]
             async with aclosing(side_by_side([self._embedding(relay) for relay in relays])) as deltas:
                 found = [delta async for delta in deltas]

@@ -1,26 +1,30 @@
 """Which workers take a request, and when they have room for it: pure functions over a snapshot.
 
-The rule: a prefill and a decode worker, or one that is both if that one has less to do. Of the candidates the least
-loaded one; equally loaded ones take turns. A worker has room as long as its credit reaches: it says itself how many legs
-and tokens it takes on at once.
+The rule: a prefill and a decode worker that can reach each other, or one that is both if that one has less to do. Of the
+candidates the least loaded one; equally loaded ones take turns. A worker has room as long as its credit reaches: it
+reports itself how many legs and tokens it takes on at once. A request is never placed where it does not fit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeVar
 
 from contract.identity import Role
 
 _FULL = 0.95
 """Used share of a KV pool from which on it gets no new request: what runs there still grows."""
+UNLIMITED = 2**62
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerView:
     """What a policy sees of a worker.
 
-    num_requests, num_tokens: legs of this router that are bound to it. max_requests, max_tokens: its credit. The rest it
-    reports itself.
+    num_requests, num_tokens: legs of this router that are bound to it. max_requests, max_tokens: its credit. max_length:
+    tokens that a request may have there, answer included. pool_tokens: tokens that its KV pool holds. The rest it reports
+    itself.
     """
 
     worker_id: str
@@ -32,6 +36,8 @@ class WorkerView:
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+    max_length: int = UNLIMITED
+    pool_tokens: int = UNLIMITED
 
 
 class Need(Enum):
@@ -52,22 +58,30 @@ _NEEDED: dict[Need, tuple[Role, ...]] = {
     Need.EMBEDDING: (Role.PREFILL,),
 }
 
+Pairs = frozenset[tuple[str, str]]
+"""Worker ids, prefill first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
     """What a request asks of its workers.
 
     num_prompt_tokens: with the tokens that were delivered already. num_answer_tokens: kept free beside them on the decode
-    side. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed;
-    they are asked only for what no other worker does, even if it has no room just now.
-    is_replay: an earlier attempt was begun, so where no prefill worker is left the decode worker computes the prompt
-    itself. is_local: it shall, because handing KV over has failed again and again. is_embedding: nothing is decoded.
+    side. max_length: tokens that prompt and answer have together at the most; with may_be_cut a worker that ends the answer
+    earlier will do where no other is attached for a while. prefer: the prefill worker whose prefix
+    cache holds the prompt. avoid: workers where an earlier attempt failed; they are asked only for what no other worker
+    does, even if it has no room just now. too_small: workers that refused the request for its length. is_replay: an
+    earlier attempt was begun, so where no prefill worker is left the decode worker computes the prompt itself. is_local:
+    it shall, because handing KV over has failed again and again. is_embedding: nothing is decoded.
     """
 
     num_prompt_tokens: int
     num_answer_tokens: int
+    max_length: int = 0
+    may_be_cut: bool = False
     prefer: str | None = None
     avoid: frozenset[str] = frozenset()
+    too_small: frozenset[str] = frozenset()
     is_replay: bool = False
     is_local: bool = False
     is_embedding: bool = False
@@ -88,23 +102,91 @@ class Placement:
     decode: str
 
 
-def place(workers: Sequence[WorkerView], wish: Wish, turn: int) -> Placement | None:
-    """Pick the workers of one request; None while none has room. ``turn`` counts requests, for ties."""
-    workers = _trusted(workers, wish)
-    both = _best(workers, Role.BOTH, wish, turn)
+def place(
+    workers: Sequence[WorkerView], wish: Wish, turn: int, severed: Pairs = frozenset()
+) -> Placement | None:
+    """Pick the workers of one request; None while none has room. ``turn`` counts requests, for ties.
+
+    severed: pairs that cannot reach each other now. A decode worker that no prefill worker reaches computes prompts itself.
+    """
+    able = [worker for worker in workers if fits(worker, wish)]
+    is_local = _computes_locally(workers, able, wish)
+    workers = _trusted(able, wish)
+    both = _first(_by_load(workers, Role.BOTH, wish, turn))
     if wish.is_embedding:
-        pooling = _best(workers, Role.PREFILL, wish, turn) or both
+        pooling = _first(_by_load(workers, Role.PREFILL, wish, turn)) or both
         return Placement(None, pooling.worker_id) if pooling else None
-    decode = _best(workers, Role.DECODE, wish, turn)
-    if _computes_locally(workers, wish):
-        alone = min(filter(None, (decode, both)), key=lambda worker: _load(worker, wish), default=None)
-        return Placement(None, alone.worker_id) if alone else None
-    prefill = _best(workers, Role.PREFILL, wish, turn)
-    if prefill and decode:
-        busier = max(prefill.num_tokens, decode.num_tokens)
-        if both is None or both.num_tokens >= busier:
+    decodes = _by_load(workers, Role.DECODE, wish, turn)
+    if is_local:
+        return _alone(_first(decodes), both, wish)
+    prefills = _by_load(workers, Role.PREFILL, wish, turn)
+    pair = _first((p, d) for d in decodes for p in prefills if (p.worker_id, d.worker_id) not in severed)
+    if pair:
+        prefill, decode = pair
+        if both is None or both.num_tokens >= max(prefill.num_tokens, decode.num_tokens):
             return Placement(prefill.worker_id, decode.worker_id)
-    return Placement(None, both.worker_id) if both else None
+    if both:
+        return Placement(None, both.worker_id)
+    return _alone(_first(_unreached(workers, decodes, wish, severed)), None, wish)
+
+
+def fits(worker: WorkerView, wish: Wish) -> bool:
+    """Whether the worker is able to take the request at all, whatever it has to do now."""
+    if not worker.max_requests or worker.worker_id in wish.too_small:
+        return False
+    if wish.is_embedding:
+        return wish.num_prompt_tokens <= min(worker.max_length, worker.pool_tokens)
+    if wish.num_prompt_tokens + (worker.role is not Role.PREFILL) > worker.pool_tokens:
+        return False
+    most = max(wish.num_prompt_tokens + 1, wish.max_length)
+    if (
+        worker.role is Role.PREFILL
+    ):  # of the answer it draws token 0 only, which must not be the last for want of space
+        return min(wish.num_prompt_tokens + 2, most) <= worker.max_length
+    return most <= worker.max_length
+
+
+def candidates(workers: Iterable[WorkerView], wish: Wish) -> frozenset[str]:
+    """Return the ids of the workers that may take a leg of the request; empty where it fits none that could decode it."""
+    able = [worker for worker in workers if fits(worker, wish)]
+    ends = (Role.PREFILL, Role.BOTH) if wish.is_embedding else (Role.DECODE, Role.BOTH)
+    if not any(worker.role in ends for worker in able):
+        return frozenset()
+    return frozenset(worker.worker_id for worker in able if worker.role in ends or not wish.is_embedding)
+
+
+def awaited(workers: Sequence[WorkerView], wish: Wish) -> frozenset[str]:
+    """Return the ids of the workers that a request without a place waits for: nobody behind it may take their room.
+
+    Those that decode, always; those that compute prompts only if none of them has room for it.
+    """
+    able = [worker for worker in workers if fits(worker, wish)]
+    prefills = [worker for worker in able if worker.role is Role.PREFILL]
+    others = [worker for worker in able if worker.role is not Role.PREFILL]
+    if wish.is_embedding:
+        others = [worker for worker in others if worker.role is Role.BOTH]
+    elif any(_has_room(worker, wish) for worker in prefills):
+        prefills = []
+    return frozenset(worker.worker_id for worker in (*prefills, *others))
+
+
+def why_too_long(workers: Iterable[WorkerView], wish: Wish) -> str:
+    """Describe why none of the workers is able to take the request."""
+    asked = wish.num_prompt_tokens if wish.is_embedding else max(wish.num_prompt_tokens + 1, wish.max_length)
+    most = longest(worker for worker in workers if worker.max_requests)
+    return (
+        f"no attached worker takes {asked} tokens of prompt and answer together; the limit is {most or 0} now"
+    )
+
+
+def longest(workers: Iterable[WorkerView]) -> int | None:
+    """Return how many tokens prompt and answer may have for some pair of workers, or one that is both; None without any."""
+    most: dict[Role, int] = {}
+    for worker in workers:
+        most[worker.role] = max(most.get(worker.role, 0), worker.max_length)
+    pair = [most[role] for role in (Role.PREFILL, Role.DECODE) if role in most]
+    options = [*([min(pair)] if pair else []), *([most[Role.BOTH]] if Role.BOTH in most else [])]
+    return max(options, default=None)
 
 
 def is_full(kv_cache_usage: float) -> bool:
@@ -129,20 +211,44 @@ def _trusted(workers: Sequence[WorkerView], wish: Wish) -> Sequence[WorkerView]:
     return workers if missing_role(trusted, Need.EMBEDDING if wish.is_embedding else Need.ANSWER) else trusted
 
 
-def _computes_locally(workers: Sequence[WorkerView], wish: Wish) -> bool:
-    has_prefill = any(worker.role is Role.PREFILL and worker.max_requests for worker in workers)
-    return wish.is_local or (wish.is_replay and not has_prefill)
+def _computes_locally(workers: Sequence[WorkerView], able: Sequence[WorkerView], wish: Wish) -> bool:
+    """Whether the prompt is computed where it is decoded: no prefill worker is able to, for its length or at all.
+
+    New requests wait for a prefill worker where none is attached: one may be starting again.
+    """
+    is_prefill = [worker.role is Role.PREFILL for worker in able]
+    is_attached = any(worker.role is Role.PREFILL and worker.max_requests for worker in workers)
+    return wish.is_local or (not any(is_prefill) and (wish.is_replay or is_attached))
 
 
-def _best(workers: Sequence[WorkerView], role: Role, wish: Wish, turn: int) -> WorkerView | None:
-    able = [worker for worker in workers if worker.role is role and worker.max_requests]
-    trusted = [worker for worker in able if worker.worker_id not in wish.avoid]
-    candidates = [worker for worker in trusted or able if _has_room(worker, wish)]
-    if not candidates:
-        return None
-    least = min(_load(worker, wish) for worker in candidates)
-    equals = [worker for worker in candidates if _load(worker, wish) == least]
-    return equals[turn % len(equals)]
+def _alone(decode: WorkerView | None, both: WorkerView | None, wish: Wish) -> Placement | None:
+    """Place the whole request on one worker."""
+    worker = min(filter(None, (decode, both)), key=lambda each: _load(each, wish), default=None)
+    return Placement(None, worker.worker_id) if worker else None
+
+
+def _unreached(
+    workers: Sequence[WorkerView], decodes: Iterable[WorkerView], wish: Wish, severed: Pairs
+) -> Iterable[WorkerView]:
+    """Return those of ``decodes`` that none of the prefill workers which may be chosen can reach."""
+    prefills = _of_role(workers, Role.PREFILL, wish)
+    if not prefills:
+        return []
+    return [d for d in decodes if all((p.worker_id, d.worker_id) in severed for p in prefills)]
+
+
+def _of_role(workers: Sequence[WorkerView], role: Role, wish: Wish) -> list[WorkerView]:
+    able = [worker for worker in workers if worker.role is role]
+    return [worker for worker in able if worker.worker_id not in wish.avoid] or able
+
+
+def _by_load(workers: Sequence[WorkerView], role: Role, wish: Wish, turn: int) -> list[WorkerView]:
+    """Return the workers of a role that have room, the least loaded first, equals beginning with another one each turn."""
+    having_room = [worker for worker in _of_role(workers, role, wish) if _has_room(worker, wish)]
+    ranked = sorted(having_room, key=lambda worker: _load(worker, wish))
+    num_equals = sum(_load(worker, wish) == _load(ranked[0], wish) for worker in ranked)
+    start = turn % num_equals if num_equals else 0
+    return [*ranked[start:num_equals], *ranked[:start], *ranked[num_equals:]]
 
 
 def _has_room(worker: WorkerView, wish: Wish) -> bool:
@@ -165,3 +271,7 @@ def _load(worker: WorkerView, wish: Wish) -> tuple[bool, bool, int, int, float]:
         worker.num_waiting + worker.num_running,
         round(worker.kv_cache_usage, 2),
     )
+
+
+def _first(items: Iterable[_T]) -> _T | None:
+    return next(iter(items), None)

@@ -13,7 +13,7 @@ from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
 from router.inbox import Event
-from router.policy import Need, WorkerView, is_full, missing_role
+from router.policy import UNLIMITED, Need, WorkerView, is_full, longest, missing_role
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,12 @@ class AttachedWorker:
     def role(self) -> Role:
         """What it is for."""
         return Role(self.registration.role)
+
+    @property
+    def _pool_tokens(self) -> int:
+        """Tokens that its KV pool holds; block 0 is the null block."""
+        reg = self.registration
+        return (reg.num_blocks - 1) * reg.kv_layout.block_size if reg.num_blocks else UNLIMITED
 
     def bind(self, key: LegKey, post: Callable[[Event], None], num_tokens: int) -> None:
         """Send this leg's entries to ``post``, and its end if the worker dies. ``num_tokens`` count as load."""
@@ -103,6 +109,8 @@ class AttachedWorker:
             num_running=self.load.num_running,
             num_waiting=self.load.num_waiting,
             kv_cache_usage=self.load.kv_cache_usage,
+            max_length=self.registration.max_model_len,
+            pool_tokens=self._pool_tokens,
         )
 
     def debug_state(self) -> dict[str, Any]:
@@ -163,8 +171,8 @@ class Registry:
         return self._embeds_only
 
     def max_model_len(self, otherwise: int) -> int:
-        """Tokens that a request may have on every attached worker."""
-        return min((w.registration.max_model_len for w in self._workers.values()), default=otherwise)
+        """Tokens that a request may have on the largest of the attached workers (of a pair: on both)."""
+        return longest(worker.view() for worker in self._workers.values()) or otherwise
 
     def meet(self, registration: pb.Registration, calls: WorkerCalls) -> AttachedWorker:
         """A worker that wants to attach."""

@@ -1,12 +1,11 @@
 """One request over as many attempts as it takes: a worker's death is not the request's (law 5).
 
 An attempt that fails is closed, which cancels what is left of it, and the next one begins where it stopped: with the
-prompt and the tokens that were delivered, on other workers where there are any. It waits for them in the same line as
-everybody, at the place that its arrival gives it. Tokens of older attempts that still come are dropped.
+prompt and the tokens that were delivered, on other workers where there are any (``failures`` decides). It waits for them
+in front of the requests of its priority that were not begun yet. Tokens of older attempts that still come are dropped.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,27 +14,16 @@ from dataclasses import dataclass
 from contract.errors import DeadlineError, ErrorKind, KvbatonError, UnavailableError
 from contract.identity import Role
 from router.attempt import Arrival, Attempt, LegReport
+from router.failures import Failures
+from router.fair_queue import Claim
+from router.inbox import UnreadAccount, UnreadBytes
 from router.ledger import Record
 from router.policy import Placement, Wish
-from router.registry import AttachedWorker, Registry
+from router.registry import Registry
 from router.request import PreparedRequest
+from router.severed import SeveredPairs
 from router.tasks import TaskSet
 from router.waiting_line import WaitingLine
-
-logger = logging.getLogger(__name__)
-
-_CURABLE = (
-    ErrorKind.WORKER_LOST,
-    ErrorKind.UNAVAILABLE,
-    ErrorKind.OVERLOADED,
-    ErrorKind.TRANSFER_FAILED,
-    ErrorKind.PEER_UNREACHABLE,
-    ErrorKind.INCOMPATIBLE,
-    ErrorKind.DEADLINE,
-)
-"""Kinds of a worker's error that other workers may not have. The request's own deadline is checked apart."""
-_TRANSFER_KINDS = (ErrorKind.TRANSFER_FAILED, ErrorKind.PEER_UNREACHABLE, ErrorKind.INCOMPATIBLE)
-_MAX_TRANSFER_FAILURES = 2
 
 
 @dataclass(frozen=True)
@@ -43,23 +31,27 @@ class Relays:
     """What every relay runs on.
 
     max_replays: attempts in a row that may fail without a token of a decode leg (those of prefill legs prove nothing
-    about the hand-over). max_unread_bytes: of an answer that waits in the router because its client does not read.
+    about the hand-over). unread: bounds what waits in the router because clients do not read.
     """
 
     registry: Registry
     line: WaitingLine
+    severed: SeveredPairs
     tasks: TaskSet
+    unread: UnreadBytes
     max_replays: int
-    max_unread_bytes: int
 
     @contextmanager
-    def open(self, request: PreparedRequest, records: Sequence[Record]) -> "Iterator[list[Relay]]":
+    def open(
+        self, request: PreparedRequest, records: Sequence[Record], unread: UnreadAccount
+    ) -> "Iterator[list[Relay]]":
         """A relay for each answer to this prompt, one a record, for as long as the block lasts.
 
-        The workers that begin them compute the prompt once and hand it over once.
+        The workers that begin them compute the prompt once and hand it over once. unread: the account of the client's
+        request that the prompt is a part of.
         """
         first, *others = [
-            Relay(self, request.of_choice(choice), record) for choice, record in enumerate(records)
+            Relay(self, request.of_choice(choice), record, unread) for choice, record in enumerate(records)
         ]
         first.lead(others)
         try:
@@ -72,16 +64,14 @@ class Relays:
 class Relay:
     """Owns one answer's attempts, one at a time, and the tokens that were delivered."""
 
-    def __init__(self, parts: Relays, request: PreparedRequest, record: Record) -> None:
-        self._parts, self.request, self.record = parts, request, record
+    def __init__(
+        self, parts: Relays, request: PreparedRequest, record: Record, unread: UnreadAccount
+    ) -> None:
+        self._parts, self.request, self.record, self._unread = parts, request, record, unread
         self._delivered: list[int] = []
         self._attempt: Attempt | None = None
         self._num_attempts = 0
-        self._num_failures = 0
-        self._num_transfer_failures = 0
-        self._suspects: set[AttachedWorker] = set()
-        self._prefer: str | None = None
-        self._failure: KvbatonError | None = None
+        self._failures = Failures(parts.severed, parts.max_replays)
         self._followers: list[Relay] = []
         self._begun: asyncio.Event | None = None
         self.report = LegReport()
@@ -109,7 +99,7 @@ class Relay:
             ) from None
         self._delivered += [token.token_id for token in arrival.tokens]
         if self._attempt and self._attempt.is_decoding:
-            self._num_failures = self._num_transfer_failures = 0
+            self._failures.progress(self._attempt)
         return arrival
 
     async def _next(self) -> Arrival:
@@ -119,7 +109,9 @@ class Relay:
             try:
                 return await attempt.next()
             except KvbatonError as error:
-                self._survive(attempt, error)
+                self.close()
+                self._failures.note(attempt, error)
+                self.record.replayed(error, len(self._delivered))
 
     async def _bind(self) -> Attempt:
         if self._begun and not self._begun.is_set():
@@ -128,25 +120,47 @@ class Relay:
             self.record.bound()
             if self._attempt:
                 return self._attempt
-        request = self.request
-        wish = Wish(
-            num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
-            num_answer_tokens=request.num_answer_tokens * (1 + len(self._followers)),
-            prefer=self._prefer,
-            avoid=frozenset(worker.name for worker in self._suspects if not worker.gone.is_set()),
-            is_replay=self._num_attempts > 0,
-            is_local=self._num_transfer_failures >= _MAX_TRANSFER_FAILURES,
-            is_embedding=request.is_embedding,
-        )
+        if pause := self._failures.pause_seconds:
+            await asyncio.sleep(pause)
         self.record.queued()
+        wish = self._wish()
         try:
-            attempt = await self._parts.line.bind(wish, request.priority, request.arrival, self._begin)
+            attempt = await self._parts.line.bind(wish, self._claim(wish), self._begin)
         except UnavailableError as error:
-            if self._failure is None:
+            last = self._failures.last
+            if last is None:
                 raise
-            raise type(self._failure)(f"{self._failure.message}; then {error.message}") from error
+            if last.kind is ErrorKind.INVALID_REQUEST:  # every worker that is attached has refused its size
+                raise last from error
+            raise type(last)(f"{last.message}; then {error.message}", param=last.param) from error
         self.record.bound()
         return attempt
+
+    def _wish(self) -> Wish:
+        request, failures = self.request, self._failures
+        return Wish(
+            num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
+            num_answer_tokens=request.num_answer_tokens * (1 + len(self._followers)),
+            max_length=request.max_length,
+            may_be_cut=request.fills_model or bool(self._delivered),
+            prefer=failures.prefer,
+            avoid=failures.avoid,
+            too_small=failures.too_small,
+            is_replay=self._num_attempts > 0,
+            is_local=failures.is_local,
+            is_embedding=request.is_embedding,
+        )
+
+    def _claim(self, wish: Wish) -> Claim:
+        request = self.request
+        return Claim(
+            priority=request.priority,
+            tenant=request.tenant,
+            family=request.family,
+            arrival=request.arrival,
+            cost=float(wish.num_prompt_tokens + wish.num_answer_tokens + 1),
+            is_replay=wish.is_replay,
+        )
 
     def _begin(self, placement: Placement) -> Attempt:
         followers, self._followers = self._followers, []
@@ -155,6 +169,7 @@ class Relay:
 
     def _begin_behind(self, placement: Placement) -> Attempt:
         self._attempt = self._new_attempt(placement)
+        self.record.bound()
         if self._begun:
             self._begun.set()
         return self._attempt
@@ -162,36 +177,19 @@ class Relay:
     def _new_attempt(self, placement: Placement) -> Attempt:
         get = self._parts.registry.get
         number, self._num_attempts = self._num_attempts, self._num_attempts + 1
-        if placement.prefill is None and get(placement.decode).role is Role.DECODE:
+        prefill, decode = get(placement.prefill) if placement.prefill else None, get(placement.decode)
+        if prefill:
+            self._parts.severed.probe(prefill, decode)
+        elif decode.role is Role.DECODE:
             self.record.recomputed_locally(placement.decode)
         return Attempt(
             self.request,
             self._delivered,
             number,
-            get(placement.prefill) if placement.prefill else None,
-            get(placement.decode),
+            prefill,
+            decode,
             self._parts.tasks,
             self.report,
-            self._parts.max_unread_bytes,
+            self._unread,
+            self._parts.unread.max_of_answer,
         )
-
-    def _survive(self, attempt: Attempt, error: KvbatonError) -> None:
-        """Close a failed attempt. Raises its error where another one could not help, or too many have failed."""
-        self.close()
-        if not self._is_known_death(attempt):
-            self._num_failures += 1
-            self._num_transfer_failures += error.kind in _TRANSFER_KINDS
-        if error.kind not in _CURABLE or self._num_failures > self._parts.max_replays:
-            raise error
-        self._failure = error
-        self._suspects |= attempt.suspects
-        self._prefer = attempt.prefill_worker
-        self.record.replayed(error, len(self._delivered))
-
-    def _is_known_death(self, attempt: Attempt) -> bool:
-        """One death costs one attempt: a peer may tell of it before its stream does, and a replay be bound there again.
-
-        A worker that is gone takes no further attempt, so this excuses each at most once.
-        """
-        known = [worker.gone.is_set() and worker in self._suspects for worker in attempt.suspects]
-        return bool(known) and all(known)

@@ -39,6 +39,7 @@ class GenerationRequest:
     the model. arrival: on the router's monotonic clock. grammar_field: where the client gave its grammar, for errors.
     timeout_seconds: the client's own deadline. tenant: digest of the API key that was presented; "" without keys.
     is_background: a batch sends it; it does not count in the router's queue.
+    family: id of the client's request that this prompt is a part of; "" for its own id.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class GenerationRequest:
     cache_salt: str = ""
     tenant: str = ""
     is_background: bool = False
+    family: str = ""
     timeout_seconds: float | None = None
     arrival: float = field(default_factory=time.monotonic)
 
@@ -99,6 +101,7 @@ class EmbeddingRequest:
     cache_salt: str = ""
     tenant: str = ""
     is_background: bool = False
+    family: str = ""
     timeout_seconds: float | None = None
     arrival: float = field(default_factory=time.monotonic)
 
@@ -110,9 +113,11 @@ _Asked = TypeVar("_Asked", GenerationRequest, EmbeddingRequest)
 class PreparedRequest:
     """A request with its prompt as token ids and every default filled in; it fits the model.
 
-    chat: what the prompt was made of; None for a text. choice: which answer to the prompt it asks for; ``sampling`` has
-    that one's seed. is_embedding: nothing is drawn, so ``sampling``, ``stop`` and ``eos_token_ids`` are not read. deadline:
-    when it ends with an error at the latest, on the router's monotonic clock.
+    tenant: the client, "" without API keys. family: id of the client's request, which may hold several prompts.
+    fills_model: the answer may be as long as the model allows. chat: what the prompt was made of; None for a text. choice:
+    which answer to the prompt it asks for; ``sampling`` has that one's seed. is_embedding: nothing is drawn, so
+    ``sampling``, ``stop`` and ``eos_token_ids`` are not read. deadline: when it ends with an error at the latest, on the
+    router's monotonic clock.
     """
 
     request_id: str
@@ -121,6 +126,9 @@ class PreparedRequest:
     cache_salt: str
     arrival: float
     deadline: float
+    tenant: str = ""
+    family: str = ""
+    fills_model: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -136,6 +144,11 @@ class PreparedRequest:
         return replace(self, choice=choice, sampling=structs.replace(self.sampling, seed=seed))
 
     @property
+    def max_length(self) -> int:
+        """Tokens that prompt and answer have together at the most."""
+        return len(self.prompt_token_ids) + (0 if self.is_embedding else self.sampling.max_tokens)
+
+    @property
     def num_answer_tokens(self) -> int:
         """Tokens that a decode worker shall have room for beside the prompt when the request is bound to it."""
         return 0 if self.is_embedding else min(self.sampling.max_tokens, _ANSWER_ROOM)
@@ -145,7 +158,8 @@ def for_prompts(first: _Asked, prompts: Iterable[str | tuple[int, ...]]) -> list
     """The request, and the same for each of ``prompts`` under an id of its own."""
     asked = [first]
     for number, prompt in enumerate(prompts, 1):
-        asked.append(replace(first, request_id=f"{first.request_id}-{number}", prompt=prompt))
+        request_id = f"{first.request_id}-{number}"
+        asked.append(replace(first, request_id=request_id, prompt=prompt, family=first.request_id))
     return asked
 
 
@@ -217,7 +231,10 @@ def prepare(
         priority=asked.priority,
         cache_salt=asked.cache_salt,
         arrival=asked.arrival,
+        tenant=asked.tenant,
+        family=asked.family or asked.request_id,
         deadline=asked.arrival + min(timeout_seconds, asked.timeout_seconds or timeout_seconds),
+        fills_model=asked.max_tokens is None and asked.default_max_tokens is None,
         chat=asked.prompt if isinstance(asked.prompt, Chat) else None,
         include_stop_str_in_output=asked.include_stop_str_in_output,
         skip_special_tokens=asked.skip_special_tokens,
@@ -254,6 +271,8 @@ def prepare_embedding(
         priority=asked.priority,
         cache_salt=asked.cache_salt,
         arrival=asked.arrival,
+        tenant=asked.tenant,
+        family=asked.family or asked.request_id,
         deadline=asked.arrival + min(timeout_seconds, asked.timeout_seconds or timeout_seconds),
         is_embedding=True,
     )

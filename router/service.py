@@ -21,6 +21,7 @@ from router.grpc_api import InferenceServicer
 from router.http.app import build_app
 from router.http.endpoints import Endpoints
 from router.http.in_process import BodyAnswers
+from router.inbox import UnreadBytes
 from router.ledger import Ledger
 from router.limits import MAX_PROMPTS
 from router.membership import MembershipServicer
@@ -32,6 +33,7 @@ from router.registry import Registry
 from router.relay import Relays
 from router.running import RunningRequests
 from router.settings import RouterSettings
+from router.severed import SeveredPairs
 from router.tasks import TaskSet
 from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
@@ -83,10 +85,10 @@ class RouterService:
         self._running = RunningRequests()
         self._ledger = Ledger(settings.max_queue, self._metrics)
         self._tasks = TaskSet()
-        self._line = WaitingLine(self._registry, self._changes, settings.worker_wait_seconds)
-        relays = Relays(
-            self._registry, self._line, self._tasks, settings.max_replays, settings.client_buffer_bytes
-        )
+        severed = SeveredPairs()
+        self._line = WaitingLine(self._registry, self._changes, severed, settings.worker_wait_seconds)
+        unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
+        relays = Relays(self._registry, self._line, severed, self._tasks, unread, settings.max_replays)
         self._pipeline = Pipeline(
             self._models, self._registry, self._ledger, relays, settings.request_timeout_seconds
         )

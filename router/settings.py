@@ -100,7 +100,11 @@ class RouterSettings(Settings):
     max_replays: int = Field(default=5, ge=0)
     """Failed attempts in a row, without a token between them, after which a request goes on with other workers."""
     client_buffer_bytes: int = Field(default=2**20, ge=1024)
-    """Bytes of an answer that wait for a client that does not read; with more its request is cancelled."""
+    """Bytes of an answer that wait for a client that does not read (four times as many for all answers of one request);
+    with more its request is cancelled."""
+    max_unread_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    """Bytes of all answers that wait for clients that do not read; with more the largest request of the client that holds
+    most is cancelled."""
     client_stall_seconds: float = Field(default=60.0, gt=0)
     """How long a client may read nothing of an answer before its connection and its request are ended."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)

@@ -5,113 +5,198 @@ nobody a place in a queue.
 """
 
 import asyncio
-from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from contract.errors import UnavailableError
 from router.attempt import Attempt
 from router.changes import ChangeSignal
+from router.fair_queue import Claim, FairQueue, Ticket
 from router.patience import Patience
-from router.policy import Need, Placement, Wish, place
+from router.policy import (
+    Need,
+    Pairs,
+    Placement,
+    Wish,
+    WorkerView,
+    awaited,
+    candidates,
+    missing_role,
+    place,
+    why_too_long,
+)
 from router.registry import Registry
+from router.severed import SeveredPairs
 
 
-@dataclass(order=True)
+@dataclass(frozen=True)
+class _Lane:
+    """Requests of one lane need the same and are able to run on the same workers."""
+
+    need: Need
+    workers: frozenset[str]
+
+
+@dataclass(eq=False)
 class _Waiter:
-    priority_and_arrival: tuple[int, float]
-    wish: Wish = field(compare=False)
-    begin: Callable[[Placement], Attempt] = field(compare=False)
-    attempt: asyncio.Future[Attempt] = field(compare=False)
+    """One request that waits, for as long as is_queued. timer: runs while the request fits no attached worker."""
+
+    wish: Wish
+    begin: Callable[[Placement], Attempt]
+    attempt: asyncio.Future[Attempt]
+    timer: asyncio.TimerHandle | None = None
+    is_queued: bool = True
+
+    def stop_timer(self) -> None:
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
 
 
 class WaitingLine:
-    """Owns the requests that are bound to no worker, by priority and arrival.
+    """Owns the requests that are bound to no worker. ``FairQueue`` decides who is next.
 
-    Nobody passes the head of the line, which is the first one that the attached workers can serve at all: those before it
-    wait for a role that has no worker, until ``patience_seconds`` after it was missed first.
+    Nobody passes the head of a lane. Heads of other lanes may be bound while it waits, but not to the workers that it waits
+    for: so an embedding does not wait for a decode worker, and a request for a small worker not for a large one. A role or a
+    size that no worker has is waited for ``patience_seconds``: one may be starting again.
     """
 
-    def __init__(self, registry: Registry, changes: ChangeSignal, patience_seconds: float) -> None:
+    def __init__(
+        self, registry: Registry, changes: ChangeSignal, severed: SeveredPairs, patience_seconds: float
+    ) -> None:
         self._registry = registry
+        self._severed = severed
         self._patience_seconds = patience_seconds
         self._patience = Patience(patience_seconds, self._serve)
-        self._line: list[_Waiter] = []
+        self._queue: FairQueue[_Lane, _Waiter] = FairQueue()
+        self._able: list[tuple[object, ...]] = []
         self._turn = 0
         changes.listen(self._serve)
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
-    async def bind(
-        self, wish: Wish, priority: int, arrival: float, begin: Callable[[Placement], Attempt]
-    ) -> Attempt:
+    async def bind(self, wish: Wish, claim: Claim, begin: Callable[[Placement], Attempt]) -> Attempt:
         """Wait for workers with room, then ``begin`` an attempt there, at once. The caller closes it.
 
-        Raises UnavailableError when a role that is needed has had no worker for ``patience_seconds``.
+        Raises UnavailableError when a role that is needed, or a worker that is large enough, has been missing for
+        ``patience_seconds``; at once if workers have refused the request for its size and no other is attached.
         """
-        attempt: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter((-priority, arrival), wish, begin, attempt)
-        insort(self._line, waiter)
-        if self._matters(self._line[0], waiter):
-            self._serve()
+        waiter = _Waiter(wish, begin, asyncio.get_running_loop().create_future())
+        workers = self._registry.snapshot()
+        ticket = self._queue.add(self._lane_of(waiter, workers), claim, waiter)
+        self._serve_if_it_matters(ticket)
         try:
-            return await attempt
+            return await waiter.attempt
         except asyncio.CancelledError:
+            attempt = waiter.attempt
             if attempt.done() and not attempt.cancelled() and attempt.exception() is None:
                 attempt.result().close()
             raise
         finally:
-            self._leave(waiter)
+            waiter.stop_timer()
+            if waiter.is_queued:
+                is_head = self._queue.head(ticket.lane) is ticket
+                self._discard(ticket)
+                if is_head:
+                    self._serve()
 
     def close(self) -> None:
-        """The router stops: nothing of the line runs any more."""
+        """Stop all timers: the router stops."""
         self._patience.close()
+        for ticket in self._queue:
+            ticket.item.stop_timer()
 
-    def _leave(self, waiter: _Waiter) -> None:
-        for place_in_line, other in enumerate(self._line):
-            if other is waiter:
-                first = self._line[0]
-                del self._line[place_in_line]
-                if self._matters(first, waiter):
-                    self._serve()
-                return
-
-    def _matters(self, first: _Waiter, waiter: _Waiter) -> bool:
-        """False for one that comes or goes behind a first one that waits for room: nothing changes for anybody."""
-        return waiter is first or bool(self._patience.missing(Need.ANSWER))
+    def _serve_if_it_matters(self, ticket: Ticket[_Lane, _Waiter]) -> None:
+        """Do nothing for one that comes behind a head that waits for room: nothing changes for anybody."""
+        is_head = self._queue.head(ticket.lane) is ticket
+        if is_head or self._patience.missing(ticket.item.wish.need):
+            self._serve()
 
     def _serve(self) -> None:
-        """Bind from the head of the line for as long as there is room."""
-        if self._line and self._line[0].attempt.done():
-            self._line = [waiter for waiter in self._line if not waiter.attempt.done()]
+        """Bind the heads of the lanes for as long as there is room."""
         workers = self._registry.snapshot()
         self._patience.look(workers)
-        while (head := self._head()) is not None:
-            waiter = self._line[head]
-            placement = place(workers, waiter.wish, self._turn)
-            if placement is None:
-                break
-            del self._line[head]
-            self._turn += 1
-            waiter.attempt.set_result(waiter.begin(placement))
+        self._sort_into_lanes(workers)
+        severed = self._severed.among(self._registry.workers) if self._queue else frozenset()
+        while self._bind_one(workers, severed):
             workers = self._registry.snapshot()
         self._end_hopeless()
 
-    def _head(self) -> int | None:
-        """Place of the first one that is waiting, and not for a role without a worker."""
-        missing = self._patience.missing
-        here = (i for i, w in enumerate(self._line) if not missing(w.wish.need) and not w.attempt.done())
-        return next(here, None)
+    def _bind_one(self, workers: Sequence[WorkerView], severed: Pairs) -> bool:
+        """Bind the first head that has room. Workers that an earlier head waits for are taken as full."""
+        for lane in self._queue.lanes:
+            ticket = self._queue.head(lane)
+            if ticket.item.attempt.done():
+                self._discard(ticket)
+                return True
+            if not lane.workers or self._patience.missing(lane.need):
+                continue
+            wish = ticket.item.wish
+            if placement := place(workers, wish, self._turn, severed):
+                self._queue.take(ticket)
+                ticket.item.is_queued = False
+                self._turn += 1
+                ticket.item.attempt.set_result(ticket.item.begin(placement))
+                return True
+            kept = awaited(workers, wish)
+            workers = [_as_full(view) if view.worker_id in kept else view for view in workers]
+        return False
+
+    def _discard(self, ticket: Ticket[_Lane, _Waiter]) -> None:
+        self._queue.discard(ticket)
+        ticket.item.is_queued = False
+
+    def _sort_into_lanes(self, workers: Sequence[WorkerView]) -> None:
+        """Look again where each request is able to run, when that may have changed."""
+        able: list[tuple[object, ...]] = [
+            (view.worker_id, view.role, view.max_length, view.pool_tokens, bool(view.max_requests))
+            for view in workers
+        ]
+        if able == self._able:
+            return
+        self._able = able
+        for ticket in list(self._queue):
+            lane = self._lane_of(ticket.item, workers)
+            if lane != ticket.lane:
+                self._queue.move(ticket, lane)
+
+    def _lane_of(self, waiter: _Waiter, workers: Sequence[WorkerView]) -> _Lane:
+        """Return where a request waits; where it fits no worker, wait for one for a while."""
+        wish = waiter.wish
+        found = candidates(workers, wish)
+        if found or missing_role(workers, wish.need):  # for a role Patience waits, whatever the size
+            waiter.stop_timer()
+        elif waiter.timer is None and not waiter.attempt.done():
+            seconds = 0.0 if wish.too_small else self._patience_seconds
+            loop = asyncio.get_running_loop()
+            waiter.timer = loop.call_later(seconds, self._give_up, waiter)
+        return _Lane(wish.need, found)
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        """End a request that has fitted no worker for too long, or let a smaller worker cut its answer."""
+        waiter.timer = None
+        workers = self._registry.snapshot()
+        if waiter.wish.may_be_cut and waiter.wish.max_length:
+            waiter.wish = replace(waiter.wish, max_length=0)
+            self._able = []
+            self._serve()
+        elif not waiter.attempt.done():
+            text = f"no worker is ready: {why_too_long(workers, waiter.wish)}; shorten it, or try again later"
+            waiter.attempt.set_exception(UnavailableError(text))
 
     def _end_hopeless(self) -> None:
         is_over = self._patience.is_over
         if not any(is_over(need) for need in Need):
             return
-        hopeless = [waiter for waiter in self._line if is_over(waiter.wish.need)]
-        self._line = [waiter for waiter in self._line if not is_over(waiter.wish.need)]
-        for waiter in hopeless:
+        for ticket in [ticket for ticket in self._queue if is_over(ticket.item.wish.need)]:
+            self._discard(ticket)
+            waiter = ticket.item
             if not waiter.attempt.done():
                 missing = self._patience.missing(waiter.wish.need)
                 text = f"no worker is ready: {missing}, for {self._patience_seconds:g} s; try again later"
                 waiter.attempt.set_exception(UnavailableError(text))
+
+
+def _as_full(view: WorkerView) -> WorkerView:
+    return replace(view, num_requests=max(view.num_requests, view.max_requests, 1))

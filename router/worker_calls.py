@@ -1,5 +1,7 @@
 """What the router asks of one worker. Calls return on acceptance; everything else comes on the worker's stream."""
 
+import errno
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -28,6 +30,10 @@ _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
     grpc.StatusCode.CANCELLED: WorkerLostError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
 }
+
+
+class RouterExhaustedError(OverloadedError):
+    """This router cannot make a call for want of its own resources; no worker is at fault."""
 
 
 class WorkerCalls:
@@ -84,10 +90,24 @@ class WorkerCalls:
     def _error(self, call: str, error: grpc.aio.AioRpcError | grpc.aio.UsageError) -> KvbatonError:
         if isinstance(error, grpc.aio.UsageError):
             return WorkerLostError(f"worker {self._worker_id} had gone before {call} was sent")
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not _has_descriptor():
+            return RouterExhaustedError(
+                f"the router has no file descriptor left to reach worker {self._worker_id}; try again later, or raise "
+                "its limit (ulimit -n)"
+            )
         error_class = _ERRORS.get(error.code(), InternalError)
         return error_class(
             f"worker {self._worker_id} did not accept {call}: {error.code().name}: {error.details()}"
         )
+
+
+def _has_descriptor() -> bool:
+    """Return whether this process can open one more file."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno not in (errno.EMFILE, errno.ENFILE)
+    return True
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from contract.errors import ErrorKind, KvbatonError
+from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError
 from contract.requests import FinishReason
 
 
@@ -88,5 +88,8 @@ def ended_late(status: RequestStatus, seconds: float) -> Ending:
 
 
 def refused(message: str) -> Ending:
-    """The request can never run here (A28)."""
-    return Ending(RequestStatus.FINISHED_IGNORED, error_kind=ErrorKind.INVALID_REQUEST, error_message=message)
+    """The request can never run here (A28). ``param`` shows that its size is at fault: a larger engine may run it."""
+    kind = ErrorKind.INVALID_REQUEST
+    return Ending(
+        RequestStatus.FINISHED_IGNORED, error_kind=kind, error_message=message, error_param=SIZE_PARAM
+    )

@@ -4,8 +4,8 @@ from contract.errors import ErrorKind, error_from_kind
 from contract.identity import Role
 from contract.requests import FinishReason
 from router.delivery import Delivery, Token
+from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
 from router.policy import Placement, Wish, WorkerView, missing_role, place
-from router.relay import _CURABLE, _MAX_TRANSFER_FAILURES, _TRANSFER_KINDS
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
@@ -173,7 +173,7 @@ class RouterSide:
             prefer=request.prefer,
             avoid=frozenset(request.suspects),
             is_replay=request.num_attempts > 0,
-            is_local=request.num_transfer_failures >= _MAX_TRANSFER_FAILURES,
+            is_local=request.num_transfer_failures >= MAX_TRANSFER_FAILURES,
         )
         if missing_role(views, wish.need):
             return
@@ -214,8 +214,8 @@ class RouterSide:
         prefer = request.prefill.worker if request.prefill else None
         self._close(request)
         request.num_failures += not is_known
-        request.num_transfer_failures += kind in _TRANSFER_KINDS and not is_known
-        if kind not in _CURABLE or request.num_failures > self.scenario.max_replays:
+        request.num_transfer_failures += kind in TRANSFER_KINDS and not is_known
+        if kind not in CURABLE or request.num_failures > self.scenario.max_replays:
             self._end(request, f"error {error_from_kind(kind, '').kind}")
             return
         request.suspects |= {worker for worker in suspects if worker in self.workers}

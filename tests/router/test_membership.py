@@ -162,7 +162,12 @@ async def test_a_request_waits_for_a_full_kv_cache() -> None:
 async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> None:
     async with running_cluster(SAY, ()) as cluster:
         mute = ScriptedWorker(
-            Role.BOTH, cluster.service.addresses.internal, SECRET, lambda _: SAY, worker_id="mute"
+            Role.BOTH,
+            cluster.service.addresses.internal,
+            SECRET,
+            lambda _: SAY,
+            worker_id="mute",
+            registration={"max_model_len": 128},
         )
         async with mute:
             assert (await cluster.get("/v1/models"))[1]["data"] == []

@@ -1,0 +1,159 @@
+"""Who is next in the line: priority, fairness between clients and between the requests of one, and nobody starves."""
+
+from itertools import count
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fair_queue import AGING_PERIOD, Claim, FairQueue
+from router.request import BACKGROUND_PRIORITY
+
+LANE = "lane"
+
+
+def take(queue: FairQueue[str, str]) -> str:
+    ticket = queue.head(queue.lanes[0])
+    queue.take(ticket)
+    return ticket.item
+
+
+def names(queue: FairQueue[str, str]) -> list[str]:
+    found = []
+    while queue:
+        found.append(take(queue))
+    return found
+
+
+def test_equal_requests_go_by_arrival() -> None:
+    queue: FairQueue[str, str] = FairQueue()
+    for number in (3, 1, 2, 0):
+        queue.add(LANE, Claim(arrival=float(number), family=str(number)), str(number))
+    assert names(queue) == ["0", "1", "2", "3"]
+
+
+def test_higher_priorities_go_first_and_those_that_were_begun_before_them() -> None:
+    queue: FairQueue[str, str] = FairQueue()
+    queue.add(LANE, Claim(arrival=1.0, family="a"), "new")
+    queue.add(LANE, Claim(arrival=2.0, family="b", priority=5), "urgent")
+    queue.add(LANE, Claim(arrival=3.0, family="c", is_replay=True), "begun")
+    assert names(queue) == ["urgent", "begun", "new"]
+
+
+@given(st.integers(1, 4), st.integers(0, 60), st.integers(1, 2**31 - 1))
+def test_a_low_priority_is_never_starved(num_hogs: int, num_before: int, priority: int) -> None:
+    """M3: with hogs that always have requests of the highest priority, it is passed by boundedly many others."""
+    queue: FairQueue[str, str] = FairQueue()
+    numbers = count()
+
+    def hog() -> None:
+        number = next(numbers)
+        claim = Claim(
+            priority=priority, tenant=f"hog-{number % num_hogs}", family=str(number), arrival=float(number)
+        )
+        queue.add(LANE, claim, "hog")
+
+    for _ in range(num_before):
+        hog()
+    queue.add(LANE, Claim(tenant="quiet", family="quiet", arrival=float(next(numbers))), "quiet")
+    num_passed = 0
+    for _ in range(num_hogs):
+        hog()
+    while (name := take(queue)) != "quiet":
+        assert name == "hog"
+        num_passed += 1
+        hog()
+        assert num_passed <= AGING_PERIOD * (num_hogs + 1)
+
+
+@given(st.integers(1, 40), st.integers(1, 2**31 - 1))
+def test_a_low_priority_is_not_starved_without_keys_either(num_before: int, priority: int) -> None:
+    """M3: all are one client then: those of the lower priority go by arrival at every eighth turn."""
+    queue: FairQueue[str, str] = FairQueue()
+    numbers = count()
+
+    def hog() -> None:
+        number = next(numbers)
+        queue.add(LANE, Claim(priority=priority, family=str(number), arrival=float(number)), "hog")
+
+    for _ in range(num_before):
+        hog()
+    queue.add(LANE, Claim(family="quiet", arrival=float(next(numbers))), "quiet")
+    hog()
+    num_passed = 0
+    while take(queue) != "quiet":
+        num_passed += 1
+        hog()
+        assert num_passed <= AGING_PERIOD * (num_before + 1)
+
+
+def test_the_prompts_of_one_request_take_turns_with_other_requests() -> None:
+    """M3: 1,024 prompts in one request keep nobody waiting."""
+    queue: FairQueue[str, str] = FairQueue()
+    for _ in range(1024):
+        queue.add(LANE, Claim(family="many", arrival=0.0, cost=10.0), "many")
+    for number in range(5):
+        queue.add(LANE, Claim(family=str(number), arrival=1.0 + number, cost=10.0), "one")
+    first = [take(queue) for _ in range(12)]
+    assert first.count("one") == 5
+    assert len(queue) == 1024 + 5 - 12
+    later = []
+    for number in range(200):  # a steady stream of others does not starve the many either
+        queue.add(LANE, Claim(family=f"late-{number}", arrival=10.0 + number, cost=10.0), "late")
+        later.append(take(queue))
+    assert later.count("many") >= 10
+
+
+def test_clients_share_by_cost_and_an_idle_one_saves_nothing_up() -> None:
+    """M3: a client with ten times the load gets its share, no more."""
+    queue: FairQueue[str, str] = FairQueue()
+    for number in range(200):
+        queue.add(LANE, Claim(tenant="big", family=f"b{number}", arrival=0.0, cost=30.0), "big")
+    for _ in range(50):
+        take(queue)
+    for number in range(100):
+        queue.add(LANE, Claim(tenant="small", family=f"s{number}", arrival=9.0, cost=10.0), "small")
+    taken = [take(queue) for _ in range(80)]
+    assert 55 <= taken.count("small") <= 62  # three small ones for each big one
+
+
+def test_background_work_goes_when_nobody_else_waits() -> None:
+    """M3: the lowest priority is never ahead of an interactive request, not even at the turns that ignore priorities."""
+    queue: FairQueue[str, str] = FairQueue()
+    for number in range(10):
+        queue.add(LANE, Claim(priority=BACKGROUND_PRIORITY, tenant="batch", family=str(number)), "background")
+    for number in range(3 * AGING_PERIOD):
+        queue.add(LANE, Claim(tenant="user", family=str(number), arrival=float(number)), "user")
+    assert names(queue) == ["user"] * 3 * AGING_PERIOD + ["background"] * 10
+
+
+def test_lanes_have_heads_of_their_own_in_one_order() -> None:
+    queue: FairQueue[str, str] = FairQueue()
+    queue.add("answers", Claim(arrival=2.0, family="a"), "answer")
+    queue.add("embeddings", Claim(arrival=1.0, family="b"), "embedding")
+    assert queue.lanes == ["embeddings", "answers"]
+    ticket = queue.head("answers")
+    queue.move(ticket, "embeddings")
+    assert queue.lanes == ["embeddings"]
+    assert names(queue) == ["embedding", "answer"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("+-x"), st.sampled_from("abc"), st.sampled_from("uv"), st.integers(-1, 1)),
+        max_size=60,
+    )
+)
+def test_the_queue_holds_what_was_added_and_not_taken(steps: list[tuple[str, str, str, int]]) -> None:
+    queue: FairQueue[str, str] = FairQueue()
+    held: set[str] = set()
+    for number, (step, tenant, family, priority) in enumerate(steps):
+        if step == "+":
+            claim = Claim(priority=priority, tenant=tenant, family=family, arrival=float(number))
+            queue.add(tenant, claim, str(number))
+            held.add(str(number))
+        elif queue:
+            ticket = queue.head(queue.lanes[-1])
+            (queue.take if step == "-" else queue.discard)(ticket)
+            held.remove(ticket.item)
+        assert {ticket.item for ticket in queue} == held
+        assert len(queue) == len(held)
