@@ -17,6 +17,7 @@ from benchmarks.settings import service_environment
 from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.worker_calls import WorkerCalls, open_worker_calls
+from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
 
 _PEER_SECONDS = 10.0
@@ -75,10 +76,10 @@ async def direct_worker(
     file.touch(mode=0o600)
     file.write_text(secret)
     file.chmod(0o600)
-    worker = DirectWorker()
+    worker, tls = DirectWorker(), router_tls(secret)
     server = grpc.aio.server(options=internal_server_options(_PEER_SECONDS))
     worker_pb2_grpc.add_MembershipServicer_to_server(worker, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_secure_port("127.0.0.1:0", tls.server_credentials)
     await server.start()
     command = [sys.executable, "-m", "cli.main", "both", "--router", f"127.0.0.1:{port}"]
     command += ["--secret-file", str(file), "--model", str(model), *arguments]
@@ -86,7 +87,7 @@ async def direct_worker(
         async with started(command, service_environment(), log) as process:
             async with in_time(process, log, time_limit):
                 registration = await _registration(worker, process)
-            async with open_worker_calls(registration, secret, time_limit) as worker.calls:
+            async with open_worker_calls(registration, tls, time_limit) as worker.calls:
                 yield worker
     finally:
         await server.stop(None)

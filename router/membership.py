@@ -8,10 +8,12 @@ from typing import Any
 import grpc
 
 from contract.errors import KvbatonError
+from contract.identity import why_no_name
 from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.registry import AttachedWorker, Registry
 from router.worker_calls import open_worker_calls
+from serving.cluster_tls import ClusterTls, peer_names, worker_name
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +24,11 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     """Keeps a worker in the registry for as long as its stream is open."""
 
     def __init__(
-        self, registry: Registry, router_id: str, secret: str, accept_timeout_seconds: float
+        self, registry: Registry, router_id: str, tls: ClusterTls, accept_timeout_seconds: float
     ) -> None:
         self._registry = registry
         self._router_id = router_id
-        self._secret = secret
+        self._tls = tls
         self._accept_timeout = accept_timeout_seconds
 
     async def Attach(  # noqa: N802
@@ -37,7 +39,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         A worker that does not fit is refused with FAILED_PRECONDITION and the reason by name.
         """
         registration = await _first_message(request_iterator)
-        async with open_worker_calls(registration, self._secret, self._accept_timeout) as calls:
+        await _check_identity(registration, context)
+        async with open_worker_calls(registration, self._tls, self._accept_timeout) as calls:
             worker = self._registry.meet(registration, calls)
             try:
                 self._registry.attach(worker)
@@ -53,6 +56,22 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
                 self._registry.detach(worker, "its stream closed")
+
+
+async def _check_identity(registration: pb.Registration, context: Any) -> None:
+    """End the call of a worker that registers under other ids than its certificate is for, or under none."""
+    ids = {"worker_id": registration.worker_id, "boot_id": registration.boot_id}
+    for field, value in ids.items():
+        if value and (why := why_no_name(value)):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{field} is no name: {why}")
+    if worker_name(**ids) not in peer_names(context) and any(ids.values()):
+        logger.warning(
+            "refused a worker: it registers as %s with another's certificate", registration.worker_id
+        )
+        await context.abort(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"this certificate is not for worker {registration.worker_id} (boot {registration.boot_id})",
+        )
 
 
 async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> pb.Registration:

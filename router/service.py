@@ -38,13 +38,13 @@ from router.tasks import TaskSet
 from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
 from serving.api_keys import ApiKeys
+from serving.cluster_tls import router_tls
 from serving.descriptors import connection_caps, num_open_descriptors, raise_descriptor_limit
 from serving.grpc_keys import ApiKeyInterceptor
 from serving.grpc_messages import MessageInterceptor
 from serving.grpc_options import internal_server_options, public_server_options
 from serving.grpc_server import start_grpc
 from serving.http_server import HttpServer, start_http
-from serving.peer_auth import PeerAuthInterceptor
 from serving.settings import is_loopback
 from serving.signals import until_stopped
 from serving.tls import read_tls
@@ -75,7 +75,7 @@ class RouterService:
     def __init__(self, settings: RouterSettings, clock: Callable[[], float] = time.time) -> None:
         """Take settings; clock: Unix seconds, by which files and batches expire. Raises SettingError."""
         self._settings = settings
-        self._secret = settings.read_secret()
+        self._cluster = router_tls(settings.read_secret())
         self._changes = ChangeSignal()
         self._registry = Registry(self._changes)
         self._models = ModelSource(self._changes, settings.served_model_name, settings.parsers)
@@ -210,18 +210,17 @@ class RouterService:
         return service
 
     async def _start_internal(self) -> tuple[grpc.aio.Server, str]:
-        server = grpc.aio.server(
-            interceptors=[PeerAuthInterceptor(self._secret)],
-            options=internal_server_options(self._settings.peer_timeout_seconds),
-        )
+        server = grpc.aio.server(options=internal_server_options(self._settings.peer_timeout_seconds))
         router_id = f"router-{secrets.token_hex(4)}"
         worker_pb2_grpc.add_MembershipServicer_to_server(
             MembershipServicer(
-                self._registry, router_id, self._secret, self._settings.accept_timeout_seconds
+                self._registry, router_id, self._cluster, self._settings.accept_timeout_seconds
             ),
             server,
         )
-        return server, await start_grpc(server, self._settings.internal, param="internal")
+        credentials = self._cluster.server_credentials
+        address = await start_grpc(server, self._settings.internal, param="internal", credentials=credentials)
+        return server, address
 
     async def _start_public(self, max_connections: int) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(

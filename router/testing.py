@@ -17,9 +17,9 @@ from contract.requests import FinishReason
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.tasks import TaskSet
+from serving.cluster_tls import ROUTER_NAME, worker_tls
 from serving.errors import grpc_code
 from serving.grpc_options import internal_channel_options, internal_server_options
-from serving.peer_auth import PeerAuthInterceptor, peer_metadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._role = role
         self._router = router
         self._secret = secret
+        self._boot_id = ""
         self._script = script
         self._model_files = dict(model_files or {})
         self._overrides = dict(registration or {})
@@ -107,16 +108,17 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     async def start(self) -> None:
         """Listen, and attach to the router. Raises grpc.aio.AioRpcError when it refuses."""
-        self._server = grpc.aio.server(
-            interceptors=[PeerAuthInterceptor(self._secret)], options=internal_server_options(3.0)
-        )
+        self._boot_id = new_boot_id()
+        ids = {"worker_id": self.worker_id, "boot_id": self._boot_id, **self._overrides}
+        tls = worker_tls(self._secret, ids["worker_id"], ids["boot_id"])
+        self._server = grpc.aio.server(options=internal_server_options(3.0))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        address = f"127.0.0.1:{self._server.add_secure_port('127.0.0.1:0', tls.server_credentials)}"
         await self._server.start()
-        self._channel = grpc.aio.insecure_channel(self._router, options=internal_channel_options())
+        self._channel = tls.channel(self._router, ROUTER_NAME, internal_channel_options())
         stub = worker_pb2_grpc.MembershipStub(self._channel)
         self._outbox.put_nowait(pb.WorkerMessage(registration=self._registration(address)))
-        self._call = stub.Attach(self._messages(), metadata=grpc.aio.Metadata(*peer_metadata(self._secret)))
+        self._call = stub.Attach(self._messages())
         welcome = await self._call.read()
         if welcome is grpc.aio.EOF:
             raise grpc.aio.AioRpcError(
@@ -286,7 +288,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             "protocol_min": 1,
             "protocol_max": 1,
             "worker_id": self.worker_id,
-            "boot_id": new_boot_id(),
+            "boot_id": self._boot_id,
             "role": self._role.value,
             "address": address,
             "control_address": address,

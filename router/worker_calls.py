@@ -19,8 +19,8 @@ from contract.errors import (
 )
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
+from serving.cluster_tls import ClusterTls, worker_name
 from serving.grpc_options import internal_channel_options
-from serving.peer_auth import peer_metadata
 
 _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -37,34 +37,31 @@ class RouterExhaustedError(OverloadedError):
 
 
 class WorkerCalls:
-    """A proven channel to one worker. Every method raises a KvbatonError that names the worker and the call."""
+    """A channel to one worker. Every method raises a KvbatonError that names the worker and the call."""
 
-    def __init__(
-        self, worker_id: str, channel: grpc.aio.Channel, secret: str, timeout_seconds: float
-    ) -> None:
+    def __init__(self, worker_id: str, channel: grpc.aio.Channel, timeout_seconds: float) -> None:
         self._worker_id = worker_id
         self._stub = worker_pb2_grpc.WorkerStub(channel)
-        self._metadata = grpc.aio.Metadata(*peer_metadata(secret))
         self._timeout = timeout_seconds
 
     async def prefill(self, request: pb.PrefillRequest) -> None:
         """Start a prefill leg."""
         try:
-            await self._stub.Prefill(request, timeout=self._timeout, metadata=self._metadata)
+            await self._stub.Prefill(request, timeout=self._timeout)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Prefill", error) from error
 
     async def decode(self, request: pb.DecodeRequest) -> None:
         """Start a decode leg."""
         try:
-            await self._stub.Decode(request, timeout=self._timeout, metadata=self._metadata)
+            await self._stub.Decode(request, timeout=self._timeout)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Decode", error) from error
 
     async def embed(self, request: pb.EmbedLegRequest) -> None:
         """Start an embedding."""
         try:
-            await self._stub.Embed(request, timeout=self._timeout, metadata=self._metadata)
+            await self._stub.Embed(request, timeout=self._timeout)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Embed", error) from error
 
@@ -72,16 +69,14 @@ class WorkerCalls:
         """Stop one choice of a request, up to this attempt."""
         request = pb.CancelRequest(request_id=request_id, attempt=attempt, choice=choice)
         try:
-            await self._stub.Cancel(request, timeout=self._timeout, metadata=self._metadata)
+            await self._stub.Cancel(request, timeout=self._timeout)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Cancel", error) from error
 
     async def model_files(self) -> AsyncIterator[pb.ModelFile]:
         """The small files of its model folder, in pieces."""
         try:
-            call = self._stub.GetModelFiles(
-                pb.GetModelFilesRequest(), timeout=self._timeout, metadata=self._metadata
-            )
+            call = self._stub.GetModelFiles(pb.GetModelFilesRequest(), timeout=self._timeout)
             async for piece in call:
                 yield piece
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
@@ -112,8 +107,9 @@ def _has_descriptor() -> bool:
 
 @asynccontextmanager
 async def open_worker_calls(
-    registration: pb.Registration, secret: str, timeout_seconds: float
+    registration: pb.Registration, tls: ClusterTls, timeout_seconds: float
 ) -> AsyncIterator[WorkerCalls]:
-    """Calls to the worker at its registered address, until the block is left."""
-    async with grpc.aio.insecure_channel(registration.address, options=internal_channel_options()) as channel:
-        yield WorkerCalls(registration.worker_id, channel, secret, timeout_seconds)
+    """Calls to the worker at its registered address, until the block is left. Nobody else's certificate is accepted."""
+    name = worker_name(registration.worker_id, registration.boot_id)
+    async with tls.channel(registration.address, name, internal_channel_options()) as channel:
+        yield WorkerCalls(registration.worker_id, channel, timeout_seconds)

@@ -1,13 +1,17 @@
 """Channel and server options of gRPC, in one place."""
 
+from typing import Any
+
 _MAX_INTERNAL_BYTES = 64 * 2**20
+_INTERNAL_HANDSHAKE_MS = 10_000
+"""For TLS and HTTP/2: a stranger who says nothing holds a connection for so long."""
 _MAX_CONNECTION_AGE_MS = 3_600_000
 _MAX_METADATA_BYTES = 16 * 2**10
 _MAX_STREAMS = 128
 """Calls at once on one public connection; more wait on the client's side."""
 _PUBLIC_KEEPALIVE_MS = 30_000
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, Any]]
 
 
 def internal_server_options(peer_timeout_seconds: float) -> Options:
@@ -18,6 +22,8 @@ def internal_server_options(peer_timeout_seconds: float) -> Options:
     half = max(100, int(peer_timeout_seconds * 500))
     return [
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", _INTERNAL_HANDSHAKE_MS),
+        ("grpc.http2.settings_timeout", _INTERNAL_HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", half),
         ("grpc.keepalive_timeout_ms", half),
         ("grpc.http2.ping_timeout_ms", half),  # 60 s by default, and then the one above has no effect

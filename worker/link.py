@@ -15,14 +15,16 @@ import grpc.aio
 from contract.errors import IncompatiblePeerError
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
+from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.grpc_options import internal_stream_options
-from serving.peer_auth import peer_metadata
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 MAX_UNREAD_BYTES = 64 * 2**20
+_UNPROVED = ("SSL_ERROR_SSL", "Hostname Verification")
+"""What gRPC says where the listener's certificate is not a router's of this cluster, or where it speaks no TLS."""
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -36,7 +38,7 @@ class RouterLink:
     def __init__(
         self,
         router: str,
-        secret: str,
+        tls: ClusterTls,
         registration: pb.Registration,
         credit: pb.Credit,
         on_lost: Callable[[], Awaitable[None]],
@@ -45,7 +47,7 @@ class RouterLink:
     ) -> None:
         self._peer_timeout = peer_timeout_seconds
         self._router = router
-        self._secret = secret
+        self._tls = tls
         self._registration = registration
         self._credit = credit
         self._on_lost = on_lost
@@ -55,7 +57,7 @@ class RouterLink:
         self._attached = asyncio.Event()
         self.num_unread_bytes = 0
         self.session = ""
-        self._router_left = False
+        self._router_left = self._was_attached = False
         self._ended = asyncio.Event()
 
     @property
@@ -83,7 +85,11 @@ class RouterLink:
             await self._ended.wait()
 
     async def run(self) -> None:
-        """Attach, and attach again after every loss. Raises IncompatiblePeerError when the router refuses us."""
+        """Attach, and attach again after every loss. Raises IncompatiblePeerError when the router refuses us.
+
+        A listener that proves nothing ends a worker that was never attached: its secret, or the router's address, is wrong.
+        Later it may be a stranger who took the port while the router is away, so the worker waits.
+        """
         delay = FIRST_RETRY_SECONDS
         while True:
             try:
@@ -99,6 +105,10 @@ class RouterLink:
                         f"router {self._router} refused this worker: {error.details()}"
                     ) from error
                 reason = f"{error.code().name}: {error.details()}"
+                if not self._was_attached and any(sign in reason for sign in _UNPROVED):
+                    raise IncompatiblePeerError(
+                        f"router {self._router} does not prove that it holds this worker's cluster secret: {reason}"
+                    ) from error
             if self._attached.is_set():
                 delay = FIRST_RETRY_SECONDS
                 self._attached.clear()
@@ -112,11 +122,10 @@ class RouterLink:
 
     async def _attach_once(self) -> None:
         self._outbox, self.num_unread_bytes = asyncio.Queue(), 0
-        async with grpc.aio.insecure_channel(
-            self._router, options=internal_stream_options(self._peer_timeout)
-        ) as channel:
+        options = internal_stream_options(self._peer_timeout)
+        async with self._tls.channel(self._router, ROUTER_NAME, options) as channel:
             stub = worker_pb2_grpc.MembershipStub(channel)
-            self._call = stub.Attach(self._messages(), metadata=peer_metadata(self._secret))
+            self._call = stub.Attach(self._messages())
             try:
                 async for message in self._call:
                     self._hear(message)
@@ -130,6 +139,7 @@ class RouterLink:
             self._router_left = False
             self.session = message.welcome.session
             self._attached.set()
+            self._was_attached = True
             self.send(pb.WorkerMessage(credit=self._credit))
         elif message.HasField("goodbye"):
             self._router_left = True

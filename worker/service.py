@@ -19,7 +19,6 @@ from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc
 from serving.logs import configure_logs, log_settings
 from serving.metrics import EngineCollector
-from serving.peer_auth import PeerAuthInterceptor
 from serving.settings import split_address
 from serving.signals import until_stopped
 from worker.aggregated import AggregatedServicer
@@ -89,10 +88,7 @@ async def exposed(
     worker: Worker, settings: WorkerSettings, servicer: ServicerFactory
 ) -> AsyncIterator[dict[str, Any]]:
     """A worker's ports: ``grpc`` (as others dial it) and ``admin``. On the way out its requests are aborted."""
-    server = grpc.aio.server(
-        interceptors=[PeerAuthInterceptor(settings.read_secret())],
-        options=internal_server_options(settings.peer_timeout_seconds),
-    )
+    server = grpc.aio.server(options=internal_server_options(settings.peer_timeout_seconds))
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)
     admin = AdminServer(
         settings.admin,
@@ -101,7 +97,12 @@ async def exposed(
         metrics=_metrics(worker),
     )
     async with AsyncExitStack() as stack:
-        bound = await start_grpc(server, f"{settings.host}:{settings.port}", param="port")
+        bound = await start_grpc(
+            server,
+            f"{settings.host}:{settings.port}",
+            param="port",
+            credentials=worker.tls.server_credentials,
+        )
         stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
         await admin.start()
         stack.push_async_callback(admin.stop)

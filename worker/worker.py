@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from contract.requests import EngineRequest
 from engine.client import EngineClient
 from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
+from serving.cluster_tls import ClusterTls, worker_tls
 from serving.process_facts import facts_of
 from text.model_card import MODEL_FILES
 from worker.link import RouterLink
@@ -75,6 +77,11 @@ class Worker:
         """The model's files."""
         return self._settings.model
 
+    @cached_property
+    def tls(self) -> ClusterTls:
+        """What proves this worker to a router, and routers to it. Raises SettingError without a usable secret."""
+        return worker_tls(self._settings.read_secret(), self.identity.worker_id, self.identity.boot_id)
+
     @property
     def num_requests(self) -> int:
         """Requests accepted and not finished."""
@@ -85,7 +92,7 @@ class Worker:
         registration = self._registration(address, admin_address)
         self._link = RouterLink(
             self._settings.router,
-            self._settings.read_secret(),
+            self.tls,
             registration,
             self._credit(),
             self.abort_all,

@@ -11,7 +11,7 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.testing import Script, ScriptedWorker, kv_layout
-from serving.peer_auth import peer_metadata
+from serving.cluster_tls import ROUTER_NAME, worker_tls
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, byte_ids, write_model
 
@@ -62,35 +62,50 @@ async def test_a_worker_of_a_later_protocol_range_that_overlaps_is_taken() -> No
 
 
 async def test_a_stranger_without_the_secret_is_refused() -> None:
+    """H4: it has no certificate of the cluster, and takes none of the router's."""
     async with running_cluster(SAY) as cluster:
         stranger = ScriptedWorker(
-            Role.DECODE, cluster.service.addresses.internal, "guess", lambda _: SAY, worker_id="x"
+            Role.DECODE, cluster.service.addresses.internal, "guess" * 8, lambda _: SAY, worker_id="x"
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stranger.start()
         await stranger.stop()
-        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert len((await cluster.debug_state())["workers"]) == 2
 
 
-async def test_workers_refuse_a_router_without_the_secret() -> None:
+async def test_a_worker_cannot_register_as_another() -> None:
+    """H4: worker id and boot id are those of the certificate."""
     async with running_cluster(SAY) as cluster:
-        address = (await cluster.debug_state())["workers"][0]["address"]
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub: Any = worker_pb2_grpc.WorkerStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Cancel(pb.CancelRequest(request_id="x"))
-            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-            await stub.Cancel(pb.CancelRequest(request_id="x"), metadata=peer_metadata(SECRET))
+        tls = worker_tls(SECRET, "mallory", "boot")
+        async with tls.channel(cluster.service.addresses.internal, ROUTER_NAME, []) as channel:
+            stub: Any = worker_pb2_grpc.MembershipStub(channel)
+            for ids in (("prefill-0", "boot"), ("mallory", "other boot"), ("mallory", ""), ("", "boot")):
+                registration = pb.Registration(worker_id=ids[0], boot_id=ids[1], role="prefill")
+                call = stub.Attach(iter([pb.WorkerMessage(registration=registration)]))
+                with pytest.raises(grpc.aio.AioRpcError, match="this certificate is not for worker"):
+                    await call.read()
+        assert {worker["worker_id"] for worker in (await cluster.debug_state())["workers"]} == {
+            "prefill-0",
+            "decode-0",
+        }
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\0", "\u202e", "x" * 300])
+async def test_an_id_with_control_characters_is_refused(name: str) -> None:
+    """H3: control characters are refused in ids, here too."""
+    async with running_cluster(SAY, ()) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError, match="worker_id is no name"):
+            await cluster.add(Role.DECODE, name)
 
 
 async def test_a_first_message_that_is_no_registration_is_refused() -> None:
     async with (
         running_cluster(SAY) as cluster,
-        grpc.aio.insecure_channel(cluster.service.addresses.internal) as channel,
+        worker_tls(SECRET, "w", "b").channel(cluster.service.addresses.internal, ROUTER_NAME, []) as channel,
     ):
         stub: Any = worker_pb2_grpc.MembershipStub(channel)
-        call = stub.Attach(iter([pb.WorkerMessage(load=pb.Load())]), metadata=peer_metadata(SECRET))
+        call = stub.Attach(iter([pb.WorkerMessage(load=pb.Load())]))
         with pytest.raises(grpc.aio.AioRpcError, match="role is ''"):
             await call.read()
 

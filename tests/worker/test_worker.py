@@ -23,7 +23,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.service import RouterService
 from router.settings import RouterSettings
-from serving.peer_auth import peer_metadata
+from serving.cluster_tls import router_tls, worker_name
 from tests.engine_scheduling.stepping import fake_settings
 from tests.private_files import write_private
 from tests.text.tiny_model import model_files, write_model
@@ -46,8 +46,8 @@ class Running:
     router: RouterService
     run: asyncio.Task[None]
 
-    async def call(self, name: str, request: Any, secret: str = SECRET) -> Any:
-        return await getattr(self.stub, name)(request, metadata=peer_metadata(secret))
+    async def call(self, name: str, request: Any) -> Any:
+        return await getattr(self.stub, name)(request)
 
 
 @asynccontextmanager
@@ -72,7 +72,8 @@ async def running(
         stack.push_async_callback(asyncio.wait, [run])
         stack.callback(run.cancel)
         await worker.wait_ready()
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(addresses["grpc"]))
+        channel = router_tls(SECRET).channel(addresses["grpc"], worker_name("w", "boot"), [])
+        await stack.enter_async_context(channel)
         yield Running(worker, worker_pb2_grpc.WorkerStub(channel), router, run)
 
 
@@ -150,19 +151,6 @@ async def test_what_cannot_be_served_is_refused_by_name(
         assert caught.value.code() is code
         assert text in (caught.value.details() or "")
         assert it.worker.num_requests == 0
-
-
-@pytest.mark.parametrize("call", ["Decode", "Cancel", "GetModelFiles"])
-async def test_strangers_are_refused(tmp_path: Path, call: str) -> None:
-    """Law 8: every internal call needs the cluster's proof."""
-    messages = {"Decode": pb.DecodeRequest(task=task()), "Cancel": pb.CancelRequest(request_id="r")}
-    async with running(Role.BOTH, tmp_path) as it:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            result = getattr(it.stub, call)(
-                messages.get(call, pb.GetModelFilesRequest()), metadata=peer_metadata("another secret")
-            )
-            await (result.read() if call == "GetModelFiles" else result)
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path) -> None:
@@ -249,7 +237,7 @@ async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> No
     """Law 9: the small files of the model folder come over the wire, byte by byte."""
     async with running(Role.BOTH, tmp_path) as it:
         got: dict[str, bytes] = {}
-        async for piece in it.stub.GetModelFiles(pb.GetModelFilesRequest(), metadata=peer_metadata(SECRET)):
+        async for piece in it.stub.GetModelFiles(pb.GetModelFilesRequest()):
             got[piece.name] = got.get(piece.name, b"") + piece.data
         assert got == {name: data for name, data in model_files().items() if data}
         async with asyncio.timeout(10):
@@ -264,7 +252,9 @@ async def test_a_router_with_another_secret_refuses_the_worker(tmp_path: Path) -
     try:
         settings = worker_settings(tmp_path, router.addresses.internal)
         worker = Worker(WorkerIdentity(Role.BOTH, "w", "boot"), settings, engine)
-        with pytest.raises(IncompatiblePeerError, match="refused this worker"):
+        with pytest.raises(
+            IncompatiblePeerError, match="does not prove that it holds this worker's cluster secret"
+        ):
             await worker.run("127.0.0.1:1", "127.0.0.1:2")
     finally:
         await engine.shutdown()
