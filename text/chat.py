@@ -16,7 +16,7 @@ Message = dict[str, Any]
 """Has a role; content (a string, a list of text parts, or None), reasoning_content, tool_calls and others if sent."""
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """Names under which clients send an answer's reasoning back, the first that is a text counts."""
-_STRINGS = ("name", "tool_call_id", "reasoning_content")
+_STRINGS = ("name", "tool_call_id", "reasoning_content", "refusal")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 """Variables of a template that a request sets by fields of their own, or not at all."""
 
@@ -41,7 +41,7 @@ class Chat:
 
 
 def parse_messages(raw: Any) -> list[Message]:
-    """Check a request's ``messages``; only an assistant's message with tool calls or reasoning may lack content.
+    """Check a request's ``messages``; an assistant's may lack content: an answer may be calls, reasoning, or nothing.
 
     Raises InvalidRequestError with the index of the message at fault.
     """
@@ -65,8 +65,11 @@ def _parse_message(raw: Any, where: str) -> Message:
         checked = _checked(key, value, f"{where}.{key}")
         if checked is not None or key == "content":
             message[key] = checked
-    if message.get("content") is None and not _needs_no_content(message):
-        raise InvalidRequestError(f"{where}.content is missing", param=f"{where}.content")
+    if message.get("content") is None:
+        if role != "assistant":
+            raise InvalidRequestError(f"{where}.content is missing", param=f"{where}.content")
+        if message.get("refusal"):
+            message["content"] = message["refusal"]
     return message
 
 
@@ -92,10 +95,6 @@ def _string(raw: Any, where: str) -> str:
     if not isinstance(raw, str):
         raise InvalidRequestError(f"{where} must be a string", param=where)
     return raw
-
-
-def _needs_no_content(message: Message) -> bool:
-    return message["role"] == "assistant" and ("tool_calls" in message or "reasoning_content" in message)
 
 
 def _checked_content(content: Any, where: str) -> str | list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from router.http.body import Body
 from router.http.chat_fields import template_kwargs
 from router.limits import MAX_MESSAGES
 from text.chat import Chat, Message
-from text.tools import check_function_name, parse_arguments, parse_tool_choice, parse_tools
+from text.tools import check_call_name, parse_arguments, parse_tool_choice, parse_tools
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
@@ -58,11 +58,12 @@ class _Conversation:
         self._messages: list[Message] = []
 
     def messages(self) -> list[Message]:
-        """All of them; reasoning that nothing followed is left out. Raises InvalidRequestError where nothing remains."""
-        found = [message for message in self._messages if "content" in message]
-        if not found:
-            raise InvalidRequestError("input has nothing but reasoning", param="input")
-        return found
+        """Return all of them. Raises InvalidRequestError where there is none."""
+        if not self._messages:
+            raise InvalidRequestError(
+                "input has no message, no call and no readable reasoning", param="input"
+            )
+        return [{**message, "content": message.get("content")} for message in self._messages]
 
     def add(self, item: Any, where: str) -> None:
         """One item of the input. Raises InvalidRequestError, UnsupportedFieldError."""
@@ -96,21 +97,24 @@ class _Conversation:
                 f"{where}.role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}", param=f"{where}.role"
             )
         content = _text(item.get("content"), f"{where}.content")
-        if role == "assistant" and self._is_open and "content" not in self._messages[-1]:
-            self._messages[-1]["content"] = content
+        last = self._messages[-1] if role == "assistant" and self._is_open else {}
+        if last and "content" not in last:
+            last["content"] = content
+        elif "tool_calls" in last:
+            last["content"] = (last["content"] or "") + content
         else:
             self._messages.append({"role": role, "content": content})
 
     def _add_call(self, item: dict[str, Any], where: str) -> None:
         function = {
-            "name": check_function_name(item.get("name"), f"{where}.name"),
+            "name": check_call_name(item.get("name"), f"{where}.name"),
             "arguments": parse_arguments(item.get("arguments"), f"{where}.arguments"),
         }
         call_id = _string(item.get("call_id"), f"{where}.call_id")
         if not self._is_open:
             self._messages.append({"role": "assistant"})
         message = self._messages[-1]
-        message.setdefault("content", "")
+        message.setdefault("content", None)
         message.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
     @property

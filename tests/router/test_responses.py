@@ -232,7 +232,7 @@ async def test_a_conversation_reaches_the_template(tmp_path: Path) -> None:
         {**call, "call_id": "c2"},
         {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "wet"}]},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "left out"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "kept"}]},
         {"role": "user", "content": "x"},
     ]
     async with writing_cluster(tmp_path, "ok", template=template) as cluster:
@@ -240,7 +240,7 @@ async def test_a_conversation_reaches_the_template(tmp_path: Path) -> None:
         assert status == 200, answer
         assert prompt_of(cluster) == (
             f"system:I|system:D|user:a\nb|assistant:A~R!c1=get_weather({PARIS})!c2=get_weather({PARIS})|"
-            "tool:sunny#c1|tool:wet#c2|user:x|"
+            "tool:sunny#c1|tool:wet#c2|assistant:~kept|user:x|"
         )
 
 

@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import pytest
+
 from contract.identity import Role
+from router.http.body import Body
+from router.http.response_input import response_chat
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import check_all
 from tests.router.test_responses import ASK, BYTES, NOW, PATH, events_of
@@ -85,6 +89,47 @@ async def test_what_is_not_served_is_refused_by_name() -> None:
         await check_all(cluster, PATH, ASK, refused)
         _, answer = await cluster.post(PATH, {**ASK, "previous_response_id": "resp_1"})
         assert answer["error"]["code"] == "unsupported_parameter"
+
+
+ASK_AGAIN = [{"role": "user", "content": "b"}]
+PARTS = [{"type": "output_text", "text": "A", "annotations": [], "logprobs": []}]
+THOUGHT: dict[str, Any] = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
+    "encrypted_content": None,
+    "status": "incomplete",
+}
+HISTORIES: list[tuple[list[dict[str, Any]], list[tuple[Any, ...]]]] = [
+    ([{**THOUGHT, "content": [{"type": "reasoning_text", "text": "R"}]}], [("R", None, 0)]),
+    (
+        [THOUGHT, {"type": "message", "role": "assistant", "status": "incomplete", "content": PARTS}],
+        [(None, "A", 0)],
+    ),
+    (
+        [
+            {"type": "message", "role": "assistant", "content": PARTS},
+            {"type": "function_call", "call_id": "c", "name": "get it", "arguments": '{"a'},
+            {"type": "message", "role": "assistant", "content": PARTS},
+            {"type": "function_call", "call_id": "d", "name": "f", "arguments": "", "status": "incomplete"},
+        ],
+        [(None, "AA", 2)],
+    ),
+    ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": '["A"]'}], [(None, None, 1)]),
+]
+
+
+@pytest.mark.parametrize("index", range(len(HISTORIES)))
+def test_what_one_answer_consists_of_is_one_message(index: int) -> None:
+    """F10: items of an answer, reasoning alone and broken calls among them, become what the model wrote."""
+    items, wanted = HISTORIES[index]
+    body = Body({"input": [{"role": "user", "content": "a"}, *items, *ASK_AGAIN]})
+    _, *found, last = response_chat(body).messages
+    assert [
+        (message.get("reasoning_content"), message["content"], len(message.get("tool_calls", ())))
+        for message in found
+    ] == wanted
+    assert last["role"] == "user"
 
 
 async def test_what_asks_for_nothing_is_taken_under_strict_api_too() -> None:

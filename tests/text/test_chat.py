@@ -132,7 +132,7 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
         ([{"role": "wizard", "content": "a"}], "messages[0].role", "'wizard'"),
         ([{"content": "a"}], "messages[0].role", "None"),
         ([{"role": "user"}], "messages[0].content", "missing"),
-        ([{"role": "assistant", "content": None}], "messages[0].content", "missing"),
+        ([{"role": "tool", "content": None}], "messages[0].content", "missing"),
         ([{"role": "user", "content": 7}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": []}], "messages[0].content", "string or a list"),
         (
@@ -162,6 +162,28 @@ def test_a_bad_message_is_named_by_its_index(messages: Any, param: str, words: s
         parse_messages(messages)
     assert caught.value.param == param
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": None},
+        {},
+        {"content": None, "refusal": None, "function_call": None, "audio": None, "annotations": None},
+        {"content": None, "reasoning_content": "Hm.", "reasoning": "Hm.", "tool_calls": None},
+        {"content": "", "tool_calls": []},
+    ],
+)
+def test_an_answer_of_nothing_or_of_reasoning_is_history(message: dict[str, Any]) -> None:
+    """F10: clients that do not know reasoning send ``content: null`` back, and nothing else."""
+    (parsed,) = parse_messages([{"role": "assistant", **message}])
+    assert not parsed.get("content") and "tool_calls" not in parsed
+
+
+def test_a_refusal_is_the_content_where_there_is_no_other() -> None:
+    """F10: a text of the conversation in another field is not lost."""
+    (parsed,) = parse_messages([{"role": "assistant", "content": None, "refusal": "I cannot."}])
+    assert parsed["content"] == "I cannot."
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
