@@ -58,7 +58,9 @@ class ModelSource:
     async def read_folder(self, folder: Path, name: str | None = None) -> None:
         """Read the card from a folder. Raises SettingError that names what is missing."""
         shown_name = self._served_model_name or name
-        self._card = await asyncio.to_thread(ModelCard.from_folder, folder, shown_name, self._parsers)
+        card = await asyncio.to_thread(ModelCard.from_folder, folder, shown_name, self._parsers)
+        _log_template(card)
+        self._card = card
         self.known_since = int(time.time())
         self._changes.tell()
 
@@ -83,6 +85,16 @@ class ModelSource:
         return True
 
 
+def _log_template(card: ModelCard) -> None:
+    if card.chat_template is None:
+        logger.info("the model %s has no chat template: chats are refused", card.name)
+        return
+    report = card.chat_template.report
+    logger.info("chat template of %s: %s", card.name, report.line())
+    for problem in report.problems():
+        logger.warning("%s", problem)
+
+
 async def _fetch(worker: AttachedWorker, folder: Path) -> None:
     """Write the worker's small model files into ``folder``; names that we do not know are left out."""
     files: dict[str, bytearray] = {}
@@ -92,4 +104,9 @@ async def _fetch(worker: AttachedWorker, folder: Path) -> None:
         if sum(map(len, files.values())) > _MAX_BYTES:
             raise InternalError(f"worker {worker.name} sends model files of more than {_MAX_BYTES} bytes")
     for name, data in files.items():
-        await asyncio.to_thread((folder / name).write_bytes, data)
+        await asyncio.to_thread(_write, folder / name, bytes(data))
+
+
+def _write(file: Path, data: bytes) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(data)

@@ -7,6 +7,8 @@ from typing import Any
 from contract.errors import SettingError
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.chat_template import ChatTemplate
+from text.templates.folder import TEMPLATE_FILES, read_templates
+from text.templates.sandbox import DEFAULT
 from text.tokenizer import Tokenizer, read_json
 
 MODEL_FILES = (
@@ -15,7 +17,7 @@ MODEL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    *TEMPLATE_FILES,
 )
 """The small files that a model card is read from."""
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -111,15 +113,13 @@ def _eos_token_ids(
 
 
 def _chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    file = folder / "chat_template.jinja"
-    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
-    source = source or read_json(folder / "tokenizer_config.json").get("chat_template")
-    tool_source = None
-    if isinstance(source, list):
-        named = {t.get("name"): t.get("template") for t in source}
-        source, tool_source = named.get("default"), named.get("tool_use")
-    if not isinstance(source, str):
+    named = read_templates(folder)
+    if not named:
         return None
     return ChatTemplate(
-        source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, tool_source=tool_source
+        named[DEFAULT],
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        named=named,
+        tokens=tokenizer.named_tokens,
     )

@@ -38,6 +38,8 @@ class Tokenizer:
     def __init__(self, backend: FastTokenizer, config: dict[str, Any]) -> None:
         self._backend = backend
         names = {name: _content(config.get(name)) for name in _NAMED}
+        self.named_tokens = {name: token for name, token in names.items() if token}
+        """Special tokens by the names that ``transformers`` gives to chat templates."""
         self.bos_token: str | None = names["bos_token"]
         self.eos_token: str | None = names["eos_token"]
         backend.no_truncation()

@@ -36,7 +36,7 @@ class ChatTemplate:
         renderer: Renderer | None = None,
     ) -> None:
         """tool_source: the template for conversations with tools. named: others by name. tokens: more special tokens."""
-        self._sources = {DEFAULT: source, **(named or {})}
+        self._sources = {**(named or {}), DEFAULT: source}
         if tool_source is not None:
             self._sources[TOOL_USE] = tool_source
         self._tokens = {**(tokens or {}), "bos_token": bos_token or "", "eos_token": eos_token or ""}

@@ -67,7 +67,7 @@ class Marks:
     """Owns the marked texts of one conversation."""
 
     def __init__(self) -> None:
-        self._word = f"q{secrets.token_hex(8)}"
+        self._word = f"q{secrets.token_hex(6)}"
         self._pattern = re.compile(rf"{self._word}([se])(\d+)x")
         self.texts: list[MarkedText] = []
 

@@ -4,6 +4,7 @@ Every question is a kind of conversation with unguessable texts, tried in one fo
 all texts are written decides. Nothing is concluded from the template's source.
 """
 
+import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ Attempt = Callable[[Chat, Form], str]
 """Renders a conversation in a form and proves it whole. Raises InvalidRequestError otherwise."""
 Candidate = tuple[str, Form]
 REFUSED = "refused"
+_PART = re.compile(r"""['"]type['"]: ['"]text['"]""")
+"""How a list of parts is written by a template that takes it for text."""
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Probe:
         tried = list(chats)
         for label, form in candidates:
             prompts = [self.written(chat, form) for chat in tried]
-            if any(prompt is None for prompt in prompts):
+            if any(prompt is None or (form.parts and _PART.search(prompt)) for prompt in prompts):
                 continue
             found = sum(num_blemishes(prompt or "") for prompt in prompts)
             if best is None or found < best[0]:

@@ -78,7 +78,7 @@ def _ask_developer(probe: Probe) -> None:
         ("parts", with_parts(replace(form, developer="developer"), "developer")),
     ]
     as_system = [("as system", form)]
-    is_generic = _is_generic(probe, conversation, native[0][1])
+    is_generic = form.system == "user" or _is_generic(probe, conversation, native[0][1])
     probe.choose("developer", as_system + native if is_generic else native + as_system, [conversation])
 
 

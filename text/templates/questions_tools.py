@@ -157,9 +157,10 @@ def _ask_reasoning(probe: Probe) -> None:
 
 
 def _ask_bare_answers(probe: Probe) -> None:
-    """Find the content of an answer that is only reasoning."""
-    reasoning = word()
-    bare: Message = {"role": "assistant", "content": None, "reasoning_content": reasoning}
+    """Find the content of an answer that is only reasoning: the one with which most is written, and no "None"."""
+    bare: Message = {"role": "assistant", "content": None, "reasoning_content": word()}
     conversation = chat(say("user"), bare, say("user"))
-    candidates = [(absent, replace(probe.form, bare_contents=(absent,))) for absent in ABSENT]
-    probe.choose("reasoning alone", candidates, [conversation], lambda text: text.count("None"))
+    tried: list[Candidate] = [(absent, replace(probe.form, bare_contents=(absent,))) for absent in ABSENT]
+    written = {label: probe.written(conversation, form) or "" for label, form in tried}
+    tried.sort(key=lambda one: (written[one[0]].count("None"), -len(written[one[0]])))
+    probe.choose("reasoning alone", tried, [conversation])
