@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from contract.proofs import make_proof
 from engine.connector import KVMemory
 from kv_transfer.block_views import BlockViews, flat_views, is_flat, read_views
 from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
@@ -104,7 +105,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tokens: set[str] = set()
+        self._tokens: dict[str, str] = {}
         self._on_end: list[Callable[[str], None]] = []
 
     def listen(self, on_end: Callable[[str], None]) -> None:
@@ -114,16 +115,26 @@ class Sessions:
     def begin(self, token: str, then: Callable[[], None] = lambda: None) -> bool:
         """A peer proved itself on a link of this session. True: it is let in from now on, and ``then`` is not called."""
         with self._lock:
-            self._tokens.add(token)
+            self._tokens[session_name(token)] = token
         return True
 
     def end(self, token: str) -> None:
         """The link is gone."""
         with self._lock:
-            self._tokens.discard(token)
+            self._tokens.pop(session_name(token), None)
         for listener in self._on_end:
             listener(token)
 
     def __contains__(self, token: str) -> bool:
         with self._lock:
-            return token in self._tokens
+            return token in self._tokens.values()
+
+    def find(self, name: str) -> str | None:
+        """Return the token of the session with this name (``session_name``); None where there is none, or no more."""
+        with self._lock:
+            return self._tokens.get(name)
+
+
+def session_name(token: str) -> str:
+    """Return what a session is called where its token must not be shown."""
+    return make_proof(token.encode(), "session name")

@@ -10,15 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from contract.errors import PeerUnreachableError, TransferError
+from contract.errors import PeerUnreachableError, TransferError, UnauthenticatedError
 from kv_transfer.framing import format_address, parse_address, read_frame, write_frame
 from kv_transfer.listening import Listener
 from kv_transfer.transport import Source
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.data_greeting import UNKNOWN, Lending, Reading
 from kv_transfer.transports.tcp_stream import DataStream
 from kv_transfer.transports.tcp_wire import (
     MAX_DATA_FRAME_BYTES,
+    DataChallenge,
     DataHello,
+    DataProve,
     DataReply,
     DataStatus,
     reply_frame,
@@ -71,7 +74,10 @@ class DataPort:
     OSError or TransferError at the end. A peer that takes no byte for ``read_timeout_seconds`` ends its connection.
     """
 
-    def __init__(self, context: TransportContext, name: str, serve: Callable[[Visit], None]) -> None:
+    def __init__(
+        self, context: TransportContext, name: str, serve: Callable[[Visit], None], *, transport: str
+    ) -> None:
+        self._transport = transport
         self._sessions, self._patience_seconds = context.sessions, context.read_timeout_seconds
         self._name, self._talk = name, serve
         self._lock = threading.Lock()
@@ -151,7 +157,7 @@ class DataPort:
             if self._greet(visit):
                 visit.stream.wait_at_most(0, self._patience_seconds)  # the next word may be long in coming
                 self._talk(visit)
-        except (OSError, TransferError) as error:
+        except (OSError, TransferError, UnauthenticatedError) as error:
             logger.debug("%s: a connection ended: %s", self._name, error)
         except Exception:  # the boundary of the data protocol: the peer sees its connection close
             logger.exception("%s: serving a connection failed", self._name)
@@ -161,13 +167,17 @@ class DataPort:
                 visit.sock.close()
 
     def _greet(self, visit: Visit) -> bool:
-        token = visit.stream.hear(DataHello).token
+        lending = Lending(self._sessions, self._transport)
+        challenge = lending.challenge(visit.stream.hear(DataHello))
+        visit.stream.say(challenge)
+        if challenge.status is not DataStatus.OK:
+            return False
+        token = lending.check(visit.stream.hear(DataProve))
         with self._lock:
             visit.token = token
         # Looked up behind the line above: else the end of a session in between is missed.
         is_known = token in self._sessions
-        status = DataStatus.OK if is_known else DataStatus.DENIED
-        message = "" if is_known else "no control link stands behind this connection"
+        status, message = (DataStatus.OK, "") if is_known else (DataStatus.DENIED, UNKNOWN)
         visit.stream.send(reply_frame(status, message))
         return is_known
 
@@ -199,10 +209,13 @@ def leave_unpaced(sock: socket.socket) -> None:
 
 
 def dial(sock: socket.socket, source: Source) -> None:
-    """Connect to a peer's data port, and show the session's token. Raises PeerUnreachableError (refused), OSError."""
+    """Connect to a peer's data port, and prove the session to each other. Raises PeerUnreachableError (refused), OSError."""
     sock.connect(parse_address(source.address))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    write_frame(sock, DataHello(source.token), MAX_DATA_FRAME_BYTES)
+    reading = Reading(source)
+    write_frame(sock, reading.hello, MAX_DATA_FRAME_BYTES)
+    challenge = read_frame(sock, DataChallenge, MAX_DATA_FRAME_BYTES)
+    write_frame(sock, reading.prove(challenge), MAX_DATA_FRAME_BYTES)
     reply = read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
     if reply.status is not DataStatus.OK:
         raise PeerUnreachableError(f"worker {source.worker_id} refused a data connection: {reply.message}")

@@ -27,7 +27,7 @@ class NcclSender:
         self.pool: GroupPool | None = None
         self._context = context
         self._book = GrantBook(context.on_idle)
-        self._port = DataPort(context, "kv-nccl", self._talk)
+        self._port = DataPort(context, "kv-nccl", self._talk, transport="nccl")
         self.address = self._port.address
 
     def start(self, memory: KVMemory) -> None:

@@ -1,6 +1,6 @@
 """What is said on the data port of the ``nccl`` transport, in frames as everywhere.
 
-The receiver dials and sends DataHello (the session's token), the sender answers DataReply, then NcclWelcome; then both
+The receiver dials, both prove their session (``data_greeting``), the sender answers DataReply, then NcclWelcome; then both
 join a group of two at its store. Then, per piece: ReadRequest, DataReply, the blocks side by side by the group where the
 reply is OK, and a second DataReply: the lease was valid after the last byte, or the piece is STALE.
 """

@@ -43,7 +43,7 @@ class NixlSender:
         self._lock = threading.Lock()
         self._visits: set[Visit] = set()
         self._is_closed = False
-        self._port = DataPort(context, "kv-nixl", self._talk)
+        self._port = DataPort(context, "kv-nixl", self._talk, transport="nixl")
         self.address = self._port.address
         context.sessions.listen(self._end_session)
 

@@ -1,6 +1,6 @@
 """What is said on the data port of the ``nixl`` transport, in frames as everywhere.
 
-The receiver dials and sends DataHello (the session's token), the sender answers DataReply, then NixlWelcome, and drives
+The receiver dials, both prove their session (``data_greeting``), the sender answers DataReply, then NixlWelcome, and drives
 the library on. The receiver reads slot 0 of the table of generations and block 0 of the pool, sends a NixlAsk to PAUSE,
 and after the NixlResting reads slot 0 once more: so it learns whether the lanes between the two need the sender's help.
 

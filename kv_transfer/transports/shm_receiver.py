@@ -25,6 +25,7 @@ from kv_transfer.framing import (
     check_body,
     decode_body,
     length_in,
+    read_frame,
     receive_all,
     write_frame,
 )
@@ -33,11 +34,12 @@ from kv_transfer.native.compiling import CopyBlocks, load_copy_blocks
 from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError, blocks_per_piece
 from kv_transfer.transports.block_copy import BlockCopier
 from kv_transfer.transports.block_grants import granted_blocks
+from kv_transfer.transports.data_greeting import Reading
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.outcomes import as_outcome
 from kv_transfer.transports.shm_wire import ID_TYPE, MAX_SHM_FRAME_BYTES, NUM_DESCRIPTORS, ShmWelcome
-from kv_transfer.transports.tcp_wire import DataHello, DataStatus
+from kv_transfer.transports.tcp_wire import DataChallenge, DataStatus
 
 _LARGE_BYTES = 2**18
 _Seen = set[tuple[int, int]]
@@ -76,7 +78,7 @@ class _MappedPeer:
         self._undo.close()
 
     def connect(self) -> None:
-        """Show the token, map what comes back, and check that it is what was meant; called once.
+        """Prove the session to each other, map what comes back, and check that it is what was meant; called once.
 
         Raises PeerUnreachableError where nobody (who knows us) answers, TransferError for a pool that cannot be mapped.
         """
@@ -87,7 +89,10 @@ class _MappedPeer:
                 f"{self._who} does not answer at {self._source.address} ({error.strerror}): it is gone, or"
                 " shares no shm_dir with this worker"
             ) from error
-        write_frame(self._sock, DataHello(self._source.token), MAX_SHM_FRAME_BYTES)
+        reading = Reading(self._source)
+        write_frame(self._sock, reading.hello, MAX_SHM_FRAME_BYTES)
+        challenge = read_frame(self._sock, DataChallenge, MAX_SHM_FRAME_BYTES)
+        write_frame(self._sock, reading.prove(challenge), MAX_SHM_FRAME_BYTES)
         welcome, descriptors = self._hear_welcome()
         try:
             if welcome.status is not DataStatus.OK:

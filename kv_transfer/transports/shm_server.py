@@ -14,9 +14,10 @@ from pathlib import Path
 from contract.errors import KvbatonError, TransferError, UnauthenticatedError
 from kv_transfer.framing import FrameBuffer, decode_body, encode_frame
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.data_greeting import UNKNOWN, Lending
 from kv_transfer.transports.shm_folder import listen_at
 from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, ShmWelcome
-from kv_transfer.transports.tcp_wire import DataHello, DataStatus
+from kv_transfer.transports.tcp_wire import DataChallenge, DataHello, DataProve, DataStatus
 
 logger = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
@@ -33,6 +34,7 @@ class _Reader:
         self.sock = sock
         self.frames = FrameBuffer(MAX_SHM_FRAME_BYTES)
         self.token = ""
+        self.lending: Lending | None = None
         self.since = time.monotonic()
 
 
@@ -152,16 +154,21 @@ class ShmServer:
     def _answer(self, reader: _Reader, frame: bytes) -> None:
         if reader.token:
             raise TransferError("a reader that was let in has nothing more to say")
-        token = decode_body(frame, DataHello).token
+        if reader.lending is None:
+            reader.lending = Lending(self._sessions, "shm")
+            challenge = reader.lending.challenge(decode_body(frame, DataHello))
+            self._say(reader, challenge, [])
+            if challenge.status is not DataStatus.OK:
+                raise UnauthenticatedError(challenge.message)
+            return
+        token = reader.lending.check(decode_body(frame, DataProve))
         if token not in self._sessions:
-            message = "no control link stands behind this connection"
-            self._say(reader, ShmWelcome(DataStatus.DENIED, message), [])
-            raise UnauthenticatedError(message)
+            raise UnauthenticatedError(UNKNOWN)
         welcome, descriptors = self._welcome()
         self._say(reader, welcome, descriptors)
         reader.token = token
 
-    def _say(self, reader: _Reader, message: ShmWelcome, descriptors: list[int]) -> None:
+    def _say(self, reader: _Reader, message: ShmWelcome | DataChallenge, descriptors: list[int]) -> None:
         data = encode_frame(message, MAX_SHM_FRAME_BYTES)
         send: Callable[[], int] = partial(reader.sock.send, data)
         if descriptors:

@@ -1,6 +1,6 @@
 """What is said on the Unix socket of the ``shm`` transport, in frames as everywhere.
 
-The receiver dials and sends DataHello (the session's token). The sender answers ShmWelcome; with an OK come three
+The receiver dials, and both prove their session (``data_greeting``). The sender says ShmWelcome; with an OK come three
 descriptors by SCM_RIGHTS: the pool and the table of generations, both read-only, and a pidfd of the sender's process.
 Nothing else is said: the connection stays open as long as the session, and its end is the end of all reads.
 

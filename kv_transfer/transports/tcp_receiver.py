@@ -43,7 +43,7 @@ class _Connection:
         self.sock.close()
 
     def connect(self) -> None:
-        """Connect and show the session's token, once. Raises PeerUnreachableError when it is refused."""
+        """Connect and prove the session, once. Raises PeerUnreachableError when it is refused."""
         if self.is_connected:
             return
         dial(self.sock, self.source)

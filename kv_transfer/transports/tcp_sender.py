@@ -22,7 +22,7 @@ class TcpSender:
         self._book = book or LeaseBook(context.on_idle)
         self._lock = threading.Lock()
         self._reading: dict[Visit, LeaseName] = {}
-        self._port = DataPort(context, "kv-data", self._talk)
+        self._port = DataPort(context, "kv-data", self._talk, transport="tcp")
         self.address = self._port.address
 
     def start(self, memory: KVMemory) -> None:

@@ -1,6 +1,6 @@
 """What is said on a data connection of the ``tcp`` transport.
 
-The receiver dials and sends DataHello (the session's token), the sender answers DataReply. Then, per read: ReadRequest,
+The receiver dials, both prove their session (``data_greeting``), the sender says DataReply. Then, per read: ReadRequest,
 and for each of its pieces (``ReadRequest.pieces``, which both sides cut alike) an answer, the bytes of the blocks in order
 where it is OK, and a second answer: the lease was valid after the last byte. Where one of the two is STALE the sender closes
 the connection behind it. Closing the connection makes a read terminal on the receiver's side.
@@ -28,9 +28,26 @@ class DataStatus(StrEnum):
 
 
 class DataHello(msgspec.Struct, frozen=True):
-    """The token that both ends derived on their control link."""
+    """Which session the connection is for, by the name of its token, and a nonce for the sender."""
 
-    token: str
+    session: str
+    transport: str
+    nonce: str
+
+
+class DataChallenge(msgspec.Struct, frozen=True):
+    """The sender's proof over both nonces, and its own. DENIED: without, and ``message`` says why."""
+
+    status: DataStatus
+    message: str = ""
+    nonce: str = ""
+    proof: str = ""
+
+
+class DataProve(msgspec.Struct, frozen=True):
+    """The receiver's proof over both nonces."""
+
+    proof: str
 
 
 class DataReply(msgspec.Struct, frozen=True):

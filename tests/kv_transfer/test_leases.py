@@ -18,12 +18,12 @@ from kv_transfer.transports.tcp_sender import TcpSender
 from kv_transfer.transports.tcp_wire import (
     MAX_DATA_FRAME_BYTES,
     OK_FRAME,
-    DataHello,
     DataReply,
     DataStatus,
     reply_frame,
 )
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, pair_of, prompt_of, settings_for, worker
+from tests.kv_transfer.greetings import prove_lending, prove_reading
 
 
 def test_a_finished_prompt_that_nobody_fetches_expires() -> None:
@@ -198,7 +198,7 @@ class SlowServer:
 
     def serve(self, content: bytes, verdict: DataStatus | None, then: threading.Event | None = None) -> None:
         with self.listener, self.listener.accept()[0] as sock:
-            read_frame(sock, DataHello, MAX_DATA_FRAME_BYTES)
+            prove_lending(sock, "token", "tcp")
             sock.sendall(OK_FRAME)
             read_frame(sock, ReadRequest, MAX_DATA_FRAME_BYTES)
             sock.sendall(OK_FRAME + content)
@@ -248,7 +248,7 @@ def test_a_read_that_is_stopped_in_its_middle_is_terminal() -> None:
     def fetch() -> None:
         views = [target.write_view(0), target.write_view(1)]
         try:
-            receiver.fetch(Source("p", "b", server.address, "t"), ReadRequest(NAME, 0, 2), views, read)
+            receiver.fetch(Source("p", "b", server.address, "token"), ReadRequest(NAME, 0, 2), views, read)
         except ReadStoppedError as error:
             outcome.append(error)
 
@@ -293,7 +293,7 @@ def test_a_receiver_that_stops_reading_cannot_hold_a_released_lease(port: DataPo
         sender.start(ByteMemory(huge, 1))
         sender.publish(NAME, [0])
         with socket.create_connection(parse_address(sender.address)) as sock:
-            write_frame(sock, DataHello("token"), MAX_DATA_FRAME_BYTES)
+            prove_reading(sock, Source("p", "b", sender.address, "token"))
             read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
             write_frame(sock, ReadRequest(NAME, 0, 1), MAX_DATA_FRAME_BYTES)
             assert read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES).status is DataStatus.OK

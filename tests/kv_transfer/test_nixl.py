@@ -335,7 +335,7 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
         visit.sock.recv(1)
         other.close()
 
-    return DataPort(context_for("liar", port.sessions, []), "kv-liar", talk)
+    return DataPort(context_for("liar", port.sessions, []), "kv-liar", talk, transport="nixl")
 
 
 @pytest.mark.parametrize(

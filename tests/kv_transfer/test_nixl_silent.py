@@ -50,7 +50,7 @@ def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> N
                     write_frame(visit.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
         has_left.set()
 
-    silent = DataPort(context_for("silent", port.sessions, []), "kv-silent", talk)
+    silent = DataPort(context_for("silent", port.sessions, []), "kv-silent", talk, transport="nixl")
     source = msgspec.structs.replace(port.source, address=silent.address)
     try:
         for _ in range(MAX_BUSY_CONNECTS):

@@ -21,11 +21,21 @@ from kv_transfer.transports.block_grants import BlockGrant, decode_grant
 from kv_transfer.transports.nccl_wire import NcclWelcome
 from kv_transfer.transports.nixl_wire import NixlAsk, NixlWelcome
 from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, ShmWelcome
-from kv_transfer.transports.tcp_wire import DataHello, DataReply, DataStatus
+from kv_transfer.transports.tcp_wire import DataChallenge, DataHello, DataProve, DataReply, DataStatus
 from tests.kv_transfer.shm_port import NAME, NUM_BLOCKS, Reader, ShmPort
 
 WAIT = 30.0
-_BODIES = (DataHello, DataReply, ReadRequest, NcclWelcome, NixlAsk, NixlWelcome, ShmWelcome)
+_BODIES = (
+    DataHello,
+    DataChallenge,
+    DataProve,
+    DataReply,
+    ReadRequest,
+    NcclWelcome,
+    NixlAsk,
+    NixlWelcome,
+    ShmWelcome,
+)
 _DECODERS: list[Callable[[bytes], Any]] = [
     decode_message,
     decode_grant,
@@ -127,6 +137,6 @@ def test_a_strangers_frame_does_not_end_the_shm_server(tmp_path: Path, body: byt
 
 
 def test_a_frame_that_is_whole_and_good_is_decoded() -> None:
-    frame = encode_frame(DataHello("t"), MAX_SHM_FRAME_BYTES)
+    frame = encode_frame(DataHello("t", "shm", "n"), MAX_SHM_FRAME_BYTES)
     (body,) = FrameBuffer(MAX_SHM_FRAME_BYTES).feed(frame)
-    assert decode_body(body, DataHello) == DataHello("t")
+    assert decode_body(body, DataHello) == DataHello("t", "shm", "n")

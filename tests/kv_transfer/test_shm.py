@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError, SettingError, TransferError
-from kv_transfer.framing import HEADER, as_frame, write_frame
+from kv_transfer.framing import HEADER, as_frame
 from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transport import (
     LeaseName,
@@ -24,8 +24,8 @@ from kv_transfer.transport import (
     StaleLeaseError,
 )
 from kv_transfer.transports.shm_folder import socket_path, why_unsupported
-from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, NUM_DESCRIPTORS
-from kv_transfer.transports.tcp_wire import DataHello
+from kv_transfer.transports.shm_wire import NUM_DESCRIPTORS
+from tests.kv_transfer.greetings import prove_reading
 from tests.kv_transfer.shm_port import GATED_BLOCK, LAYOUT, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort
 
 OTHER = LeaseName("u", 0, "other")
@@ -72,7 +72,7 @@ def descriptors_of(port: ShmPort) -> list[int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(30)
         sock.connect(port.sender.address)
-        write_frame(sock, DataHello(TOKEN), MAX_SHM_FRAME_BYTES)
+        prove_reading(sock, Source("p", "boot", port.sender.address, TOKEN, "shm"))
         return socket.recv_fds(sock, HEADER.size, NUM_DESCRIPTORS)[1]
 
 
@@ -184,7 +184,7 @@ def test_a_session_that_ends_ends_its_connection(port: ShmPort, reader: Reader) 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as later:
         later.settimeout(30)
         later.connect(port.sender.address)
-        write_frame(later, DataHello(TOKEN), MAX_SHM_FRAME_BYTES)
+        prove_reading(later, Source("p", "boot", port.sender.address, TOKEN, "shm"))
         for descriptor in socket.recv_fds(later, 1, NUM_DESCRIPTORS)[1]:
             os.close(descriptor)
         port.sessions.end(TOKEN)

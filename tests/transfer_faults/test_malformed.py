@@ -42,7 +42,7 @@ def test_a_garbled_reply_is_a_transfer_error(word: bytes) -> None:
 
 
 def test_a_stranger_that_says_what_is_no_text_does_not_end_the_shm_server(port: ShmPort) -> None:
-    hello = garbled(encode_frame(DataHello("x" * 40), MAX_DATA_FRAME_BYTES), b"xxx")
+    hello = garbled(encode_frame(DataHello("x" * 40, "tcp", "n"), MAX_DATA_FRAME_BYTES), b"xxx")
     assert len(hello) > HEADER.size
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(WAIT)
