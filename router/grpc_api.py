@@ -23,6 +23,7 @@ from router.pipeline import Pipeline
 from router.registry import Registry
 from router.request import GenerationRequest, new_request_id
 from router.running import RunningRequests, client_name
+from router.tokenizing import TokenizerThreads, encode_text
 from serving.api_keys import ApiKeys
 from serving.grpc_errors import abort
 from serving.grpc_keys import authorization_of
@@ -49,9 +50,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         registry: Registry,
         running: RunningRequests,
         keys: ApiKeys,
+        tokenizers: TokenizerThreads,
         stall_seconds: float,
     ) -> None:
         self._pipeline, self._models, self._registry = pipeline, models, registry
+        self._tokenizers = tokenizers
         self._running, self._keys = running, keys
         self._stall_seconds = stall_seconds
 
@@ -107,10 +110,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """The ids of a text, with the special tokens that the tokenizer adds where they are wanted."""
         answer = pb.TokenizeResponse()
         async with _answering(context, "tok"):
-            tokenizer = self._models.card_named(request.model).tokenizer
-            has_special = not request.no_special_tokens
-            encode = partial(tokenizer.encode, request.text, add_special_tokens=has_special)
-            answer.token_ids.extend(await asyncio.to_thread(encode))
+            card = self._models.card_named(request.model)
+            length = self._registry.max_model_len(card.max_model_len)
+            text, has_special = request.text, not request.no_special_tokens
+            encode = partial(encode_text, card.tokenizer, text, length, has_special)
+            answer.token_ids.extend(await self._tokenizers.run(len(text), encode))
         return answer
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:  # noqa: N802
@@ -120,7 +124,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             card = self._models.card_named(request.model)
             check_token_ids(request.token_ids, card.vocab_size, param="token_ids")
             decode = partial(card.tokenizer.decode, request.token_ids, skip_special_tokens=False)
-            answer.text = await asyncio.to_thread(decode)
+            answer.text = await self._tokenizers.run(len(request.token_ids), decode)
         return answer
 
     async def ListModels(self, _: pb.ListModelsRequest, _context: Any) -> pb.ListModelsResponse:  # noqa: N802

@@ -8,10 +8,14 @@ from text.chat import Chat
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 2048
+MAX_PROMPT_TOKENS = 2**20
+"""Of all prompts of one request together; one prompt may have what fits the model in any case."""
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_ALL_STOP_CHARACTERS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
 
 
 def check_limits(asked: GenerationRequest) -> None:
@@ -24,6 +28,12 @@ def check_limits(asked: GenerationRequest) -> None:
         raise InvalidRequestError(
             f"stop holds a string of {longest} characters; the limit is {MAX_STOP_CHARACTERS}", param="stop"
         )
+    if (together := sum(map(len, asked.stop))) > MAX_ALL_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            f"the strings of stop have {together} characters together; the limit is {MAX_ALL_STOP_CHARACTERS}",
+            param="stop",
+        )
+    _at_most(MAX_ALLOWED_TOKEN_IDS, asked.allowed_token_ids, "allowed_token_ids", "token ids")
     _at_most(MAX_STOP_TOKEN_IDS, asked.stop_token_ids, "stop_token_ids", "token ids")
     _at_most(MAX_LOGIT_BIASES, asked.logit_bias, "logit_bias", "entries")
 

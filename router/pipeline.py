@@ -18,16 +18,16 @@
 A client that goes away cancels (or closes) the generator: that is step 7 from wherever the request is.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import ExitStack, aclosing
 from itertools import chain
+from typing import Any
 
-from contract.errors import UnsupportedFieldError
+from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.requests import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
-from router.limits import check_limits
+from router.limits import MAX_PROMPT_TOKENS, check_limits
 from router.model_source import ModelSource
 from router.registry import Registry
 from router.relay import Relay, Relays
@@ -40,18 +40,24 @@ from router.request import (
     tokenize,
 )
 from router.side_by_side import side_by_side
+from router.tokenizing import TokenizerThreads
 from text.model_card import ModelCard
-
-_LONG_PROMPT_CHARACTERS = 10_000
 
 
 class Pipeline:
     """Carries every request of HTTP and gRPC from its arrival to its end."""
 
     def __init__(
-        self, models: ModelSource, registry: Registry, ledger: Ledger, relays: Relays, timeout_seconds: float
+        self,
+        models: ModelSource,
+        registry: Registry,
+        ledger: Ledger,
+        relays: Relays,
+        tokenizers: TokenizerThreads,
+        timeout_seconds: float,
     ) -> None:
         self._models = models
+        self._tokenizers = tokenizers
         self._registry = registry
         self._ledger = ledger
         self._relays = relays
@@ -68,7 +74,7 @@ class Pipeline:
         with ExitStack() as held:
             records = [[held.enter_context(self._ledger.open(one)) for _ in one.choices] for one in asked]
             card = self._answering_card(asked[0].model)
-            requests = [await self._prepare(one, card) for one in asked]
+            requests = await self._all_within_limits([self._prepare(one, card) for one in asked], card)
             unread = held.enter_context(self._relays.unread.open(asked[0].tenant))
             relays = [
                 held.enter_context(self._relays.open(*each, unread))
@@ -87,7 +93,8 @@ class Pipeline:
         with ExitStack() as held:
             records = [held.enter_context(self._ledger.open(one)) for one in asked]
             card = self._models.card_named(asked[0].model)
-            requests = [await self._prepare_embedding(one, card) for one in asked]
+            preparing = [self._prepare_embedding(one, card) for one in asked]
+            requests = await self._all_within_limits(preparing, card)
             unread = held.enter_context(self._relays.unread.open(asked[0].tenant))
             pairs = zip(requests, records, strict=True)
             relays = [
@@ -102,12 +109,12 @@ class Pipeline:
         """What ``generate`` would send, after all its checks; from any thread. Raises KvbatonError."""
         check_limits(asked)
         card = self._answering_card(asked.model)
-        return self._prepared(asked, tokenize(asked, card), card)
+        return self._prepared(asked, tokenize(asked, card, self._max_model_len(card)), card)
 
     def check_embedding(self, asked: EmbeddingRequest) -> PreparedRequest:
         """What ``embed`` would send, after all its checks; from any thread. Raises KvbatonError."""
         card = self._models.card_named(asked.model)
-        return self._prepared_embedding(asked, tokenize(asked, card), card)
+        return self._prepared_embedding(asked, tokenize(asked, card, self._max_model_len(card)), card)
 
     def _answering_card(self, name: str | None) -> ModelCard:
         card = self._models.card_named(name)
@@ -144,12 +151,37 @@ class Pipeline:
         relay.record.finish(delta, FinishReason.STOP, usage, relay.report)
         yield delta
 
+    async def _all_within_limits(
+        self, preparing: list[Coroutine[Any, Any, PreparedRequest]], card: ModelCard
+    ) -> list[PreparedRequest]:
+        """Prepare a request's prompts one after the other, up to the tokens that they may have together."""
+        prepared: list[PreparedRequest] = []
+        room = max(MAX_PROMPT_TOKENS, self._max_model_len(card))
+        try:
+            while preparing and room >= 0:
+                prepared.append(await preparing.pop(0))
+                room -= len(prepared[-1].prompt_token_ids)
+        finally:
+            for one in preparing:
+                one.close()
+        if room < 0:
+            raise InvalidRequestError(
+                f"the prompts of one request have more than {MAX_PROMPT_TOKENS} tokens together; send fewer"
+            )
+        return prepared
+
+    def _max_model_len(self, card: ModelCard) -> int:
+        return self._registry.max_model_len(card.max_model_len)
+
+    async def _tokenized(self, asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
+        return await self._tokenizers.tokenize(asked, card, self._max_model_len(card))
+
     async def _prepare(self, asked: GenerationRequest, card: ModelCard) -> PreparedRequest:
         check_limits(asked)
-        return self._prepared(asked, await _tokenized(asked, card), card)
+        return self._prepared(asked, await self._tokenized(asked, card), card)
 
     async def _prepare_embedding(self, asked: EmbeddingRequest, card: ModelCard) -> PreparedRequest:
-        return self._prepared_embedding(asked, await _tokenized(asked, card), card)
+        return self._prepared_embedding(asked, await self._tokenized(asked, card), card)
 
     def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
         return prepare(
@@ -161,14 +193,6 @@ class Pipeline:
     ) -> PreparedRequest:
         length = self._registry.max_model_len(card.max_model_len)
         return prepare_embedding(asked, prompt_ids, card, length, self._timeout_seconds)
-
-
-async def _tokenized(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
-    """Long texts are tokenized in a thread, and between short ones others go on: nobody's tokens are held up."""
-    if isinstance(asked.prompt, tuple) or len(str(asked.prompt)) < _LONG_PROMPT_CHARACTERS:
-        await asyncio.sleep(0)
-        return tokenize(asked, card)
-    return await asyncio.to_thread(tokenize, asked, card)
 
 
 def _usage(relay: Relay, answer: Answer) -> Usage:

@@ -18,7 +18,9 @@ from contract.requests import (
     choice_seed,
 )
 from text.chat import Chat
+from text.length_bound import check_text_fits
 from text.model_card import ModelCard
+from text.stop import StopAutomaton
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
@@ -130,7 +132,7 @@ class PreparedRequest:
     family: str = ""
     fills_model: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: tuple[str, ...] = ()
+    stop: StopAutomaton = field(default_factory=lambda: StopAutomaton(()))
     eos_token_ids: tuple[int, ...] = ()
     chat: Chat | None = None
     choice: int = 0
@@ -168,20 +170,25 @@ def new_request_id(prefix: str) -> str:
     return f"{prefix}{'' if prefix.endswith('_') else '-'}{secrets.token_hex(16)}"
 
 
-def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
-    """The prompt as token ids (A6): chats by the model's template, text with its special tokens, ids as they are.
+def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard, max_model_len: int) -> list[int]:
+    """Return the prompt as token ids: chats by the model's template, text with its special tokens, ids as they are.
 
-    Raises InvalidRequestError for a chat with a model that has no chat template.
+    Raises ContextLengthError for a text that certainly does not fit, before it is tokenized; InvalidRequestError for a
+    chat with a model that has no chat template.
     """
     if isinstance(asked.prompt, tuple):
         return list(asked.prompt)
     if isinstance(asked.prompt, str):
+        param = "prompt" if isinstance(asked, GenerationRequest) else "input"
+        check_text_fits(asked.prompt, card.tokenizer.length_bound, max_model_len, param)
         return card.tokenizer.encode(asked.prompt)
     if card.chat_template is None:
         raise InvalidRequestError(
             f"the model {card.name} has no chat template; use /v1/completions", param="messages"
         )
-    return card.tokenizer.encode(card.chat_template.render(asked.prompt), add_special_tokens=False)
+    text = card.chat_template.render(asked.prompt)
+    check_text_fits(text, card.tokenizer.length_bound, max_model_len, "messages")
+    return card.tokenizer.encode(text, add_special_tokens=False)
 
 
 def prepare(
@@ -226,7 +233,7 @@ def prepare(
         request_id=asked.request_id,
         prompt_token_ids=prompt_ids,
         sampling=sampling,
-        stop=asked.stop,
+        stop=StopAutomaton(asked.stop),
         eos_token_ids=card.eos_token_ids,
         priority=asked.priority,
         cache_salt=asked.cache_salt,

@@ -35,6 +35,7 @@ from router.running import RunningRequests
 from router.settings import RouterSettings
 from router.severed import SeveredPairs
 from router.tasks import TaskSet
+from router.tokenizing import TokenizerThreads
 from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
 from serving.api_keys import ApiKeys
@@ -89,8 +90,14 @@ class RouterService:
         self._line = WaitingLine(self._registry, self._changes, severed, settings.worker_wait_seconds)
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
         relays = Relays(self._registry, self._line, severed, self._tasks, unread, settings.max_replays)
+        self._tokenizers = TokenizerThreads()
         self._pipeline = Pipeline(
-            self._models, self._registry, self._ledger, relays, settings.request_timeout_seconds
+            self._models,
+            self._registry,
+            self._ledger,
+            relays,
+            self._tokenizers,
+            settings.request_timeout_seconds,
         )
         self._batches = self._batch_service(clock)
         self._health = health.aio.HealthServicer()
@@ -183,6 +190,7 @@ class RouterService:
             self._registry.dismiss_all()
             await self._internal.stop(_STOP_GRACE_SECONDS)
         self._line.close()
+        self._tokenizers.close()
         await self._admin.stop()
 
     def _batch_service(self, clock: Callable[[], float]) -> BatchService | None:
@@ -240,6 +248,7 @@ class RouterService:
                 self._registry,
                 self._running,
                 self._keys,
+                self._tokenizers,
                 self._settings.client_stall_seconds,
             ),
             server,
@@ -267,6 +276,7 @@ class RouterService:
             self._models,
             self._registry,
             self._running,
+            self._tokenizers,
             self._collector,
             self._settings,
             batches=self._batches,

@@ -1,6 +1,82 @@
 """Stop strings: the answer ends at the first one that completes, wherever the tokens cut it."""
 
+import re
+from collections import deque
 from collections.abc import Sequence
+
+_CHARACTERS = 0x110000
+
+
+class StopAutomaton:
+    """Finds several strings in one pass (Aho and Corasick, 1975). Not changed after it is made: answers may share it.
+
+    A state is the longest end of the text read so far that begins one of the strings; 0 is the empty one.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._edges: dict[int, int] = {}
+        self._falls = [0]
+        """By state: the next shorter end of the text that begins a string."""
+        self.depths = [0]
+        """By state: its number of characters."""
+        self.found: list[str | None] = [None]
+        """By state: the longest string that ends there."""
+        for stop in filter(None, stops):
+            self._add(stop)
+        self._link()
+        firsts = {stop[0] for stop in stops if stop}
+        self._first = re.compile("[" + "".join(map(re.escape, sorted(firsts))) + "]") if firsts else None
+
+    def read(self, state: int, text: str) -> tuple[int, int]:
+        """Return the state behind ``text`` and how many of its characters were read: up to the first match, or all."""
+        if self._first is None:
+            return 0, len(text)
+        position, length = 0, len(text)
+        while position < length:
+            if state == 0:
+                begin = self._first.search(text, position)
+                if begin is None:
+                    return 0, length
+                position = begin.start()
+            state = self._next(state, text[position])
+            position += 1
+            if self.found[state] is not None:
+                break
+        return state, position
+
+    def _next(self, state: int, character: str) -> int:
+        code = ord(character)
+        while (following := self._edges.get(state * _CHARACTERS + code)) is None:
+            if state == 0:
+                return 0
+            state = self._falls[state]
+        return following
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            edge = state * _CHARACTERS + ord(character)
+            following = self._edges.get(edge)
+            if following is None:
+                following = self._edges[edge] = len(self.depths)
+                self.depths.append(self.depths[state] + 1)
+                self._falls.append(0)
+                self.found.append(None)
+            state = following
+        self.found[state] = stop
+
+    def _link(self) -> None:
+        """Set the falls, from shorter states to longer ones."""
+        children: list[list[tuple[int, int]]] = [[] for _ in self.depths]
+        for edge, following in self._edges.items():
+            children[edge // _CHARACTERS].append((edge % _CHARACTERS, following))
+        waiting = deque(following for _, following in children[0])
+        while waiting:
+            state = waiting.popleft()
+            self.found[state] = self.found[state] or self.found[self._falls[state]]
+            for code, following in children[state]:
+                self._falls[following] = self._next(self._falls[state], chr(code))
+                waiting.append(following)
 
 
 class StopStrings:
@@ -10,10 +86,11 @@ class StopStrings:
     stop string is held back; nothing else is. is_kept: the text ends behind the stop string, not before it.
     """
 
-    def __init__(self, stops: Sequence[str], *, is_kept: bool = False) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+    def __init__(self, stops: StopAutomaton | Sequence[str], *, is_kept: bool = False) -> None:
+        self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
         self._is_kept = is_kept
         self._held = ""
+        self._state = 0
         self.matched: str | None = None
         """The stop string that ended the text."""
 
@@ -21,31 +98,21 @@ class StopStrings:
         """The text that is certain now. After a match it is empty for ever."""
         if self.matched is not None:
             return ""
-        self._held += text
-        if cut := self._first_match():
-            start, self.matched = cut
-            end = start + len(self.matched) if self._is_kept else start
-            out, self._held = self._held[:end], ""
-            return out
-        keep = num_held_back(self._held, self._stops)
-        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return out
+        self._state, num_read = self._automaton.read(self._state, text)
+        read = self._held + text[:num_read]
+        self.matched = self._automaton.found[self._state]
+        if self.matched is not None:
+            self._held = ""
+            return read if self._is_kept else read[: len(read) - len(self.matched)]
+        certain = len(read) - self._automaton.depths[self._state]
+        self._held = read[certain:]
+        return read[:certain]
 
     def flush(self) -> str:
         """What was held back, at the end of the text."""
         out, self._held = self._held, ""
+        self._state = 0
         return out
-
-    def _first_match(self) -> tuple[int, str] | None:
-        found = []
-        for stop in self._stops:
-            start = self._held.find(stop)
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        if not found:
-            return None
-        _, start, stop = min(found)
-        return start, stop
 
 
 def num_held_back(text: str, wanted: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from contract.decoding import DECODING_ERRORS
 from contract.errors import SettingError
+from text.length_bound import LengthBound
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE_MARK = "▁"
@@ -46,6 +47,7 @@ class Tokenizer:
         backend.no_padding()
         self._add_missing_tokens(config, [name for name in names.values() if name])
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.length_bound = LengthBound(backend)
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
 
     @classmethod

@@ -33,6 +33,7 @@ from router.registry import Registry
 from router.request import new_request_id
 from router.running import RunningRequests
 from router.settings import RouterSettings
+from router.tokenizing import TokenizerThreads
 from serving.health import health_response
 from serving.metrics import CONTENT_TYPE, render
 
@@ -50,6 +51,7 @@ class Endpoints:
         models: ModelSource,
         registry: Registry,
         running: RunningRequests,
+        tokenizers: TokenizerThreads,
         collector: Callable[[], Awaitable[Collector]],
         settings: RouterSettings,
         *,
@@ -58,6 +60,7 @@ class Endpoints:
     ) -> None:
         self._pipeline = pipeline
         self._running = running
+        self._tokenizers = tokenizers
         self._is_strict = settings.strict_api
         self._document = document(
             version("kvbaton"), needs_key=needs_key, metrics_need_key=settings.metrics_need_key
@@ -75,7 +78,7 @@ class Endpoints:
 
     def routes(self) -> list[web.RouteDef]:
         """Every path that is served."""
-        tokenizing = TokenizerEndpoints(self._body, self._models, self._registry)
+        tokenizing = TokenizerEndpoints(self._body, self._models, self._registry, self._tokenizers)
         bodies = EmbeddingBodies(self._models, self._max_answers)
         embedding = EmbeddingEndpoint(self._body, self._pipeline, bodies, self._running)
         return [

@@ -1,9 +1,11 @@
 """POST /tokenize and /detokenize: what the service's own tokenizer makes of a prompt, by the field names of vLLM."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from contract.errors import InvalidRequestError
@@ -13,6 +15,7 @@ from router.http.chat_fields import chat_of
 from router.http.schema import DETOKENIZE, TOKENIZE
 from router.model_source import ModelSource
 from router.registry import Registry
+from router.tokenizing import TokenizerThreads, encode_text, size_of
 from text.model_card import ModelCard
 
 ReadBody = Callable[[web.Request, str, Json], Awaitable[Body]]
@@ -20,10 +23,15 @@ ReadBody = Callable[[web.Request, str, Json], Awaitable[Body]]
 
 
 class TokenizerEndpoints:
-    """Owns nothing; a long text is tokenized in a thread."""
+    """Owns nothing; long texts are tokenized in ``tokenizers``."""
 
-    def __init__(self, read_body: ReadBody, models: ModelSource, registry: Registry) -> None:
-        self._read_body, self._models, self._registry = read_body, models, registry
+    def __init__(
+        self, read_body: ReadBody, models: ModelSource, registry: Registry, tokenizers: TokenizerThreads
+    ) -> None:
+        self._read_body = read_body
+        self._models = models
+        self._registry = registry
+        self._tokenizers = tokenizers
 
     def routes(self) -> list[web.RouteDef]:
         """Both paths."""
@@ -33,16 +41,18 @@ class TokenizerEndpoints:
         """The token ids of ``prompt``, or of ``messages`` in the model's chat template."""
         body = await self._read_body(request, "tok", TOKENIZE)
         card = self._models.card_named(body.string("model"))
-        ids = await asyncio.to_thread(_encode, body, card)
+        max_model_len = self._registry.max_model_len(card.max_model_len)
+        work = _encoding(body, card, max_model_len)
+        ids = await self._tokenizers.run(work.size, work.run)
         answer: dict[str, Any] = {
             "count": len(ids),
-            "max_model_len": self._registry.max_model_len(card.max_model_len),
+            "max_model_len": max_model_len,
             "tokens": ids,
             "token_strs": None,
         }
         if body.flag("return_token_strs"):
             answer["token_strs"] = [card.tokenizer.written(token) for token in ids]
-        return web.json_response(answer)
+        return web.json_response(body=msgspec.json.encode(answer))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """The text of ``tokens``, special tokens included."""
@@ -52,19 +62,34 @@ class TokenizerEndpoints:
             raise InvalidRequestError("tokens is missing; send a list of token ids", param="tokens")
         ids = body.integers("tokens")
         check_token_ids(ids, card.vocab_size, param="tokens")
-        text = await asyncio.to_thread(card.tokenizer.decode, ids, skip_special_tokens=False)
+        decode = partial(card.tokenizer.decode, ids, skip_special_tokens=False)
+        text = await self._tokenizers.run(len(ids), decode)
         return web.json_response({"prompt": text})
 
 
-def _encode(body: Body, card: ModelCard) -> list[int]:
+@dataclass(frozen=True)
+class _Encoding:
+    """What is to be tokenized: about ``size`` characters, by ``run``."""
+
+    size: int
+    run: Callable[[], list[int]]
+
+
+def _encoding(body: Body, card: ModelCard, max_tokens: int) -> _Encoding:
     messages, prompt = body.get("messages"), body.string("prompt")
     if (messages is None) == (prompt is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
+    has_special = body.flag("add_special_tokens", default=prompt is not None)
     if prompt is not None:
-        return card.tokenizer.encode(prompt, add_special_tokens=body.flag("add_special_tokens", default=True))
-    if card.chat_template is None:
+        return _Encoding(len(prompt), partial(encode_text, card.tokenizer, prompt, max_tokens, has_special))
+    template = card.chat_template
+    if template is None:
         raise InvalidRequestError(
             f"the model {card.name} has no chat template; send prompt", param="messages"
         )
-    text = card.chat_template.render(chat_of(body))
-    return card.tokenizer.encode(text, add_special_tokens=body.flag("add_special_tokens"))
+    chat = chat_of(body)
+
+    def encode() -> list[int]:
+        return encode_text(card.tokenizer, template.render(chat), max_tokens, has_special)
+
+    return _Encoding(size_of(chat), encode)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text.stop import StopStrings
+from text.stop import StopAutomaton, StopStrings, num_held_back
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -59,3 +59,39 @@ def test_nothing_comes_after_a_match() -> None:
     matcher = StopStrings(["."])
     assert [matcher.push("a.b"), matcher.push("c"), matcher.flush()] == ["a", "", ""]
     assert matcher.matched == "."
+
+
+@given(
+    st.text(alphabet="abé𝄞\n]^-\\", max_size=60),
+    st.lists(st.text(alphabet="abé𝄞\n]^-\\", min_size=1, max_size=8), max_size=8),
+)
+def test_the_automaton_finds_what_reading_finds(text: str, stops: list[str]) -> None:
+    """H6: one pass gives the same match, and holds back the same, as looking for each string at each place."""
+    matcher = StopStrings(stops)
+    sent = ""
+    for end in range(1, len(text) + 1):
+        sent += matcher.push(text[end - 1])
+        expected, matched = reference(text[:end], stops)
+        assert matcher.matched == matched
+        if matched is not None:
+            assert sent == expected
+            return
+        assert sent == text[: end - num_held_back(text[:end], stops)]
+
+
+def test_a_token_costs_no_more_with_many_long_stop_strings() -> None:
+    """H6: 64 KB of strings that nearly match everywhere do not keep the event loop from anything else."""
+    stops = ["a" * (960 + number) + "b" for number in range(64)]
+    matcher = StopStrings(stops)
+    sent = "".join(matcher.push("aa") for _ in range(20_000))
+    assert sent == "a" * (40_000 - 1023)
+    assert matcher.push("b") == ""
+    assert matcher.matched == stops[-1]
+
+
+def test_answers_share_the_automaton() -> None:
+    """H6: 128 answers to one prompt build it once."""
+    shared = StopAutomaton(["ab", "b"])
+    one, other = StopStrings(shared), StopStrings(shared)
+    assert (one.push("xa"), other.push("xb"), one.push("c")) == ("x", "x", "ac")
+    assert (one.matched, other.matched) == (None, "b")

@@ -1,0 +1,88 @@
+"""Where texts become token ids: beside the event loop, a bounded number of bytes at a time."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from contract.errors import OverloadedError
+from router.request import EmbeddingRequest, GenerationRequest, tokenize
+from text.chat import Chat
+from text.length_bound import check_text_size
+from text.model_card import ModelCard
+from text.tokenizer import Tokenizer
+
+_SHORT = 4_000
+"""Characters that are tokenized on the event loop: a thread would take longer."""
+_LONG = 2**16
+MAX_WAITING_CHARACTERS = 64 * 2**20
+_T = TypeVar("_T")
+
+
+class TokenizerThreads:
+    """Owns two threads, one for long texts and one for those between; each does one text at a time.
+
+    The memory that tokenizing takes is therefore that of one long text. Texts that wait are bounded together.
+    """
+
+    def __init__(self, max_waiting_characters: int = MAX_WAITING_CHARACTERS) -> None:
+        self._max_waiting = max_waiting_characters
+        self.num_waiting = 0
+        """Characters that are being tokenized, or wait for it."""
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize long texts")
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+
+    async def tokenize(
+        self, request: GenerationRequest | EmbeddingRequest, card: ModelCard, max_model_len: int
+    ) -> list[int]:
+        """Return the prompt as token ids. Raises InvalidRequestError, OverloadedError."""
+        if isinstance(request.prompt, tuple):
+            return tokenize(request, card, max_model_len)
+        return await self.run(size_of(request.prompt), lambda: tokenize(request, card, max_model_len))
+
+    async def run(self, size: int, work: Callable[[], _T]) -> _T:
+        """Return what ``work`` makes of a text of ``size`` characters. Raises OverloadedError where too many wait."""
+        if size < _SHORT:
+            await asyncio.sleep(0)
+            return work()
+        if self.num_waiting and self.num_waiting + size > self._max_waiting:
+            raise OverloadedError(
+                f"texts of {self.num_waiting} characters wait to be tokenized, and the limit is {self._max_waiting}; "
+                "send this one again later"
+            )
+        self.num_waiting += size
+        try:
+            thread = self._short if size < _LONG else self._long
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
+        finally:
+            self.num_waiting -= size
+
+    def close(self) -> None:
+        """Begin nothing more; what runs ends by itself."""
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
+
+
+def size_of(prompt: str | Chat) -> int:
+    """Return about how many characters a prompt has, without writing it out."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    size = 0
+    open_values: list[Any] = [prompt.messages, prompt.documents, prompt.template_kwargs, prompt.tools]
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            open_values += value.values()
+        elif isinstance(value, list | tuple):
+            open_values += value
+        else:
+            size += 1
+    return size
+
+
+def encode_text(tokenizer: Tokenizer, text: str, max_tokens: int, has_special_tokens: bool) -> list[int]:
+    """Return the ids of a text that need not fit the model. Raises ContextLengthError for far too long a one."""
+    check_text_size(text, max_tokens, "prompt")
+    return tokenizer.encode(text, add_special_tokens=has_special_tokens)

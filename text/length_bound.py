@@ -1,0 +1,141 @@
+"""Tells that a text has more tokens than fit, at a fraction of the cost of tokenizing it.
+
+The library takes some 150 bytes of memory and a microsecond for each byte of a text, so a text that cannot fit is
+refused by its length in bytes, or by the tokens of its beginning.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from contract.errors import ContextLengthError
+
+MIN_TEXT_BYTES = 2**20
+MAX_BYTES_PER_TOKEN = 16
+"""A text may have as many bytes for each token of the model's length, and MIN_TEXT_BYTES in any case."""
+_PIECE = 2**16
+_PIECE_SLACK = 4
+_TEXT_SLACK = 1024
+_COMPOSING = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4, "Prepend": 1, "ByteLevel": 1}
+"""How many times fewer bytes a normalizer can make of a text; those of others are not known."""
+_KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
+"""Pre-tokenizers that drop nothing."""
+_BYTES = range(256)
+
+
+class LengthBound:
+    """What is known of one tokenizer about the tokens of a text. Not changed after it is made.
+
+    bytes_per_token: no token stands for more bytes of a text; None where tokens may stand for any number of them.
+    """
+
+    def __init__(self, backend: FastTokenizer) -> None:
+        spec = json.loads(backend.to_str())
+        self._backend = backend
+        self._is_local = not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
+        self.bytes_per_token = _bytes_per_token(spec) if self._is_local else None
+
+    def is_exceeded(self, text: str, max_tokens: int) -> bool:
+        """Whether the text certainly has more than ``max_tokens`` tokens; False where that is not certain."""
+        if len(text) <= max_tokens:
+            return False
+        if self.bytes_per_token is not None:
+            most = self.bytes_per_token * max_tokens
+            if len(text) > most or len(text.encode(errors="replace")) > most:
+                return True
+        return len(text) > max(_PIECE, 4 * max_tokens) and self._has_too_many_in_pieces(text, max_tokens)
+
+    def _has_too_many_in_pieces(self, text: str, max_tokens: int) -> bool:
+        """Count tokens piece by piece, until there are twice as many as fit: a cut makes few tokens of one."""
+        if not self._is_local:
+            return False
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            (encoded,) = self._backend.encode_batch_fast([piece], add_special_tokens=False)
+            count += len(encoded) - _PIECE_SLACK
+            if count > 2 * max_tokens + _TEXT_SLACK:
+                return True
+        return False
+
+
+def check_text_size(text: str, max_tokens: int, param: str) -> None:
+    """Raise ContextLengthError for more bytes than a text may have at all: they bound the memory that one text takes."""
+    most = max(MIN_TEXT_BYTES, MAX_BYTES_PER_TOKEN * max_tokens)
+    if len(text) > most or (4 * len(text) > most and len(text.encode(errors="replace")) > most):
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_tokens} tokens, and no text may have more than {most} bytes. "
+            f"However, yours has {len(text)} characters. Please reduce its length.",
+            param=param,
+        )
+
+
+def check_text_fits(text: str, bound: LengthBound, max_tokens: int, param: str) -> None:
+    """Raise ContextLengthError for a text that certainly has more than ``max_tokens`` tokens, or too many bytes."""
+    check_text_size(text, max_tokens, param)
+    if bound.is_exceeded(text, max_tokens):
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_tokens} tokens. However, your text of {len(text)} characters "
+            "has more. Please reduce its length.",
+            param=param,
+        )
+
+
+def _bytes_per_token(spec: Mapping[str, Any]) -> int | None:
+    """The bytes of the longest token, times what the normalizer can take away. None where that is not known."""
+    shrinking = _shrinking(spec.get("normalizer"))
+    model = spec["model"]
+    if shrinking is None or not _keeps_all(spec.get("pre_tokenizer")) or model["type"] != "BPE":
+        return None
+    if not (_has_all_bytes(spec) or _falls_back_to_bytes(model)):
+        return None
+    written = [*model["vocab"], *(token["content"] for token in spec["added_tokens"])]
+    return shrinking * max(len(token.encode()) for token in written)
+
+
+def _parts(spec: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    if spec is None:
+        return []
+    if spec["type"] != "Sequence":
+        return [spec]
+    return [part for inner in spec[name] for part in _parts(inner, name)]
+
+
+def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
+    factor = 1
+    for step in _parts(normalizer, "normalizers"):
+        if step["type"] == "Replace":
+            pattern = step["pattern"].get("String", "")
+            if not pattern or len(step["content"].encode()) < len(pattern.encode()):
+                return None
+        elif (own := _COMPOSING.get(step["type"])) is None:
+            return None
+        else:
+            factor *= own
+    return factor
+
+
+def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    return all(
+        step["type"] in _KEEPING
+        or (step["type"] in ("Split", "Punctuation") and step.get("behavior") != "Removed")
+        for step in _parts(pre_tokenizer, "pretokenizers")
+    )
+
+
+def _has_all_bytes(spec: Mapping[str, Any]) -> bool:
+    """Whether text becomes bytes first, each of which the vocabulary has."""
+    steps = [
+        *_parts(spec.get("normalizer"), "normalizers"),
+        *_parts(spec.get("pre_tokenizer"), "pretokenizers"),
+    ]
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    return is_byte_level and all(char in spec["model"]["vocab"] for char in ByteLevel.alphabet())
+
+
+def _falls_back_to_bytes(model: Mapping[str, Any]) -> bool:
+    return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in _BYTES)
