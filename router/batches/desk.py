@@ -177,3 +177,11 @@ class BatchDesk:
         if results is not None:
             results.close()
             self._store.quota.add_bytes(batch.owner, -sum(results.sizes))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the counts differ from what lies in the folder."""
+        files = sum(self._store.folder.data(file.id).stat().st_size for file in self._store.all_files())
+        results = sum(sum(results.sizes) for results in self._results.values())
+        assert self._store.quota.num_bytes == files + results
+        for file in self._store.all_files():
+            assert self._store.folder.data(file.id).stat().st_size == file.num_bytes

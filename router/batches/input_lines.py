@@ -46,7 +46,10 @@ def parse_line(raw: bytes, number: int, endpoint: str) -> InputLine | LineProble
     if number == 1:
         raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
-        msgspec.json.decode(raw)  # first, since a wrong type is reported before broken JSON behind it
+        raw.decode()  # before msgspec, which skips the bytes of strings that it need not read
+        msgspec.json.decode(
+            raw, type=msgspec.Raw
+        )  # a wrong type would be reported before broken JSON behind it
         line = msgspec.json.decode(raw, type=_Line)
     except msgspec.ValidationError as error:
         return LineProblem(code="invalid_request", message=f"The line is no request: {error}", line=number)

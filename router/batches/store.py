@@ -120,6 +120,10 @@ class Store:
         """Return the batches of everybody that are not over, oldest first."""
         return [batch for batch in self._batches.values() if batch.is_open]
 
+    def all_files(self) -> Iterable[FileRecord]:
+        """Return the files of everybody."""
+        return self._files.values()
+
     def all_batches(self) -> Iterable[BatchRecord]:
         """Return the batches of everybody."""
         return self._batches.values()
