@@ -53,6 +53,7 @@ async def test_a_request_is_placed_before_lines_that_wait_and_they_take_no_place
         worker = cluster.workers["both-0"]
         await grant_one(cluster, "both-0")
         made = await create(cluster, lines("a", "b", "c", "d", "e"))
+        await cluster.until(lambda state: state["requests"]["streaming"] == 1)
         await cluster.until(lambda state: state["num_in_line"] == 2)
         cluster.script = lambda _: ABC
         interactive = asyncio.create_task(cluster.post(TEXT, {"prompt": "i"}))
