@@ -18,7 +18,7 @@ from kv_transfer.alternatives import Alternatives
 from kv_transfer.counters import Counters
 from kv_transfer.handshake import Session
 from kv_transfer.orders import PullJob
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.transport import PeerSilentError, Read, ReadRequest, ReceiverTransport, Source
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +169,8 @@ class Chooser:
             except KvbatonError as error:
                 why_not.append(f"{candidate.transport} failed: {error.message}")
                 self.alternatives.rule_out(candidate)
+                if isinstance(error, PeerSilentError):  # each further try could take as long, and reads wait
+                    break
                 continue
             return candidate, "; ".join(why_not)
         return probe.candidates[-1], "; ".join(why_not)

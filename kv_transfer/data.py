@@ -20,10 +20,12 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.data_reports import DataReports
 from kv_transfer.digesting import Landing, UnfinishedBlocks, digests_of
 from kv_transfer.layer_watch import PassJobs, PassListeners
-from kv_transfer.orders import Ahead, CommitJob, Conversion, PublishOrder, PullJob, Share, TransferMetadata
+from kv_transfer.orders import Ahead, CommitJob, Conversion, PublishOrder, PullJob, Share, orders_of
 from kv_transfer.pulling import PullThreads
+from kv_transfer.silences import Silences
 from kv_transfer.staging import DEFAULT_STAGING_BYTES, Staging
 from kv_transfer.transport import (
+    PeerSilentError,
     Read,
     ReadRequest,
     ReadStoppedError,
@@ -61,6 +63,7 @@ class DataHalf:
         self._is_closing = False
         self._has_counted, self._num_done = True, 0
         self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
+        self._silences = Silences()
         self._staging = Staging(counters, max_staging_bytes)
         self._pulls = PullThreads(self._pull, receiver.forget, self._has_bug)
         for transport in self._transport_names:
@@ -84,13 +87,13 @@ class DataHalf:
 
     def execute(self, metadata: Any) -> None:
         """Digest and publish what the step that just ran has computed, but for what was published in the meantime."""
-        for order in _orders_of(metadata):
+        for order in orders_of(metadata):
             if not self._listeners.has_published(order):
                 self._jobs.put(partial(self._publish, order))
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
         """Who makes this step's blocks readable layer by layer, and foresees its end, where that is of use to receivers."""
-        return self._listeners.begin(_orders_of(metadata))
+        return self._listeners.begin(orders_of(metadata))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Keys (sent, received) since the last call."""
@@ -114,6 +117,7 @@ class DataHalf:
 
     def leave(self, source: Source) -> None:
         """The link of this source is gone: its thread ends when its reads are terminal."""
+        self._silences.forget(source)
         self._pulls.leave(source)
 
     def close(self) -> None:
@@ -138,6 +142,7 @@ class DataHalf:
             "is_alive": self._thread.is_alive(),
             "queued_jobs": self._jobs.num_waiting + self._pulls.num_queued,
             "num_pull_threads": self._pulls.num_threads,
+            "silent": self._silences.debug_state(),
             "current": self._pulls.current_keys + ([] if commit is None else [commit.key]),
         }
 
@@ -356,8 +361,14 @@ class DataHalf:
         read: Read,
         landing: Landing,
     ) -> None:
-        with read.telling(landing.landed):
-            self._receiver.fetch(source, request, views, read)
+        self._silences.check(source)
+        try:
+            with read.telling(landing.landed):
+                self._receiver.fetch(source, request, views, read)
+        except PeerSilentError as error:
+            self._silences.began(source, error)
+            raise
+        self._silences.ended(source)
         landing.landed(len(views))
         num_bytes = len(views) * views[0].nbytes
         self._counters.add("transfer_bytes_total", num_bytes, transport=source.transport)
@@ -385,9 +396,3 @@ class DataHalf:
     def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
         self._memory.commit(list(job.block_ids))
         return ev.CommitDone()
-
-
-def _orders_of(metadata: Any) -> list[PublishOrder]:
-    if not isinstance(metadata, TransferMetadata):
-        raise InternalError(f"orders of type {type(metadata).__name__}; they must be TransferMetadata")
-    return metadata.orders

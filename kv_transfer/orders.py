@@ -1,9 +1,12 @@
 """What the control half orders from the data half. ``TransferMetadata`` is plain data: it may cross processes."""
 
+from typing import Any
+
 import msgspec
 from msgspec.structs import replace
 
 from contract.block_hash import all_block_hashes
+from contract.errors import InternalError
 from contract.requests import EngineRequest
 from kv_transfer.block_views import BlockPart
 from kv_transfer.digesting import RunningDigests
@@ -149,6 +152,13 @@ class CommitJob(msgspec.Struct, frozen=True):
     key: str
     block_ids: tuple[int, ...]
     read: Read
+
+
+def orders_of(metadata: Any) -> list[PublishOrder]:
+    """Return the orders in what the scheduler's half made for a step. Raises InternalError for anything else."""
+    if not isinstance(metadata, TransferMetadata):
+        raise InternalError(f"orders of type {type(metadata).__name__}; they must be TransferMetadata")
+    return metadata.orders
 
 
 def digest_seeds(request: EngineRequest, model_fingerprint: str, block_size: int) -> list[int]:

@@ -4,6 +4,7 @@ A *lease* is a list of pool blocks lent under (transfer id, attempt, lease token
 in that list, so nobody can ask for a block outside it. A read counts only when the lease was valid after its last byte.
 """
 
+import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +13,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from contract.errors import KvbatonError, TransferError, WorkerLostError
+from contract.errors import KvbatonError, PeerUnreachableError, TransferError, WorkerLostError
 from engine.connector import KVMemory
 from kv_transfer.block_views import BlockPart
 
@@ -28,6 +29,20 @@ def blocks_per_piece(block_bytes: int) -> int:
 
 class StaleLeaseError(TransferError):
     """The lease is over or was never given: nothing of the read may be used."""
+
+
+class PeerSilentError(PeerUnreachableError):
+    """Nothing came from the peer for as long as the read waits: another try would take as long."""
+
+
+_NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT})
+"""What a system reports after it has waited for packets by itself."""
+
+
+def broken_connection(error: OSError, message: str) -> PeerUnreachableError:
+    """Return the error that a read ends with whose connection failed so: silence is told from an end."""
+    is_silent = isinstance(error, TimeoutError) or error.errno in _NO_WAY
+    return PeerSilentError(message) if is_silent else PeerUnreachableError(message)
 
 
 class ReadStoppedError(TransferError):

@@ -1,5 +1,6 @@
 """A group of two processes that moves bytes: NCCL between GPUs, gloo between host memories."""
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.framing import format_address, listen_on, parse_address
+from kv_transfer.transport import PeerSilentError
 
 SENDER, RECEIVER = 0, 1
 _TAG = 0
@@ -51,10 +53,11 @@ class PairGroup:
         self._other, self._timeout = 1 - rank, timedelta(seconds=timeout_seconds)
         self._store = _distributed().PrefixStore("kv", store)
         self._group: Any = None
+        begun = time.monotonic()
         try:
             self._group = self._make(backend, rank, host)
         except RuntimeError as error:
-            raise PeerUnreachableError(f"no group of two came about: {error}") from error
+            raise self._failed(begun, f"no group of two came about: {error}") from error
 
     def send(self, content: torch.Tensor) -> None:
         """Send all of it."""
@@ -81,14 +84,19 @@ class PairGroup:
         options._timeout = self._timeout
         return makers.ProcessGroupGloo(self._store, rank, 2, options)
 
+    def _failed(self, begun: float, message: str) -> PeerUnreachableError:
+        """The library has one error for everything: it was silence if the time is over."""
+        is_over = time.monotonic() - begun >= self._timeout.total_seconds()
+        return PeerSilentError(message) if is_over else PeerUnreachableError(message)
+
     def _wait(self, begin: Any) -> None:
+        begun = time.monotonic()
         try:
             begin().wait(self._timeout)
         except RuntimeError as error:
             self.close()
-            raise PeerUnreachableError(
-                f"the group of two has failed: {str(error).splitlines()[0]}"
-            ) from error
+            message = f"the group of two has failed: {str(error).splitlines()[0]}"
+            raise self._failed(begun, message) from error
 
 
 def _distributed() -> Any:

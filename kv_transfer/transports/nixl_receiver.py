@@ -21,7 +21,7 @@ import numpy as np
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.block_views import BlockPart, block_outside, block_span, check_sizes
 from kv_transfer.framing import read_frame, write_frame
-from kv_transfer.transport import Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.transport import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.data_port import dial, shut_down, unconnected
 from kv_transfer.transports.kept import Kept
@@ -252,7 +252,7 @@ class _Peer:
                 self._help_if_late(posted)
         read.check()
         if not posted.is_terminal:
-            raise TransferError(f"nixl read nothing from {self._who} in {self._timeout_seconds} s")
+            raise PeerSilentError(f"nixl read nothing from {self._who} in {self._timeout_seconds} s")
         posted.check()
 
 

@@ -2,7 +2,7 @@
 
 from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.framing import ShortReadError
-from kv_transfer.transport import Read, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transport import Read, ReadStoppedError, Source, StaleLeaseError, broken_connection
 
 
 def as_outcome(
@@ -17,4 +17,5 @@ def as_outcome(
         return PeerUnreachableError(f"worker {source.worker_id} closed its {connection}: {error}")
     if isinstance(error, (TransferError, WorkerLostError)):
         return error
-    return PeerUnreachableError(f"reading from worker {source.worker_id} failed: {error}")
+    message = f"reading from worker {source.worker_id} failed: {error}"
+    return broken_connection(error, message) if isinstance(error, OSError) else TransferError(message)

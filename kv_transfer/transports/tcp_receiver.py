@@ -8,7 +8,15 @@ from contextlib import suppress
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.block_views import bytes_of_each
 from kv_transfer.framing import FrameBuffer, ShortReadError, decode_body
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
+from kv_transfer.transport import (
+    PeerSilentError,
+    Read,
+    ReadRequest,
+    ReadStoppedError,
+    Source,
+    StaleLeaseError,
+    broken_connection,
+)
 from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks
 from kv_transfer.transports.data_port import dial, unconnected
 from kv_transfer.transports.kept import Kept
@@ -92,7 +100,7 @@ class _Connection:
                 f"short read in block {block} of {_name(piece)}: {error.message}"
             ) from error
         except TimeoutError as error:
-            raise PeerUnreachableError(f"no byte for {self.timeout_seconds} s in {_blocks(piece)}") from error
+            raise PeerSilentError(f"no byte for {self.timeout_seconds} s in {_blocks(piece)}") from error
 
     def _hear_verdict(self, piece: ReadRequest) -> None:
         try:
@@ -134,7 +142,8 @@ class TcpReceiver:
                 raise ReadStoppedError("the read was stopped") from error
             if isinstance(error, TransferError):
                 raise
-            raise PeerUnreachableError(f"reading from worker {source.worker_id} failed: {error}") from error
+            message = f"reading from worker {source.worker_id} failed: {error}"
+            raise broken_connection(error, message) from error
 
     def forget(self, source: Source) -> None:
         """Close its connection."""
