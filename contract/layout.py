@@ -6,12 +6,16 @@ from typing import Annotated
 
 import msgspec
 
+from contract.model_folder import read_bytes
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONVERTED_DTYPES = frozenset({"float32", "bfloat16"})
 """They have one range, so a value of the one becomes a value of the other by rounding. float16 would overflow."""
 MAX_BLOCK_SIZE_RATIO = 16
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +127,10 @@ def received_fingerprint(ours: str, theirs: str) -> str:
 
 def _weights_fingerprint(folder: Path) -> str:
     state = hashlib.blake2b(digest_size=16)
-    state.update((folder / "config.json").read_bytes())
+    state.update(read_bytes(folder / "config.json") or b"")
     for file in sorted([*folder.glob("modules.json"), *folder.glob("[0-9]_*/config.json")]):
-        state.update(f"{file.relative_to(folder)}:{file.stat().st_size}:".encode() + file.read_bytes())
+        content = read_bytes(file) or b""
+        state.update(f"{file.relative_to(folder)}:{len(content)}:".encode() + content)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no *.safetensors file")
@@ -135,7 +140,7 @@ def _weights_fingerprint(folder: Path) -> str:
         state.update(size.to_bytes(8, "little"))
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
-            state.update(stream.read(min(header_bytes, size)))
+            state.update(stream.read(min(header_bytes, size, _MAX_HEADER_BYTES)))
             for sample in range(_NUM_SAMPLES):
                 stream.seek(min(size, size * sample // _NUM_SAMPLES))
                 state.update(stream.read(_SAMPLE_BYTES))

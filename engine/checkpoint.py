@@ -1,6 +1,5 @@
 """Reads a Hugging Face folder: configuration, end tokens, and safetensors weights by memory map."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from contract.errors import SettingError
+from contract.model_folder import check_entries, file_within, read_json_object
 from engine.load_progress import LoadProgress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -17,13 +17,16 @@ HEAD_NAME = "lm_head.weight"
 _DECODER = "model."
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _NAMES_SHOWN = 5
+_SHOWN_CHARACTERS = 80
+_INDEX = "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json. Raises SettingError where it is missing or not a JSON object."""
     if not folder.is_dir():
         raise _bad(f"{folder} is not a folder")
-    config = _read_json(folder / "config.json")
+    check_entries(folder)
+    config = read_json_object(folder / "config.json")
     if config is None:
         raise _bad(f"{folder} holds no config.json")
     return config
@@ -31,7 +34,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """The model's own end tokens: from generation_config.json, else from config.json; empty where neither has any."""
-    generation = _read_json(folder / "generation_config.json") or {}
+    generation = read_json_object(folder / "generation_config.json") or {}
     value = generation.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")
@@ -162,7 +165,7 @@ def _refuse(what: str, names: set[str]) -> None:
 
 def _files_by_name(folder: Path) -> dict[str, Path]:
     """Tensor name → file, by the index of a sharded checkpoint or from the single file."""
-    index = _read_json(folder / "model.safetensors.index.json")
+    index = read_json_object(folder / _INDEX)
     if index is None:
         single = folder / "model.safetensors"
         if not single.is_file():
@@ -170,11 +173,15 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(_open(single).keys(), single)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _bad("model.safetensors.index.json has no weight_map")
-    files = {str(name): folder / str(file) for name, file in weight_map.items()}
-    if absent := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise _bad(f"{folder} misses the shard {absent[0]} that model.safetensors.index.json names")
-    return files
+        raise _bad(f"{_INDEX} has no weight_map")
+    shards = {name: file_within(folder, name, _INDEX) for name in set(map(_hashable, weight_map.values()))}
+    if absent := sorted(file.name for file in shards.values() if not file.is_file()):
+        raise _bad(f"{folder} misses the shard {absent[0]} that {_INDEX} names")
+    return {name: shards[file] for name, file in weight_map.items()}
+
+
+def _hashable(name: object) -> object:
+    return name if isinstance(name, str) else repr(name)[:_SHOWN_CHARACTERS]
 
 
 def _open(file: Path) -> Any:
@@ -182,19 +189,6 @@ def _open(file: Path) -> Any:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
         raise _bad(f"{file} cannot be read as safetensors: {error}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    """The object in this file, None where there is no such file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError, OSError) as error:
-        raise _bad(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise _bad(f"{file} must hold a JSON object")
-    return value
 
 
 def _bad(what: str) -> SettingError:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError
+from contract.model_folder import check_entries
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.chat_template import ChatTemplate
 from text.templates.folder import TEMPLATE_FILES, read_templates
@@ -20,6 +21,8 @@ MODEL_FILES = (
     *TEMPLATE_FILES,
 )
 """The small files that a model card is read from."""
+_MAX_SIZE = 2**31 - 1
+_MAX_NUMBER = 1e9
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -53,13 +56,14 @@ class ModelCard:
         """Read a Hugging Face model folder. Raises SettingError that names what is missing or of another shape."""
         try:
             return cls._read(folder, name, parsers or ParserChoice())
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise SettingError(
                 f"the model files in {folder} cannot be read: {error!r}", param="model"
             ) from error
 
     @classmethod
     def _read(cls, folder: Path, name: str | None, parsers: ParserChoice) -> "ModelCard":
+        check_entries(folder)
         config = read_json(folder / "config.json")
         if not config:
             raise SettingError(f"{folder} holds no config.json", param="model")
@@ -86,20 +90,38 @@ class ModelCard:
 
 def _number(generation: dict[str, Any], name: str, default: float) -> float:
     value = generation.get(name)
-    return default if value is None else float(value)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -_MAX_NUMBER <= value <= _MAX_NUMBER:
+        raise SettingError(
+            f"model: generation_config.json cannot be read: {name} is {value!r:.80}; it must be a number",
+            param="model",
+        )
+    return float(value)
 
 
 def _max_model_len(config: dict[str, Any], folder: Path) -> int:
     for name in _LENGTH_NAMES:
-        if isinstance(config.get(name), int):
-            return int(config[name])
+        if config.get(name) is not None:
+            return _size(config, name)
     raise SettingError(f"{folder / 'config.json'} has none of {', '.join(_LENGTH_NAMES)}", param="model")
 
 
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:
-    if not isinstance(config.get("vocab_size"), int):
+    if config.get("vocab_size") is None:
         raise SettingError(f"{folder / 'config.json'} has no vocab_size", param="model")
-    return int(config["vocab_size"])
+    return _size(config, "vocab_size")
+
+
+def _size(config: dict[str, Any], name: str) -> int:
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+        raise SettingError(
+            f"model: config.json: {name} is {value!r:.80}; it must be a whole number within 1..{_MAX_SIZE}",
+            param="model",
+        )
+    return value
 
 
 def _eos_token_ids(

@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from contract.decoding import DECODING_ERRORS
 from contract.errors import SettingError
+from contract.model_folder import MAX_TOKENIZER_BYTES, read_json_object, read_text
 from text.length_bound import LengthBound
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -18,15 +18,7 @@ _SPACE_MARK = "▁"
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no file. Raises SettingError for a broken one."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_bytes())
-    except DECODING_ERRORS as error:
-        raise SettingError(f"{file} is not valid JSON: {error}", param="model") from error
-    if not isinstance(found, dict):
-        raise SettingError(f"{file} holds no JSON object", param="model")
-    return found
+    return read_json_object(file) or {}
 
 
 class Tokenizer:
@@ -54,10 +46,11 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """Read ``tokenizer.json`` and its companions. Raises SettingError where it is missing or broken."""
         file = folder / "tokenizer.json"
-        if not file.is_file():
+        text = read_text(file, MAX_TOKENIZER_BYTES)
+        if text is None:
             raise SettingError(f"{folder} holds no tokenizer.json", param="model")
         try:
-            backend = FastTokenizer.from_str(file.read_text(encoding="utf-8"))
+            backend = FastTokenizer.from_str(text)
         except Exception as error:  # the library raises the bare class
             raise SettingError(f"{file} is no tokenizer: {error}", param="model") from error
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")

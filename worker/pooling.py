@@ -1,10 +1,10 @@
 """How a model's prompts are pooled into embeddings: what its sentence-transformers configuration says."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from contract.errors import SettingError, UnsupportedFieldError
+from contract.model_folder import read_json as read_json_value
 from contract.requests import PoolingParams
 from text.tokenizer import read_json
 
@@ -48,11 +48,9 @@ def _modes(config: dict[str, Any]) -> list[str]:
 def _check_modules(folder: Path) -> None:
     """Raises UnsupportedFieldError for a module that would change the vector, as ``2_Dense`` does."""
     try:
-        modules = json.loads((folder / _MODULES).read_bytes())
-        names = [str(module["type"]).rpartition(".")[2] for module in modules]
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, RecursionError, TypeError, LookupError) as error:
+        modules = read_json_value(folder / _MODULES)
+        names = [str(module["type"]).rpartition(".")[2] for module in modules or ()]
+    except (SettingError, TypeError, LookupError) as error:
         raise UnsupportedFieldError(
             f"the model's {_MODULES} cannot be read: {error!r}", param="model"
         ) from error

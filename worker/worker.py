@@ -13,6 +13,7 @@ from typing import Any
 
 from contract.errors import CancelledError, InvalidRequestError, KvbatonError, UnavailableError
 from contract.identity import Role
+from contract.model_folder import MAX_TOKENIZER_BYTES, read_bytes
 from contract.requests import EngineRequest
 from engine.client import EngineClient
 from protos import PROTOCOL_MAX, PROTOCOL_MIN
@@ -178,7 +179,7 @@ class Worker:
         """The model's small files, in pieces, for a router without the folder."""
         for name in MODEL_FILES:
             path = self._settings.model / name
-            data = await asyncio.to_thread(_read_if_there, path)
+            data = await asyncio.to_thread(read_bytes, path, MAX_TOKENIZER_BYTES) or b""
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield pb.ModelFile(name=name, data=data[start : start + _CHUNK_BYTES])
 
@@ -256,7 +257,3 @@ class Worker:
 def model_name(settings: WorkerSettings) -> str:
     """The name under which the model is served."""
     return settings.served_model_name or settings.model.name
-
-
-def _read_if_there(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""

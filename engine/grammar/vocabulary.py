@@ -6,7 +6,8 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
-from contract.errors import UnsupportedFieldError
+from contract.errors import SettingError, UnsupportedFieldError
+from contract.model_folder import MAX_TOKENIZER_BYTES, read_text
 
 VocabularyLoader = Callable[[Path, Sequence[int]], LLTokenizer]
 
@@ -17,11 +18,13 @@ def load_vocabulary(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
     Raises UnsupportedFieldError about ``grammar`` where there is none that the library can read.
     """
     try:
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        text = read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
+        if text is None:
+            raise SettingError(f"{folder} holds no tokenizer.json", param="model")
         added = [token["id"] for token in json.loads(text)["added_tokens"]]
         ends = [token for token in eos_token_ids if token in added] or added[:1] or None
         return LLTokenizer(text, eos_token=ends)
-    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+    except (SettingError, OSError, ValueError, RecursionError, LookupError, TypeError) as error:
         raise UnsupportedFieldError(
             f"grammars are not served with this model, its tokenizer cannot be read for them: {error}",
             param="grammar",

@@ -8,6 +8,8 @@ from contract.errors import SettingError
 from engine.models.rope import RopeConfig
 
 RawConfig = Mapping[str, Any]
+_MAX_FLOAT = 1e30
+"""Also keeps out what is no number, or infinite."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,43 @@ def unserved(architecture: str, reason: str) -> SettingError:
     return SettingError(f"model: transformers' {architecture} is not served: {reason}", param="model")
 
 
-def positive_int(raw: RawConfig, name: str, default: int | None = None) -> int:
-    """A whole number above 0. Without ``default`` the field must be there; null counts as missing."""
+MAX_LAYERS = 4096
+"""Layers are objects of their own, made before their weights are looked for; models have 130 of them at most."""
+MAX_SIZE = 2**31 - 1
+_FEW_LAYERS = 128
+"""So many are made at no cost worth a check."""
+_NUM_LAYERS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
+_COUNTS = ("layer", "expert", "head", "block")
+
+
+def check_counts(raw: RawConfig, num_tensors: int) -> None:
+    """Raise SettingError where config.json asks for more parts than any model has, or the checkpoint could have.
+
+    A library makes the parts, or lists of them, before it compares them with the weights.
+    """
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            check_counts(value, num_tensors)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and any(count in name for count in _COUNTS) and not -MAX_SIZE <= value <= MAX_SIZE:
+            raise bad_config(f"{name} is {value!r:.40}; it must lie within 1..{MAX_SIZE}")
+        if is_number and "layer" in name and "size" not in name and value > MAX_LAYERS:
+            raise bad_config(f"{name} is {value!r:.40}; at most {MAX_LAYERS} are served")
+        if is_number and name in _NUM_LAYERS and value > max(num_tensors, _FEW_LAYERS):
+            raise bad_config(f"{name} is {value!r:.40}; the checkpoint has {num_tensors} tensors")
+
+
+def positive_int(raw: RawConfig, name: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+    """A whole number from 1 to ``limit``. Without ``default`` the field must be there; null counts as missing."""
     value = raw.get(name)
     if value is None:
         value = default
     if value is None:
         raise bad_config(f"{name} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise bad_config(f"{name} is {value!r}; it must be a whole number above 0")
+        raise bad_config(f"{name} is {value!r:.80}; it must be a whole number above 0")
+    if value > limit:
+        raise bad_config(f"{name} is {value}; at most {limit} are served")
     return value
 
 
@@ -87,6 +117,6 @@ def positive_float(raw: RawConfig, name: str, default: float | None = None) -> f
     value = raw.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise bad_config(f"{name} is {value!r}; it must be a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_FLOAT:
+        raise bad_config(f"{name} is {value!r:.80}; it must be a number above 0")
     return float(value)

@@ -5,7 +5,15 @@ Missing fields take the values that transformers gives them, so that both read a
 
 from typing import Any
 
-from engine.models.config import DecoderConfig, RawConfig, bad_config, flag, positive_float, positive_int
+from engine.models.config import (
+    MAX_LAYERS,
+    DecoderConfig,
+    RawConfig,
+    bad_config,
+    flag,
+    positive_float,
+    positive_int,
+)
 from engine.models.rope_parsing import rope_config
 
 _DEFAULT_WINDOW = 4096
@@ -48,7 +56,7 @@ def qwen3(raw: RawConfig) -> DecoderConfig:
 
 
 def _num_layers(raw: RawConfig) -> int:
-    return positive_int(raw, "num_hidden_layers")
+    return positive_int(raw, "num_hidden_layers", limit=MAX_LAYERS)
 
 
 def shared_fields(raw: RawConfig) -> dict[str, Any]:

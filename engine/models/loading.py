@@ -16,7 +16,7 @@ from engine.checkpoint import (
     read_eos_token_ids,
     resolve_dtype,
 )
-from engine.models.config import DecoderConfig, ModelShape, RawConfig, bad_config
+from engine.models.config import DecoderConfig, ModelShape, RawConfig, bad_config, check_counts
 from engine.models.info import ModelInfo
 from engine.models.language_model import Head, LanguageModel
 from engine.models.registry import architecture_name, find_architecture
@@ -49,13 +49,14 @@ def load(
     """
     group = group or SingleRank()
     raw = read_config(folder)
+    checkpoint = Checkpoint(folder)
+    check_counts(raw, len(checkpoint.names()))
     architecture = find_architecture(raw)
     if architecture is None:
-        return _load_from_transformers(folder, raw, dtype, max_model_len, device, group)
+        return _load_from_transformers(folder, raw, checkpoint, dtype, max_model_len, device, group)
     config = architecture.read_config(raw)
     of_rank = config_of_rank(config, group.size)
     length = _model_length(max_model_len, config.max_position_embeddings)
-    checkpoint = Checkpoint(folder)
     name = resolve_dtype(dtype, raw, checkpoint)
     with torch.device("meta"):
         head = _head(folder, config, checkpoint)
@@ -71,6 +72,7 @@ def load(
 def _load_from_transformers(
     folder: Path,
     raw: RawConfig,
+    checkpoint: Checkpoint,
     dtype: str,
     max_model_len: int | None,
     device: torch.device,
@@ -84,7 +86,7 @@ def _load_from_transformers(
             f"tensor_parallel_size is {group.size}; {architecture} is computed by transformers, on one rank alone",
             param="tensor_parallel_size",
         )
-    name = resolve_dtype(dtype, raw, Checkpoint(folder))
+    name = resolve_dtype(dtype, raw, checkpoint)
     found = TransformersCheckpoint(folder, raw, architecture)
     length = _model_length(max_model_len, found.num_positions)
     model, shape = found.load(DTYPES[name], device)

@@ -1,0 +1,175 @@
+"""Reads the small files of a model folder, which is input from outside: each fault is one error, within bounds.
+
+Whoever made the folder chose what its names stand for. A file may be a pipe that never ends, a folder, a device or as
+large as the disk, its JSON nested without end, and a name in it may lead out of the folder.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from contract.errors import SettingError
+
+MAX_JSON_BYTES = 64 * 2**20
+"""Of a configuration or a weight map; the largest that are published have a tenth of that."""
+MAX_TOKENIZER_BYTES = 256 * 2**20
+MAX_DEPTH = 64
+"""Of objects and lists within each other; configurations have 6 at most."""
+MAX_ENTRIES = 10_000
+_MAX_NAME = 255
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def check_entries(folder: Path) -> None:
+    """Raise SettingError unless the folder holds regular files and folders only.
+
+    Libraries open its files by name, and wait for ever at a pipe.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            for number, entry in enumerate(entries):
+                if number >= MAX_ENTRIES:
+                    _fail(f"{folder} holds more than {MAX_ENTRIES} files")
+                if not (entry.is_file() or entry.is_dir() or _is_dangling(entry)):
+                    _fail(f"{entry.path} is {_kind(entry.stat().st_mode)}; it must be a file")
+    except OSError as error:
+        _fail(f"{folder} cannot be read: {error.strerror or error}", error)
+
+
+def read_bytes(file: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
+    """Return what a regular file holds, None where there is none of that name.
+
+    Raises SettingError for anything else, and for more than ``max_bytes``; it never waits for a writer.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _fail(f"{file} cannot be opened: {error}", error)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            _fail(f"{file} is {_kind(found.st_mode)}; it must be a file")
+        if found.st_size > max_bytes:
+            _fail(f"{file} has {found.st_size} bytes; {max_bytes} are the most that are read")
+        with os.fdopen(os.dup(descriptor), "rb") as stream:
+            content = stream.read(found.st_size + 1)
+        if len(content) > found.st_size:
+            _fail(f"{file} grew while it was read")
+        return content
+    except OSError as error:
+        _fail(f"{file} cannot be read: {error.strerror or error}", error)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(file: Path, max_bytes: int = MAX_JSON_BYTES) -> str | None:
+    """Return the text of a file in UTF-8, None where there is none. Raises SettingError, see ``read_bytes``."""
+    content = read_bytes(file, max_bytes)
+    try:
+        return None if content is None else content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _fail(f"{file} is no UTF-8: {error.reason} at byte {error.start}", error)
+
+
+def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the JSON value of a file, None where there is none.
+
+    Raises SettingError for broken JSON, for an object that has a name twice (readers differ in which one counts), and for
+    values that are nested deeper than MAX_DEPTH.
+    """
+    text = read_text(file, max_bytes)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_unique)
+    except _TwiceError as error:
+        _fail(f"{file} has {str(error)!r:.80} twice in one object", error)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        _fail(f"{file} cannot be read: it is not valid JSON: {why}", error)
+    if _depth_exceeds(value, MAX_DEPTH):
+        _fail(f"{file} is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def read_json_object(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+    """Return the object of a JSON file, None where there is none. Raises SettingError, see ``read_json``."""
+    value = read_json(file, max_bytes)
+    if value is not None and not isinstance(value, dict):
+        _fail(f"{file} must hold a JSON object, not {type(value).__name__}")
+    if value is None and file.exists():
+        _fail(f"{file} must hold a JSON object, not null")
+    return value
+
+
+def file_within(folder: Path, name: object, named_in: str) -> Path:
+    """Return the path of a file that another file of the folder names. Raises SettingError for one outside the folder.
+
+    A link may lead into the ``blobs`` of the same repository in the cache of huggingface_hub, which is made of links.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or "\0" in name or "\\" in name:
+        _fail(f"{named_in} names {name!r:.80} as a file")
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts:
+        _fail(f"{named_in} names {name!r:.80}, which is outside the folder")
+    try:
+        real, home = (folder / name).resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:
+        _fail(f"{named_in} names {name!r:.80}, which leads nowhere: {error}", error)
+    if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):
+        _fail(f"{named_in} names {name!r:.80}, which is a link out of the folder, to {real}")
+    return folder / name
+
+
+class _TwiceError(ValueError):
+    """A name that one object has twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _TwiceError(name)
+            seen.add(name)
+    return found
+
+
+def _depth_exceeds(value: Any, most: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(most + 1):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return (child for child in value.values() if isinstance(child, dict | list))
+    return (child for child in value if isinstance(child, dict | list)) if isinstance(value, list) else ()
+
+
+def _is_dangling(entry: "os.DirEntry[str]") -> bool:
+    """A link to nothing is as good as no file: whoever needs it says so."""
+    return entry.is_symlink() and not Path(entry.path).exists()
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "no regular file")
+
+
+def _fail(what: str, cause: BaseException | None = None) -> NoReturn:
+    raise SettingError(f"model: {what}", param="model") from cause
