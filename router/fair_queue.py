@@ -8,7 +8,8 @@
    the client's other requests.
 4. Every eighth turn the priority does not count, so a request of a low priority is passed by at most seven others for
    each one that its client's share lets go first.
-5. ``BACKGROUND_PRIORITY`` is left out of that: it goes when nobody else waits.
+5. ``BACKGROUND_PRIORITY`` is left out of that: it goes when nobody else waits, and nobody is charged for it, so that a
+   client's batch does not put its other requests behind those of other clients.
 """
 
 from bisect import bisect_left, insort
@@ -137,9 +138,10 @@ class FairQueue(Generic[_L, _T]):
         return min((tickets[0] for tickets in tenants.values()), key=self._order)
 
     def take(self, ticket: Ticket[_L, _T]) -> None:
-        """Begin a request: its client is charged, unless it was begun before."""
-        tenant = self._tenants[ticket.claim.tenant]
-        cost = 0.0 if ticket.claim.is_replay else ticket.claim.cost
+        """Begin a request: its client is charged, unless it was begun before or goes in the background."""
+        tenant, claim = self._tenants[ticket.claim.tenant], ticket.claim
+        is_free = claim.is_replay or claim.priority == BACKGROUND_PRIORITY
+        cost = 0.0 if is_free else claim.cost
         if cost:
             self._time = max(self._time, tenant.virtual_time)
             tenant.virtual_time += cost

@@ -88,7 +88,7 @@ class BatchRun:
             await self._parts.library.run(self._desk.close_results, self._batch)
 
     def interrupt(self) -> None:
-        """Look at the batch again: its owner has cancelled it."""
+        """Stop the requests, and look at the record and the clock: the batch goes on, is cancelled, or has expired."""
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
 

@@ -74,6 +74,11 @@ class BatchRunner:
         await self._library.run(self._library.store.delete_file, owner, file_id)
         self._room.tell()
 
+    def look_again(self, batch_id: str) -> None:
+        """Have a batch look at its record and the clock, after one of them was changed."""
+        if (run := self._runs.get(batch_id)) is not None:
+            run.interrupt()
+
     async def _create(self, new: NewBatch) -> BatchRecord:
         batch = await self._library.run(self._library.desk.create, new)
         self._begin(batch)
@@ -81,8 +86,7 @@ class BatchRunner:
 
     async def _cancel(self, owner: str, batch_id: str) -> BatchRecord:
         batch = await self._library.run(self._library.desk.cancel, owner, batch_id)
-        if (run := self._runs.get(batch.id)) is not None:
-            run.interrupt()
+        self.look_again(batch.id)
         return await self._library.run(self._library.desk.show, batch)
 
     def _begin(self, batch: BatchRecord) -> None:

@@ -34,8 +34,9 @@ class BatchService:
         count_result: CountResult,
         clock: Callable[[], float],
         pause: Pause = asyncio.sleep,
+        disk: Disk | None = None,
     ) -> None:
-        disk = Disk()
+        disk = disk or Disk()
         self.library = Library(Store(Folder(path, disk), disk, bounds, clock))
         self._gate = LineGate(max_concurrency, may_begin)
         self.runner = BatchRunner(self.library, answer, self._gate, count_result, pause=pause)

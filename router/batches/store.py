@@ -187,6 +187,7 @@ class Upload:
         self._id = new_id(FILE_PREFIX)
         self._num_bytes = 0
         self._descriptor: int | None = store.disk.create(store.folder.data(self._id))
+        store.quota.add_records(owner, 1)  # one that runs counts as a file
 
     def write(self, chunk: bytes) -> None:
         """Write the next bytes. Raises PayloadTooLargeError, OSError."""
@@ -202,9 +203,8 @@ class Upload:
         self._store.quota.add_bytes(self._owner, len(chunk))
 
     def finish(self, filename: str, seconds: int | None) -> FileRecord:
-        """Make a file of what was written. Raises PayloadTooLargeError, OSError."""
+        """Make a file of what was written. Raises OSError."""
         store = self._store
-        store.quota.check_records(self._owner)
         store.disk.sync(self._open)
         file = store.add_file(self._id, self._owner, self._num_bytes, filename, Purpose.BATCH, seconds)
         self._release()
@@ -226,3 +226,4 @@ class Upload:
         os.close(self._open)
         self._descriptor = None
         self._store.quota.add_bytes(self._owner, -self._num_bytes)
+        self._store.quota.add_records(self._owner, -1)

@@ -126,6 +126,22 @@ def test_background_work_goes_when_nobody_else_waits() -> None:
     assert names(queue) == ["user"] * 3 * AGING_PERIOD + ["background"] * 10
 
 
+def test_a_clients_batch_does_not_put_its_other_requests_back() -> None:
+    """M3: background work takes nothing of the share of the client that it belongs to."""
+    queue: FairQueue[str, str] = FairQueue()
+    for number in range(10):
+        batch = Claim(priority=BACKGROUND_PRIORITY, tenant="a", family=f"batch-{number}", cost=1000.0)
+        queue.add(LANE, batch, "background")
+        assert take(queue) == "background"
+    for number in range(4):
+        for tenant in ("b", "a"):
+            arrival = float(2 * number + (tenant == "a"))
+            queue.add(
+                LANE, Claim(tenant=tenant, family=f"{tenant}{number}", arrival=arrival, cost=10.0), tenant
+            )
+    assert names(queue) == ["b", "a"] * 4
+
+
 def test_lanes_have_heads_of_their_own_in_one_order() -> None:
     queue: FairQueue[str, str] = FairQueue()
     queue.add("answers", Claim(arrival=2.0, family="a"), "answer")

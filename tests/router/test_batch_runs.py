@@ -1,0 +1,283 @@
+"""One batch with an answer and a disk of the test's: what is tried again, what is an error, and what waits."""
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from contract.errors import ErrorKind, PayloadTooLargeError, UnavailableError
+from router.batches.answering import Answered
+from router.batches.desk import NewBatch
+from router.batches.disk import Disk
+from router.batches.quota import Bounds
+from router.batches.records import BatchRecord, BatchStatus
+from router.batches.service import BatchService
+from router.batches.store import Upload
+from tests.router.batch_cluster import TEXT, prompts
+
+OK = Answered(request_id="cmpl-1", status_code=200, body=b'{"object":"text_completion"}')
+BOUNDS = Bounds(
+    file_bytes=10_000,
+    total_bytes=100_000,
+    count=100,
+    open_batches=10,
+    key_share=1.0,
+    retention_seconds=1_000_000,
+    batch_lines=100,
+    line_bytes=1000,
+)
+
+
+def failed(kind: ErrorKind, status: int = 503, *, has_workers: bool = True) -> Answered:
+    return Answered(
+        request_id="cmpl-1", status_code=status, body=b'{"error":{}}', kind=kind, has_workers=has_workers
+    )
+
+
+class FullDisk(Disk):
+    """Has no space left while ``is_full``; every second write that fails has written its first half."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.num_failures = 0
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        if self.is_full:
+            self.num_failures += 1
+            if self.num_failures % 2:
+                super().write(descriptor, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(descriptor, data)
+
+
+@dataclass
+class Bench:
+    """A service of batches whose requests are answered from ``answers``, the last of them again and again.
+
+    pauses: the seconds that it wanted to wait; ``on_pause`` is called with each. results: counts by name.
+    """
+
+    folder: Path
+    answers: list[Answered] = field(default_factory=lambda: [OK])
+    bounds: Bounds = BOUNDS
+    disk: FullDisk = field(default_factory=FullDisk)
+    has_begun: bool = False
+    now: float = 1_000_000.0
+    pauses: list[float] = field(default_factory=list)
+    on_pause: Callable[[float], None] = lambda _: None
+    results: dict[str, int] = field(default_factory=dict)
+    num_asked: int = 0
+    hold: asyncio.Event | None = None
+
+    async def answer(self, endpoint: str, body: bytes, tenant: str, on_begun: Callable[[], None]) -> Answered:
+        self.num_asked += 1
+        assert (endpoint, tenant) == (TEXT, "me")
+        assert msgspec.json.decode(body)["prompt"] == "x"
+        if self.has_begun:
+            on_begun()
+        if self.hold:
+            await self.hold.wait()
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.on_pause(seconds)
+        await asyncio.sleep(0)
+
+    def count(self, result: str, number: int) -> None:
+        self.results[result] = self.results.get(result, 0) + number
+
+    @asynccontextmanager
+    async def service(self) -> AsyncIterator[BatchService]:
+        service = BatchService(
+            self.folder,
+            self.bounds,
+            self.answer,
+            max_concurrency=2,
+            may_begin=lambda: True,
+            count_result=self.count,
+            clock=lambda: self.now,
+            pause=self.pause,
+            disk=self.disk,
+        )
+        await service.start()
+        try:
+            yield service
+        finally:
+            await service.close()
+
+
+async def uploaded(service: BatchService, content: bytes) -> str:
+    upload = await service.library.run(Upload, service.library.store, "me")
+    try:
+        await service.library.run(upload.write, content)
+        return (await service.library.run(upload.finish, "in.jsonl", None)).id
+    finally:
+        await service.library.run(upload.abort)
+
+
+async def created(service: BatchService, content: bytes) -> BatchRecord:
+    file_id = await uploaded(service, content)
+    return await service.runner.create(
+        NewBatch(
+            owner="me",
+            endpoint=TEXT,
+            input_file_id=file_id,
+            completion_window="24h",
+            metadata=None,
+            output_seconds=None,
+        )
+    )
+
+
+async def when(
+    service: BatchService, batch: BatchRecord, is_true: Callable[[BatchRecord], object]
+) -> BatchRecord:
+    store, desk = service.library.store, service.library.desk
+    async with asyncio.timeout(30):
+        while True:
+            current = await service.library.run(lambda: desk.show(store.batch("me", batch.id)))
+            if is_true(current):
+                return current
+            await asyncio.sleep(0.001)
+
+
+async def over(service: BatchService, batch: BatchRecord) -> BatchRecord:
+    return await when(service, batch, lambda current: not current.is_open)
+
+
+async def lines(service: BatchService, file_id: str) -> list[Any]:
+    store = service.library.store
+    path = store.folder.data(file_id)
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("kind", [ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE])
+async def test_a_busy_service_is_asked_again_with_growing_pauses(tmp_path: Path, kind: ErrorKind) -> None:
+    bench = Bench(tmp_path, answers=[*[failed(kind)] * 7, OK])
+    async with bench.service() as service:
+        batch = await over(service, await created(service, prompts(1)))
+    assert (batch.status, batch.counts.completed) == (BatchStatus.COMPLETED, 1)
+    assert bench.pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert bench.results == {"retried": 7, "completed": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "has_begun", "num_asked"),
+    [
+        (failed(ErrorKind.DEADLINE, 504), False, 20),
+        (failed(ErrorKind.DEADLINE, 504), True, 1),
+        (failed(ErrorKind.WORKER_LOST, has_workers=False), True, 2),
+        (failed(ErrorKind.WORKER_LOST), True, 1),
+        (failed(ErrorKind.INVALID_REQUEST, 400), False, 1),
+        (failed(ErrorKind.INTERNAL, 500), True, 1),
+    ],
+)
+async def test_what_another_try_does_not_mend_is_an_error_line(
+    tmp_path: Path, answer: Answered, has_begun: bool, num_asked: int
+) -> None:
+    bench = Bench(tmp_path, answers=[answer], has_begun=has_begun)
+    async with bench.service() as service:
+        batch = await over(service, await created(service, prompts(1)))
+        [line] = await lines(service, batch.error_file_id)
+    assert (batch.status, batch.counts.failed, bench.num_asked) == (BatchStatus.COMPLETED, 1, num_asked)
+    assert line["response"]["status_code"] == answer.status_code
+
+
+async def test_a_full_disk_costs_no_result(tmp_path: Path) -> None:
+    """The answer waits in memory until its line can be written; half lines of failed writes are not seen."""
+    bench = Bench(tmp_path)
+
+    def free_at_the_fifth(_: float) -> None:
+        bench.disk.is_full = len(bench.pauses) < 5
+
+    async with bench.service() as service:
+        bench.hold = asyncio.Event()
+        made = await created(service, prompts(3))
+        await when(
+            service, made, lambda batch: batch.status is BatchStatus.IN_PROGRESS and bench.num_asked == 2
+        )
+        bench.disk.is_full, bench.on_pause = True, free_at_the_fifth
+        bench.hold.set()
+        batch = await over(service, made)
+        found = await lines(service, batch.output_file_id)
+    assert (batch.status, bench.num_asked) == (BatchStatus.COMPLETED, 3)
+    assert sorted(line["custom_id"] for line in found) == ["r0", "r1", "r2"]
+    assert bench.disk.num_failures >= 5
+
+
+async def test_an_upload_to_a_full_disk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.service() as service:
+        bench.disk.is_full = True
+        with pytest.raises(UnavailableError, match="No space left on device"):
+            await uploaded(service, b"x" * 100)
+        bench.disk.is_full = False
+        await service.library.run(service.library.desk.check_integrity)
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        await uploaded(service, b"x")
+
+
+async def test_batches_wait_while_the_folder_is_full(tmp_path: Path) -> None:
+    content = prompts(3)
+    bounds = Bounds(**{**{f: getattr(BOUNDS, f) for f in BOUNDS.__dataclass_fields__}, "total_bytes": 1000})
+    bench = Bench(tmp_path, bounds=bounds)
+    async with bench.service() as service:
+        filler = await uploaded(service, b"x" * (1000 - len(content)))
+        with pytest.raises(PayloadTooLargeError, match="files_total_bytes"):
+            await uploaded(service, content + b"x")
+        batch = await created(service, content)
+        await when(service, batch, lambda current: current.status is BatchStatus.IN_PROGRESS)
+        assert bench.num_asked == 0
+        await service.runner.delete_file("me", filler)
+        batch = await over(service, batch)
+    assert (batch.status, bench.num_asked) == (BatchStatus.COMPLETED, 3)
+
+
+async def test_a_batch_expires_while_it_runs(tmp_path: Path) -> None:
+    """The clock is ahead when the window's timer fires: what has no answer gets its error line."""
+    bench = Bench(tmp_path)
+    async with bench.service() as service:
+        bench.hold = asyncio.Event()
+        made = await created(service, prompts(3))
+        await when(
+            service, made, lambda batch: batch.status is BatchStatus.IN_PROGRESS and bench.num_asked == 2
+        )
+        bench.now += 24 * 3600
+        service.runner.look_again(made.id)
+        batch = await over(service, made)
+        errors = await lines(service, batch.error_file_id)
+    assert batch.status is BatchStatus.EXPIRED
+    assert [line["custom_id"] for line in errors] == ["r0", "r1", "r2"]
+    assert bench.results == {"expired": 3}
+
+
+async def test_a_timer_that_fires_early_changes_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.service() as service:
+        bench.hold = asyncio.Event()
+        made = await created(service, prompts(3))
+        await when(
+            service, made, lambda batch: batch.status is BatchStatus.IN_PROGRESS and bench.num_asked == 2
+        )
+        service.runner.look_again(made.id)
+        await when(service, made, lambda _: bench.num_asked == 4)  # the same two begin once more
+        bench.hold.set()
+        batch = await over(service, made)
+    assert (batch.status, batch.counts.completed) == (BatchStatus.COMPLETED, 3)
+
+
+async def test_a_batch_is_cancelled_before_it_is_validated(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.service() as service:
+        made = await created(service, prompts(50))
+        await service.runner.cancel("me", made.id)
+        batch = await over(service, made)
+        await service.library.run(service.library.desk.check_integrity)
+    assert batch.status is BatchStatus.CANCELLED
