@@ -11,7 +11,7 @@ from cli.model import find_model
 from cli.processes import local_processes
 from cli.settings import LocalSettings
 from contract.identity import new_secret
-from serving.signals import until_stopped
+from serving.signals import StopEvent, until_stopped
 from worker.launch import Facts
 from worker.supervisor import Listener, Supervisor
 
@@ -60,7 +60,8 @@ async def serve_until(
 
 async def supervise(supervisor: Supervisor, stopped: asyncio.Event, when_ready: WhenReady) -> None:
     """``serve_until`` for the processes of a supervisor."""
-    run = asyncio.create_task(supervisor.run(stopped))
+    at_once = stopped.at_once if isinstance(stopped, StopEvent) else None
+    run = asyncio.create_task(supervisor.run(stopped, at_once))
     use = asyncio.create_task(_use(supervisor, when_ready, stopped))
     try:
         await asyncio.wait({run, use}, return_when=asyncio.FIRST_COMPLETED)

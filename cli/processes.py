@@ -62,7 +62,10 @@ def local_processes(
     }
     given = from_file(settings, Role.ROUTER)
     router = _router_command(settings, shared, given)
-    specs = [ProcessSpec(ROUTER, Role.ROUTER, router, env=child_environment(given))]
+    drain_seconds = float(given.get("drain_seconds", settings.drain_seconds))
+    specs = [
+        ProcessSpec(ROUTER, Role.ROUTER, router, env=child_environment(given), drain_seconds=drain_seconds)
+    ]
     for role, count in pools.items():
         given = from_file(settings, role) if count else {}
         flags = _without({**worker_flags, "nice": _nice(role, settings)}, given)
@@ -100,7 +103,8 @@ def _router_command(
     def command(known: Mapping[str, Facts]) -> list[str]:
         asked = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
         earlier = {name: known[ROUTER][name] for name in asked} if ROUTER in known else {}
-        return _python(Role.ROUTER, {**_without({**shared, **asked}, given), **earlier})
+        own = {**shared, "drain_seconds": settings.drain_seconds}
+        return _python(Role.ROUTER, {**_without({**own, **asked}, given), **earlier})
 
     return command
 

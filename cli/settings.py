@@ -114,6 +114,8 @@ class LocalSettings(CommandSettings):
     """File that says, once the service can answer, where everything listens (JSON)."""
     secret_file: Path | None = None
     """File with the cluster's secret; unset: a fresh one, private to these processes."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """How long running answers may go on when the service is stopped; then they end with an error. A second signal: now."""
 
     @model_validator(mode="after")
     def _check_pools(self) -> "LocalSettings":

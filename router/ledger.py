@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from contract.errors import ErrorKind, KvbatonError, OverloadedError
+from contract.errors import ErrorKind, KvbatonError, OverloadedError, UnavailableError
 from contract.requests import FinishReason
+from router.admission import has_slot
 from router.answer import Delta, Usage
 from router.attempt import LegReport
 from router.metrics import RouterMetrics
@@ -36,6 +37,9 @@ _EARLY = (
 )
 
 
+_UNBOUND = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
+
+
 class Record:
     """One request's account: state, instants, counts."""
 
@@ -43,15 +47,32 @@ class Record:
         self,
         asked: GenerationRequest | EmbeddingRequest,
         metrics: RouterMetrics,
-        on_bound: Callable[[], None],
+        on_state: Callable[["Record", RequestState], None],
     ) -> None:
-        self.state = RequestState.PREPARING
+        self._state = RequestState.PREPARING
+        self._on_state = on_state
         self.is_background = asked.is_background
+        self.tenant = asked.tenant
         self._request_id = asked.request_id
         self._watch = Stopwatch(asked.arrival)
-        self._on_bound = on_bound
         self._metrics = metrics
         self._last_arrival: float | None = None
+
+    @property
+    def state(self) -> RequestState:
+        """How far it is."""
+        return self._state
+
+    @state.setter
+    def state(self, state: RequestState) -> None:
+        before, self._state = self._state, state
+        if before is not state:
+            self._on_state(self, before)
+
+    @property
+    def is_unbound(self) -> bool:
+        """Whether it holds a slot of the queue: in the background it holds none."""
+        return self._state in _UNBOUND and not self.is_background
 
     def queued(self) -> None:
         """It waits in the line for workers, for the first time or once more."""
@@ -61,7 +82,6 @@ class Record:
         """Its workers are chosen."""
         has_begun = self._last_arrival is not None
         self.state = RequestState.STREAMING if has_begun else RequestState.WAITING_FOR_FIRST_TOKEN
-        self._on_bound()
 
     def replayed(self, error: KvbatonError, num_tokens: int) -> None:
         """An attempt has failed; the request goes on behind the tokens that were delivered."""
@@ -99,17 +119,23 @@ class Record:
 
 
 class Ledger:
-    """Owns the records of all requests that the router holds; at most ``max_queue`` of them wait for workers.
+    """Owns the records of all requests that the router holds; ``max_queue`` of them wait for workers.
 
-    Requests in the background neither count there nor are refused: whoever sends them bounds them, and waits while
-    ``num_unbound`` is above zero.
+    ``admission.has_slot`` shares the queue between clients. Requests in the background neither count there nor are refused:
+    whoever sends them bounds them, and waits while ``num_unbound`` is above zero.
     """
 
     def __init__(self, max_queue: int, metrics: RouterMetrics) -> None:
         self._max_queue = max_queue
         self._metrics = metrics
         self._records: set[Record] = set()
+        self._num_by_state: Counter[RequestState] = Counter()
+        self._unbound: Counter[str] = Counter()
         self._on_fewer_unbound: list[Callable[[], None]] = []
+        self._refusal: str | None = None
+        self._num_held = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def listen(self, on_fewer_unbound: Callable[[], None]) -> None:
         """Call ``on_fewer_unbound`` whenever ``num_unbound`` may have become smaller, from now on."""
@@ -117,14 +143,14 @@ class Ledger:
 
     @contextmanager
     def open(self, asked: GenerationRequest | EmbeddingRequest) -> Iterator[Record]:
-        """Admit a request for as long as the block lasts, and count how it ends. Raises OverloadedError."""
-        if not asked.is_background and self.num_unbound >= self._max_queue:
-            self._metrics.failed(ErrorKind.OVERLOADED)
-            raise OverloadedError(
-                f"{self.num_unbound} requests wait for workers, max_queue is {self._max_queue}; try again later"
-            )
-        record = Record(asked, self._metrics, self._tell)
-        self._records.add(record)
+        """Admit a request for as long as the block lasts, and count how it ends.
+
+        Raises OverloadedError, UnavailableError after ``close_admission``.
+        """
+        if not asked.is_background:
+            self._check_admission(asked.tenant)
+        record = Record(asked, self._metrics, self._moved)
+        self._add(record)
         try:
             yield record
         except BaseException as error:
@@ -134,29 +160,90 @@ class Ledger:
                 logger.info("%s ended as %s while %s: %s", asked.request_id, kind, record.state, error)
             raise
         finally:
-            self._records.remove(record)
+            self._remove(record)
             self._tell()
+
+    def close_admission(self, reason: str) -> None:
+        """Refuse every request from now on, but for those in the background."""
+        self._refusal = reason
+
+    @property
+    def is_closed(self) -> bool:
+        """True after ``close_admission``."""
+        return self._refusal is not None
+
+    @property
+    def num_held(self) -> int:
+        """All requests but those in the background."""
+        return self._num_held
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no request is held, but for those in the background."""
+        return self._idle.is_set()
+
+    async def wait_idle(self) -> None:
+        """Block until ``is_idle``."""
+        await self._idle.wait()
+
+    def _check_admission(self, tenant: str) -> None:
+        if self._refusal is not None:
+            self._metrics.failed(ErrorKind.UNAVAILABLE)
+            raise UnavailableError(self._refusal)
+        if not has_slot(self._unbound, tenant, self._max_queue):
+            self._metrics.failed(ErrorKind.OVERLOADED)
+            raise OverloadedError(
+                f"{self.num_unbound} requests wait for workers ({self._unbound[tenant]} of this client), max_queue is "
+                f"{self._max_queue}; try again later"
+            )
+
+    def _add(self, record: Record) -> None:
+        self._records.add(record)
+        self._num_by_state[record.state] += 1
+        self._count_unbound(record.tenant, int(record.is_unbound))
+        self._num_held += not record.is_background
+        if self._num_held:
+            self._idle.clear()
+
+    def _remove(self, record: Record) -> None:
+        self._records.remove(record)
+        self._num_by_state[record.state] -= 1
+        self._count_unbound(record.tenant, -int(record.is_unbound))
+        self._num_held -= not record.is_background
+        if not self._num_held:
+            self._idle.set()
+
+    def _moved(self, record: Record, before: RequestState) -> None:
+        self._num_by_state[before] -= 1
+        self._num_by_state[record.state] += 1
+        was_unbound = before in _UNBOUND and not record.is_background
+        self._count_unbound(record.tenant, record.is_unbound - was_unbound)
+        if was_unbound and not record.is_unbound:
+            self._tell()
+
+    def _count_unbound(self, tenant: str, difference: int) -> None:
+        self._unbound[tenant] += difference
+        if not self._unbound[tenant]:
+            del self._unbound[tenant]
 
     def num_by_state(self) -> dict[str, int]:
         """How many requests are in each state."""
-        counts = Counter(record.state.value for record in self._records)
-        return {state.value: counts[state.value] for state in RequestState}
+        return {state.value: self._num_by_state[state] for state in RequestState}
 
     @property
     def num_running(self) -> int:
         """Requests whose answer is being streamed."""
-        return sum(r.state is RequestState.STREAMING for r in self._records)
+        return self._num_by_state[RequestState.STREAMING]
 
     @property
     def num_waiting(self) -> int:
         """Requests without a first token yet."""
-        return sum(r.state in _EARLY for r in self._records)
+        return sum(self._num_by_state[state] for state in _EARLY)
 
     @property
     def num_unbound(self) -> int:
         """Requests that wait for workers, but for those in the background."""
-        unbound = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
-        return sum(r.state in unbound and not r.is_background for r in self._records)
+        return self._unbound.total()
 
     def _tell(self) -> None:
         for on_fewer_unbound in self._on_fewer_unbound:

@@ -40,6 +40,7 @@ from router.request import (
     tokenize,
 )
 from router.side_by_side import side_by_side
+from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
 from text.model_card import ModelCard
 
@@ -54,6 +55,7 @@ class Pipeline:
         ledger: Ledger,
         relays: Relays,
         tokenizers: TokenizerThreads,
+        rules: TenantRules,
         timeout_seconds: float,
     ) -> None:
         self._models = models
@@ -61,6 +63,7 @@ class Pipeline:
         self._registry = registry
         self._ledger = ledger
         self._relays = relays
+        self._rules = rules
         self._timeout_seconds = timeout_seconds
 
     async def generate(self, *asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -184,15 +187,14 @@ class Pipeline:
         return self._prepared_embedding(asked, await self._tokenized(asked, card), card)
 
     def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
-        return prepare(
-            asked, prompt_ids, card, self._registry.max_model_len(card.max_model_len), self._timeout_seconds
-        )
+        length = self._registry.max_model_len(card.max_model_len)
+        return self._rules.apply(prepare(asked, prompt_ids, card, length, self._timeout_seconds))
 
     def _prepared_embedding(
         self, asked: EmbeddingRequest, prompt_ids: list[int], card: ModelCard
     ) -> PreparedRequest:
         length = self._registry.max_model_len(card.max_model_len)
-        return prepare_embedding(asked, prompt_ids, card, length, self._timeout_seconds)
+        return self._rules.apply(prepare_embedding(asked, prompt_ids, card, length, self._timeout_seconds))
 
 
 def _usage(relay: Relay, answer: Answer) -> Usage:

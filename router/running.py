@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
 
-from contract.errors import CancelledError
+from contract.errors import CancelledError, KvbatonError
 
 _MAX_NAME_CHARACTERS = 64
 
@@ -28,6 +28,8 @@ class RunningRequests:
 
     def __init__(self) -> None:
         self._scopes: defaultdict[tuple[bytes, str], set[asyncio.Timeout]] = defaultdict(set)
+        self._open: set[asyncio.Timeout] = set()
+        self._ending: KvbatonError | None = None
 
     @asynccontextmanager
     async def open(self, owner: str, *names: str | None) -> AsyncIterator[None]:
@@ -38,14 +40,22 @@ class RunningRequests:
             async with scope:
                 for key in keys:
                     self._scopes[key].add(scope)
+                self._open.add(scope)
                 try:
                     yield
                 finally:
+                    self._open.discard(scope)
                     self._forget(keys, scope)
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise CancelledError("the request was cancelled by its client") from None
+            raise self._ending or CancelledError("the request was cancelled by its client") from None
+
+    def end_all(self, error: KvbatonError) -> None:
+        """End every open block with ``error``: the router stops."""
+        self._ending = error
+        for scope in [scope for scope in self._open if scope.when() is None]:
+            scope.reschedule(asyncio.get_running_loop().time())
 
     def cancel(self, owner: str, name: str) -> int:
         """Cancel the requests of this owner that have this name or id; how many there were."""

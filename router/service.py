@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2_grpc
 from router.batches.service import BatchService
 from router.changes import ChangeSignal
+from router.draining import Drain
 from router.grpc_api import InferenceServicer
 from router.http.app import build_app
 from router.http.endpoints import Endpoints
@@ -35,6 +36,7 @@ from router.running import RunningRequests
 from router.settings import RouterSettings
 from router.severed import SeveredPairs
 from router.tasks import TaskSet
+from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
 from router.waiting_line import WaitingLine
 from serving.admin import AdminServer
@@ -97,14 +99,17 @@ class RouterService:
             self._ledger,
             relays,
             self._tokenizers,
+            TenantRules(settings.shared_prefix_cache, settings.max_priority),
             settings.request_timeout_seconds,
         )
+        self._drain = Drain(self._ledger, self._running, settings.drain_seconds)
         self._batches = self._batch_service(clock)
         self._health = health.aio.HealthServicer()
         self._watchers: list[asyncio.Task[None]] = []
         self._admin = AdminServer(
             settings.admin,
             missing=lambda: what_is_missing(self._models, self._registry),
+            not_ready=lambda: self._drain.reason,
             state=self._debug_state,
             metrics=self._collector,
         )
@@ -133,7 +138,7 @@ class RouterService:
     @property
     def is_ready(self) -> bool:
         """True when a request can be answered: the model is known and workers for both legs are attached."""
-        return what_is_missing(self._models, self._registry) is None
+        return not self._drain.is_on and what_is_missing(self._models, self._registry) is None
 
     async def wait_ready(self) -> None:
         """Block until ``is_ready``."""
@@ -173,6 +178,12 @@ class RouterService:
             asyncio.create_task(self._tell_health(), name="tell gRPC health"),
         ]
 
+    async def drain(self, at_once: asyncio.Event) -> None:
+        """Take no new requests and let those that run end, for ``drain_seconds`` or until ``at_once``; then ``stop``."""
+        self._drain.begin()
+        self._changes.tell()
+        await self._drain.run(at_once)
+
     async def stop(self) -> None:
         """End running requests, close every port; nothing runs when this returns."""
         for watcher in self._watchers:
@@ -210,7 +221,7 @@ class RouterService:
                 is_strict=settings.strict_api,
             ),
             max_concurrency=settings.batches_max_concurrency,
-            may_begin=lambda: self._ledger.num_unbound == 0,
+            may_begin=lambda: self._ledger.num_unbound == 0 and not self._drain.is_on,
             count_result=self._metrics.batch_requests,
             clock=clock,
         )
@@ -280,10 +291,11 @@ class RouterService:
             self._collector,
             self._settings,
             batches=self._batches,
+            drain=self._drain,
             needs_key=self._keys.are_required,
         )
         self._http = await start_http(
-            build_app(endpoints, self._settings, self._keys),
+            build_app(endpoints, self._settings, self._keys, self._drain),
             self._settings.http,
             shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
             tls=self._tls.context if self._tls else None,
@@ -319,12 +331,16 @@ class RouterService:
 
 
 async def serve(settings: RouterSettings, on_started: Callable[[BoundAddresses], None]) -> None:
-    """Run a router until SIGTERM or SIGINT. ``on_started`` is called once it listens; workers may come then."""
+    """Run a router until SIGTERM or SIGINT, and drain it then; a second signal ends it at once.
+
+    ``on_started`` is called once it listens; workers may come then.
+    """
     async with until_stopped() as stopped:
         service = RouterService(settings)
         try:
             await service.start()
             on_started(service.addresses)
             await stopped.wait()
+            await service.drain(stopped.at_once)
         finally:
             await service.stop()

@@ -90,7 +90,11 @@ class RouterSettings(Settings):
     idle_timeout_seconds: float = Field(default=75.0, gt=0)
     """How long a connection may stay open between two requests."""
     max_queue: int = Field(default=1024, ge=1)
-    """Requests that wait for workers at once; more are answered 429."""
+    """Requests that wait for workers at once; more are answered 429, but for API keys that hold less than their share."""
+    max_priority: int = Field(default=100, ge=0, lt=2**31)
+    """The highest ``priority`` that a request gets; a higher one counts as this."""
+    shared_prefix_cache: bool = False
+    """Let clients with different API keys reuse each other's cached prompts; ``cached_tokens`` then reveals them."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Time from a request's arrival to its last token; then it ends with an error."""
     accept_timeout_seconds: float = Field(default=10.0, gt=0)
@@ -107,6 +111,8 @@ class RouterSettings(Settings):
     most is cancelled."""
     client_stall_seconds: float = Field(default=60.0, gt=0)
     """How long a client may read nothing of an answer before its connection and its request are ended."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """How long running answers may go on when the router is stopped; then they end with an error. A second signal: now."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
     """Silence of a worker's connection after which it counts as dead."""
     files_dir: Path | None = None

@@ -16,9 +16,9 @@ from serving.process_facts import process_facts
 class AdminServer:
     """Serves the pages on ``address`` between ``start`` and ``stop``.
 
-    missing: what the process cannot do its work without, None where it has all; ``/health`` and ``/ready`` tell it. state:
-    plain data for ``/debug/state``, to which the process's own facts are added as ``process``. metrics: a collector
-    that holds the values of this moment.
+    missing: what the process cannot do its work without, None where it has all; ``/health`` and ``/ready`` tell it.
+    not_ready: why no new work is taken all the same; ``/ready`` alone tells it. state: plain data for ``/debug/state``, to
+    which the process's own facts are added as ``process``. metrics: a collector that holds the values of this moment.
     """
 
     def __init__(
@@ -26,11 +26,13 @@ class AdminServer:
         address: str,
         *,
         missing: Callable[[], str | None],
+        not_ready: Callable[[], str | None] = lambda: None,
         state: Callable[[], Awaitable[dict[str, Any]]],
         metrics: Callable[[], Awaitable[Collector]],
     ) -> None:
         self._asked_address = address
         self._missing = missing
+        self._not_ready = not_ready
         self._state = state
         self._metrics = metrics
         self._server: HttpServer | None = None
@@ -43,8 +45,8 @@ class AdminServer:
     async def start(self) -> None:
         """Listen. Raises SettingError when the address cannot be bound."""
         app = web.Application()
-        for path in ("/health", "/ready"):
-            app.router.add_get(path, self._get_health)
+        app.router.add_get("/health", self._get_health)
+        app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/debug/state", self._get_state)
         self._server = await start_http(app, self._asked_address, param="admin", shutdown_timeout_seconds=1.0)
@@ -57,6 +59,9 @@ class AdminServer:
 
     async def _get_health(self, _: web.Request) -> web.Response:
         return health_response(self._missing())
+
+    async def _get_ready(self, _: web.Request) -> web.Response:
+        return health_response(self._not_ready() or self._missing())
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=render(await self._metrics()), headers={"Content-Type": CONTENT_TYPE})

@@ -8,13 +8,27 @@ from contextlib import asynccontextmanager
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class StopEvent(asyncio.Event):
+    """Set by the first signal. ``at_once`` is set by the second one: the operator does not want to wait any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once = asyncio.Event()
+
+    def signal(self) -> None:
+        """Take a signal."""
+        if self.is_set():
+            self.at_once.set()
+        self.set()
+
+
 @asynccontextmanager
-async def until_stopped() -> AsyncIterator[asyncio.Event]:
+async def until_stopped() -> AsyncIterator[StopEvent]:
     """Within the block SIGTERM and SIGINT set the event instead of ending the process. Main thread only."""
-    stopped = asyncio.Event()
+    stopped = StopEvent()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, stopped.signal)
     try:
         yield stopped
     finally:

@@ -32,7 +32,8 @@ class ProcessSpec:
 
     command: known facts by process name → argv; the facts hold every process that was ever ready, this one's earlier
     life included, so that a restart can take the same ports. needs: names of the processes that must be ready first.
-    env: the child's whole environment, None passes on the supervisor's own.
+    env: the child's whole environment, None passes on the supervisor's own. drain_seconds: how long it may go on working
+    after it was asked to stop, beside the supervisor's grace.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ProcessSpec:
     command: Callable[[Mapping[str, Facts]], list[str]]
     needs: tuple[str, ...] = ()
     env: Mapping[str, str] | None = None
+    drain_seconds: float = 0.0
 
 
 class Child:
@@ -81,10 +83,27 @@ class Child:
             self._ready_pipe.close()
         return code
 
-    async def stop(self, grace_seconds: float) -> int:
-        """SIGTERM, and SIGKILL to its whole group after ``grace_seconds``; the exit code."""
+    async def stop(self, grace_seconds: float, at_once: asyncio.Event | None = None) -> int:
+        """SIGTERM, and SIGKILL to its whole group after ``grace_seconds``; the exit code.
+
+        at_once: when it is set a second SIGTERM follows, with which the child gives up work that it was to finish.
+        """
         if self._process.returncode is None:
             self._process.terminate()
+        hurry = asyncio.create_task(self._hurry(at_once)) if at_once else None
+        try:
+            return await self._stopped(grace_seconds)
+        finally:
+            if hurry:
+                hurry.cancel()
+                await asyncio.wait({hurry})
+
+    async def _hurry(self, at_once: asyncio.Event) -> None:
+        await at_once.wait()
+        if self._process.returncode is None:
+            self._process.terminate()
+
+    async def _stopped(self, grace_seconds: float) -> int:
         try:
             return await asyncio.wait_for(self.wait(), grace_seconds)
         except TimeoutError:

@@ -83,8 +83,10 @@ class Supervisor:
             await event.wait()
         return self.facts
 
-    async def run(self, stopped: asyncio.Event) -> None:
+    async def run(self, stopped: asyncio.Event, at_once: asyncio.Event | None = None) -> None:
         """Start all and keep them running until ``stopped`` is set; no process is left when this returns or raises.
+
+        at_once: set when the processes are not to finish their work first.
 
         Raises UnavailableError, which names the process, when one ends before it was ever ready.
         """
@@ -94,7 +96,7 @@ class Supervisor:
         try:
             done, _ = await asyncio.wait({stop, *keepers}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await self._stop_all([stop, *keepers])
+            await self._stop_all([stop, *keepers], at_once)
         for keeper in done - {stop}:
             keeper.result()
 
@@ -154,17 +156,18 @@ class Supervisor:
         if self._listener and not self._stopping:
             self._listener(spec, state, facts)
 
-    async def _stop_all(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """End the keepers, so that nothing starts again, then the processes."""
+    async def _stop_all(self, tasks: list[asyncio.Task[Any]], at_once: asyncio.Event | None) -> None:
+        """End the keepers, so that nothing starts again, then the processes: workers when the router has drained."""
         self._stopping = True
         remove_ready_file(self._ready_file)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         needed = {name for spec in self._specs for name in spec.needs}
+        drains = {spec.name: spec.drain_seconds for spec in self._specs}
         for group in (needed, self._children.keys() - needed):
             stops = [
-                self._children[name].stop(self._policy.grace_seconds)
+                self._children[name].stop(self._policy.grace_seconds + drains[name], at_once)
                 for name in group & self._children.keys()
             ]
             await asyncio.gather(*stops)

@@ -1,7 +1,8 @@
 """The web application of the OpenAI API."""
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
+from router.draining import Drain
 from router.http.access import Cors, key_check
 from router.http.boundary import boundary
 from router.http.endpoints import Endpoints
@@ -9,13 +10,23 @@ from router.settings import RouterSettings
 from serving.api_keys import ApiKeys
 
 
-def build_app(endpoints: Endpoints, settings: RouterSettings, keys: ApiKeys) -> web.Application:
-    """An application that serves ``endpoints``. Start it with ``serving.http_server.start_http``."""
+def build_app(endpoints: Endpoints, settings: RouterSettings, keys: ApiKeys, drain: Drain) -> web.Application:
+    """An application that serves ``endpoints``. Start it with ``serving.http_server.start_http``.
+
+    While ``drain`` is on, connections are closed behind their answers.
+    """
     cors = Cors(settings.origins)
     check = key_check(keys, metrics_need_key=settings.metrics_need_key)
     app = web.Application(
         middlewares=[cors.middleware, boundary, check], client_max_size=settings.max_body_bytes
     )
     app.on_response_prepare.append(cors.mark)
+
+    async def end_connection(_: web.Request, response: web.StreamResponse) -> None:
+        if drain.is_on:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"  # its headers were made before
+
+    app.on_response_prepare.append(end_connection)
     app.add_routes(endpoints.routes())
     return app

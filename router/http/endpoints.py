@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from contract.errors import DeadlineError, NotFoundError
 from router.batches.service import BatchService
+from router.draining import Drain
 from router.http.access import authorization_of
 from router.http.body import Body, Json, read_body
 from router.http.boundary import REQUEST_ID, STREAM, name_of, origin_of, request_id_header
@@ -56,6 +57,7 @@ class Endpoints:
         settings: RouterSettings,
         *,
         batches: BatchService | None = None,
+        drain: Drain,
         needs_key: bool,
     ) -> None:
         self._pipeline = pipeline
@@ -70,6 +72,7 @@ class Endpoints:
         self._bodies = GenerationBodies(models, self._max_answers)
         self._file_routes = file_routes(self._body, batches, settings)
         self._registry = registry
+        self._drain = drain
         self._collector = collector
         self._reader = BodyReader(settings.max_body_bytes, settings.max_bodies_bytes)
         self._max_values = settings.max_body_values
@@ -91,7 +94,7 @@ class Endpoints:
             web.get("/v1/models", self.list_models),
             web.get("/v1/models/{model:.+}", self.show_model),
             web.get("/health", self.health),
-            web.get("/ready", self.health),
+            web.get("/ready", self.ready),
             web.get("/version", self.version),
             web.get("/metrics", self.metrics),
             web.get("/openapi.json", self.openapi),
@@ -121,8 +124,12 @@ class Endpoints:
         return web.json_response(self._model())
 
     async def health(self, _: web.Request) -> web.Response:
-        """GET /health and /ready: 200 when a request can be answered now, else 503 and what is missing."""
+        """GET /health: 200 when requests can be answered, else 503 and what is missing."""
         return health_response(what_is_missing(self._models, self._registry))
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """GET /ready: as /health, and 503 from the moment on at which the router is told to stop."""
+        return health_response(self._drain.reason or what_is_missing(self._models, self._registry))
 
     async def version(self, _: web.Request) -> web.Response:
         """GET /version."""

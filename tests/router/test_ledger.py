@@ -1,6 +1,15 @@
 """Who counts as what while the router holds a request."""
 
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import OverloadedError
 from contract.requests import FinishReason
+from router.admission import has_slot
 from router.answer import Delta, Usage
 from router.attempt import LegReport
 from router.ledger import Ledger
@@ -18,3 +27,37 @@ def test_an_answer_that_its_client_still_reads_neither_waits_nor_runs() -> None:
         record.finish(Delta(), FinishReason.STOP, usage, LegReport())
         assert (ledger.num_waiting, ledger.num_running) == (0, 0)
         assert ledger.num_by_state()["finished"] == 1
+
+
+def _asked(tenant: str) -> GenerationRequest:
+    return GenerationRequest(request_id="a", prompt="x", tenant=tenant)
+
+
+def test_one_client_does_not_keep_another_out_of_the_queue() -> None:
+    """M3: the queue is full of one client's requests; another one gets its share all the same, and the first no more."""
+    ledger = Ledger(4, RouterMetrics())
+    with ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(ledger.open(_asked("hog")))
+        with pytest.raises(OverloadedError, match="4 of this client"):
+            held.enter_context(ledger.open(_asked("hog")))
+        for _ in range(2):
+            held.enter_context(ledger.open(_asked("other")))
+        for tenant in ("other", "hog"):
+            with pytest.raises(OverloadedError):
+                held.enter_context(ledger.open(_asked(tenant)))
+    assert ledger.num_unbound == 0
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=80), st.integers(1, 12))
+def test_the_queue_is_bounded_and_no_client_is_kept_out(tenants: list[str], max_queue: int) -> None:
+    """M3: at most twice ``max_queue`` wait; a client below its share is always admitted."""
+    waiting: Counter[str] = Counter()
+    for tenant in tenants:
+        num_clients = len({name for name in waiting if waiting[name]} | {tenant})
+        if has_slot(waiting, tenant, max_queue):
+            waiting[tenant] += 1
+        else:
+            assert waiting.total() >= max_queue
+            assert waiting[tenant] >= max_queue // num_clients or num_clients == 1
+        assert waiting.total() <= 2 * max_queue

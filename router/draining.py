@@ -1,0 +1,62 @@
+"""A planned end of the router: no new requests, time for those that run, then one clear error each.
+
+1. ``begin``: new requests are refused with 503, ``/ready`` fails, ``/health`` does not.
+2. Running answers go on until they end, ``drain_seconds`` have passed, or the operator asks again (a second signal).
+3. Those that are left end with UnavailableError: an event in a stream, a status elsewhere.
+"""
+
+import asyncio
+import logging
+
+from contract.errors import UnavailableError
+from router.ledger import Ledger
+from router.running import RunningRequests
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long requests that were ended may take to send their error."""
+
+
+class Drain:
+    """Owns whether this router drains. ``run`` is called once, when it is to stop."""
+
+    def __init__(self, ledger: Ledger, running: RunningRequests, drain_seconds: float) -> None:
+        self._ledger = ledger
+        self._running = running
+        self._seconds = drain_seconds
+        self.is_on = False
+
+    @property
+    def reason(self) -> str | None:
+        """Why no new request is taken; None before the drain."""
+        return "the router is stopping" if self.is_on else None
+
+    def begin(self) -> None:
+        """Refuse new requests from now on."""
+        self.is_on = True
+        self._ledger.close_admission(
+            "the router is stopping and takes no new requests; send the request again"
+        )
+
+    async def run(self, at_once: asyncio.Event) -> None:
+        """Wait until no request is left, and end those that are left after ``drain_seconds`` or at ``at_once``."""
+        if not self._ledger.is_idle:
+            logger.info("draining: %d requests have up to %g s to end", self._ledger.num_held, self._seconds)
+            await self._until_idle(self._seconds, at_once)
+        if num_left := self._ledger.num_held:
+            logger.warning("%d requests are ended: they were not done when the router had to stop", num_left)
+            self._running.end_all(
+                UnavailableError("the router stopped before the answer was complete; send the request again")
+            )
+            await self._until_idle(_LAST_WORDS_SECONDS, asyncio.Event())
+
+    async def _until_idle(self, seconds: float, at_once: asyncio.Event) -> None:
+        waits = [
+            asyncio.create_task(self._ledger.wait_idle(), name="wait until no request is left"),
+            asyncio.create_task(at_once.wait(), name="wait for a second signal"),
+        ]
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
+        await asyncio.wait(waits)

@@ -1,0 +1,36 @@
+"""What the service's rules make of what a client asks for itself: its priority, and whose cached KV it may reuse."""
+
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+from router.request import PreparedRequest
+
+_DOMAIN = b"kvbaton.cache_salt.v1"
+
+
+@dataclass(frozen=True)
+class TenantRules:
+    """What clients may do to each other.
+
+    shares_prefix_cache: those with different API keys reuse each other's cached prompts. max_priority: the highest that a
+    client gets; a higher one counts as this.
+    """
+
+    shares_prefix_cache: bool = False
+    max_priority: int = 100
+
+    def apply(self, request: PreparedRequest) -> PreparedRequest:
+        """Return the request as it is queued and sent to workers."""
+        salt = request.cache_salt
+        if request.tenant and not self.shares_prefix_cache:
+            salt = tenant_salt(request.tenant, salt)
+        return replace(request, priority=min(request.priority, self.max_priority), cache_salt=salt)
+
+
+def tenant_salt(tenant: str, cache_salt: str) -> str:
+    """Return a salt for the prefix cache that no other pair of tenant and salt has.
+
+    Each part is preceded by its length, so that no two pairs are encoded alike.
+    """
+    parts = (_DOMAIN, tenant.encode(), cache_salt.encode("utf-8", "surrogatepass"))
+    return sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()

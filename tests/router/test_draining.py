@@ -1,0 +1,150 @@
+"""A router that is told to stop lets running answers end, and ends those that do not with one clear error each."""
+
+import asyncio
+import json
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2
+from router.testing import Script
+from tests.router.cluster import Cluster, running_cluster
+from tests.router.test_ends import CHAT, TEXT, TOKENS, nothing_is_left
+from tests.router.test_waiting_line import grant_one
+
+STALLED = Script(tokens=TOKENS, stall_at=2)
+STOPPED = "the router stopped before the answer was complete"
+
+
+async def streaming(cluster: Cluster, count: int = 1) -> None:
+    await cluster.until(lambda state: state["requests"]["streaming"] == count)
+
+
+async def events_of(cluster: Cluster, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, also of one that ends with an error and without [DONE]."""
+    async with cluster.session.post(cluster.url(path), json={**body, "stream": True}) as response:
+        text = await response.text()
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+async def test_running_answers_end_and_new_requests_are_refused_meanwhile() -> None:
+    """P10: nothing that runs is broken; whoever comes now is told to come again, on a connection that is closed."""
+    is_held = True
+
+    def script(_: Any) -> Script:
+        return STALLED if is_held else Script(tokens=TOKENS)
+
+    async with running_cluster(script, drain_seconds=20) as cluster:
+        await grant_one(cluster, "decode-0")
+        running = asyncio.create_task(events_of(cluster, TEXT, {"prompt": "x"}))
+        await streaming(cluster)
+        waiting = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await cluster.until(lambda state: state["num_in_line"] == 1)
+        at_once = asyncio.Event()
+        draining = asyncio.create_task(cluster.service.drain(at_once))
+        await asyncio.sleep(0)
+        async with cluster.session.post(cluster.url(TEXT), json={"prompt": "x"}) as response:
+            assert (response.status, response.headers["Connection"]) == (503, "close")
+            assert response.headers["Retry-After"]
+            assert "the router is stopping" in (await response.json())["error"]["message"]
+        assert (await cluster.get("/ready"))[0] == 503
+        assert (await cluster.get("/health"))[0] == 200
+        is_held = False
+        decode = cluster.workers["decode-0"]
+        task = decode.decodes[0].task
+
+        decode.send(
+            worker_pb2.TokenEntry(
+                request_id=task.request_id, first_index=2, token_ids=TOKENS[2:], finish_reason="stop"
+            )
+        )
+        assert (await running)[-1] == "[DONE]"
+        assert (await waiting)[0] == 200, "it was admitted before"
+        await draining
+        await nothing_is_left(cluster)
+
+
+async def ended(cluster: Cluster, asking: Awaitable[Any], count: int) -> Any:
+    await streaming(cluster, count)
+    await cluster.service.drain(asyncio.Event())
+    return await asking
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_a_stream_that_is_not_done_at_the_deadline_ends_with_an_error_event(path: str) -> None:
+    """P10: its last event is the error, and there is no [DONE]."""
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    async with running_cluster(STALLED, drain_seconds=0.2) as cluster:
+        events = await ended(cluster, asyncio.create_task(events_of(cluster, path, body)), 1)
+        assert len(events) > 1
+        assert STOPPED in events[-1]["error"]["message"]
+        assert events[-1]["error"]["code"] == "unavailable"
+        await nothing_is_left(cluster)
+
+
+async def test_whole_answers_and_embeddings_get_a_status() -> None:
+    """P10: 503 with Retry-After, not a broken connection."""
+
+    def script(task: Any) -> Script:
+        return Script(tokens=TOKENS, stall_at=2 if task.HasField("sampling") else 0)
+
+    async with running_cluster(script, drain_seconds=0.2) as cluster:
+        asking = asyncio.gather(
+            cluster.post(TEXT, {"prompt": "x"}),
+            cluster.post(TEXT, {"prompt": ["x", "y"], "n": 2}),
+            cluster.post("/v1/embeddings", {"input": "x"}),
+        )
+        await streaming(cluster, 5)
+        await cluster.until(lambda state: state["requests"]["waiting_for_first_token"] == 1)
+        await cluster.service.drain(asyncio.Event())
+        for status, answer in await asking:
+            assert status == 503
+            assert STOPPED in answer["error"]["message"]
+
+
+async def test_grpc_calls_end_as_unavailable() -> None:
+    """P10: streams and whole answers."""
+    async with running_cluster(STALLED, drain_seconds=0.2) as cluster, cluster.channel() as channel:
+        stub = cluster.inference(channel)
+
+        async def stream() -> grpc.StatusCode:
+            try:
+                async for _ in stub.Generate(pb.GenerateRequest(text="x")):
+                    pass
+            except grpc.aio.AioRpcError as error:
+                code: Any = error.code()
+                return grpc.StatusCode(code)
+            return grpc.StatusCode.OK
+
+        async def whole() -> grpc.StatusCode:
+            with suppress(grpc.aio.AioRpcError):
+                call = stub.GenerateOnce(pb.GenerateRequest(text="x"))
+                await call
+            ended: Any = await call.code()
+            return grpc.StatusCode(ended)
+
+        asking = asyncio.gather(stream(), whole())
+        assert await ended(cluster, asking, 2) == [grpc.StatusCode.UNAVAILABLE] * 2
+
+
+async def test_a_second_signal_ends_the_drain_at_once() -> None:
+    """P10: and a router that has nothing to do does not wait at all."""
+    async with running_cluster(STALLED, drain_seconds=600) as cluster:
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await streaming(cluster)
+        at_once = asyncio.Event()
+        draining = asyncio.create_task(cluster.service.drain(at_once))
+        await cluster.until(lambda state: not state["is_ready"])
+        at_once.set()
+        async with asyncio.timeout(10):
+            await draining
+            assert (await asking)[0] == 503
+    async with running_cluster(STALLED, drain_seconds=600) as cluster:
+        async with asyncio.timeout(10):
+            await cluster.service.drain(asyncio.Event())
