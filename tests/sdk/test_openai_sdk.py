@@ -1,6 +1,8 @@
 """The ``openai`` package against a started service: nothing of it is told that it is not OpenAI's."""
 
 import asyncio
+import json
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -110,6 +112,40 @@ def test_embeddings_come_as_the_sdk_asks_for_them(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.embeddings.create(model=MODEL, input="a", dimensions=own - 1)
     assert bad.value.param == "dimensions"
+
+
+def test_a_batch_is_uploaded_answered_and_read(client: OpenAI) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    lines = [
+        {"custom_id": f"q{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for number in range(20)
+    ]
+    lines.append({**lines[0], "custom_id": "hot", "body": {**body, "temperature": 9}})
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("questions.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).read() == content
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    patience = time.monotonic() + 60
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        assert time.monotonic() < patience, batch
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed", batch
+    assert batch.output_file_id and batch.error_file_id and batch.request_counts
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (20, 1)
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert {answer["custom_id"] for answer in answers} == {f"q{number}" for number in range(20)}
+    texts = {answer["response"]["body"]["choices"][0]["message"]["content"] for answer in answers}
+    assert texts == {ANSWER}
+    [error] = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+    assert error["response"]["body"]["error"]["param"] == "temperature"
+    assert client.batches.list(limit=1).data[0].id == batch.id
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel"):
+        client.batches.cancel(batch.id)
+    for one in client.files.list():
+        assert client.files.delete(one.id).deleted
 
 
 def test_errors_are_the_sdks_own(client: OpenAI) -> None:
