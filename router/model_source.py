@@ -64,6 +64,11 @@ class ModelSource:
         self.known_since = int(time.time())
         self._changes.tell()
 
+    def close(self) -> None:
+        """End what renders chats; nothing is asked for afterwards."""
+        if self._card is not None:
+            self._card.close()
+
     async def learn(self, registry: Registry) -> None:
         """Block until a worker has given its model's files; a worker that cannot is passed over."""
         while not self.is_known:

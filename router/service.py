@@ -203,6 +203,7 @@ class RouterService:
         self._line.close()
         self._tokenizers.close()
         await self._admin.stop()
+        self._models.close()
 
     def _batch_service(self, clock: Callable[[], float]) -> BatchService | None:
         settings = self._settings

@@ -64,10 +64,13 @@ class TokenizerThreads:
 
 
 def size_of(prompt: str | Chat) -> int:
-    """Return about how many characters a prompt has, without writing it out."""
+    """Return about how many characters a prompt has, without writing it out.
+
+    A chat counts as one that is too long for the event loop: another process renders it.
+    """
     if isinstance(prompt, str):
         return len(prompt)
-    size = 0
+    size = _SHORT
     open_values: list[Any] = [prompt.messages, prompt.documents, prompt.template_kwargs, prompt.tools]
     while open_values:
         value = open_values.pop()

@@ -9,6 +9,7 @@ from contract.model_folder import check_entries
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.chat_template import ChatTemplate
 from text.templates.folder import TEMPLATE_FILES, read_templates
+from text.templates.process import ProcessRenderer
 from text.templates.sandbox import DEFAULT
 from text.tokenizer import Tokenizer, read_json
 
@@ -48,6 +49,11 @@ class ModelCard:
     chat_template: ChatTemplate | None
     answer_format: AnswerFormat
     hidden_size: int | None = None
+
+    def close(self) -> None:
+        """End what renders chats; the card is not used afterwards."""
+        if self.chat_template is not None:
+            self.chat_template.close()
 
     @classmethod
     def from_folder(
@@ -144,4 +150,5 @@ def _chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         eos_token=tokenizer.eos_token,
         named=named,
         tokens=tokenizer.named_tokens,
+        make_renderer=ProcessRenderer,
     )

@@ -15,6 +15,7 @@ from text.chat import Chat, Message
 from text.templates.forms import Form, shape, shape_tools
 from text.templates.marking import mark_documents, mark_messages
 from text.templates.marks import MarkedText, Marks, Written
+from text.templates.sandbox import TemplateLimitError
 from text.templates.systems import add_to_system
 
 Render = Callable[[Mapping[str, Any]], str]
@@ -110,6 +111,8 @@ def _variables(
 def _written(render: Render, marks: Marks, variables: Mapping[str, Any]) -> Written | None:
     try:
         return marks.read(render(variables))
+    except TemplateLimitError:
+        raise
     except InvalidRequestError:
         return None
 

@@ -1,9 +1,9 @@
 """A model's chat template: probed once, then each conversation in the form in which it is proven whole."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from contract.errors import InvalidRequestError
+from contract.errors import InvalidRequestError, SettingError
 from text.chat import Chat
 from text.templates.attempt import Prompt, Render, attempt, attempt_continued
 from text.templates.forms import Form
@@ -11,7 +11,7 @@ from text.templates.probe import Findings, Probe
 from text.templates.questions_messages import ask_about_messages
 from text.templates.questions_tools import ask_about_documents, ask_about_tools
 from text.templates.report import TemplateReport
-from text.templates.sandbox import DEFAULT, LocalRenderer, Renderer
+from text.templates.sandbox import DEFAULT, LocalRenderer, Renderer, TemplateLimitError
 
 TOOL_USE = "tool_use"
 RAG = "rag"
@@ -21,7 +21,7 @@ RAG = "rag"
 class ChatTemplate:
     """One model's chat templates, probed when it is made. Owns its renderer.
 
-    Raises SettingError if a template cannot be compiled.
+    Raises SettingError if a template cannot be compiled, or takes too much of anything.
     """
 
     def __init__(
@@ -33,17 +33,25 @@ class ChatTemplate:
         tool_source: str | None = None,
         named: Mapping[str, str] | None = None,
         tokens: Mapping[str, str] | None = None,
-        renderer: Renderer | None = None,
+        make_renderer: Callable[[Mapping[str, str]], Renderer] | None = None,
     ) -> None:
-        """tool_source: the template for conversations with tools. named: others by name. tokens: more special tokens."""
+        """Compile and probe the templates.
+
+        tool_source: the template for conversations with tools. named: others by name. tokens: more special tokens.
+        make_renderer: sources by name → what renders them; by default in this process, without bounds.
+        """
         self._sources = {**(named or {}), DEFAULT: source}
         if tool_source is not None:
             self._sources[TOOL_USE] = tool_source
         self._tokens = {**(tokens or {}), "bos_token": bos_token or "", "eos_token": eos_token or ""}
-        self._renderer = renderer or LocalRenderer(self._sources)
-        self._findings = {
-            name: self._probed(name) for name in self._sources if name in (DEFAULT, TOOL_USE, RAG)
-        }
+        self._renderer = (make_renderer or LocalRenderer)(self._sources)
+        try:
+            self._findings = {
+                name: self._probed(name) for name in self._sources if name in (DEFAULT, TOOL_USE, RAG)
+            }
+        except TemplateLimitError as error:
+            self._renderer.close()
+            raise SettingError(f"the chat template cannot be used: {error.message}", param="model") from error
         self.report = TemplateReport({name: found.abilities for name, found in self._findings.items()})
 
     @property
@@ -71,6 +79,8 @@ class ChatTemplate:
         for form in _forms_for(chat, self._findings[name].form):
             try:
                 return make(render, chat, form)
+            except TemplateLimitError:
+                raise
             except InvalidRequestError as error:
                 first = first or error
         assert first is not None

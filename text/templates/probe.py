@@ -13,6 +13,7 @@ from typing import Any
 from contract.errors import InvalidRequestError
 from text.chat import Chat, Message
 from text.templates.forms import Form
+from text.templates.sandbox import TemplateLimitError
 
 Attempt = Callable[[Chat, Form], str]
 """Renders a conversation in a form and proves it whole. Raises InvalidRequestError otherwise."""
@@ -43,9 +44,14 @@ class Probe:
         return self.findings.form
 
     def written(self, chat: Chat, form: Form) -> str | None:
-        """Return the prompt, or None if the template does not show the conversation in this form."""
+        """Return the prompt, or None if the template does not show the conversation in this form.
+
+        Raises TemplateLimitError.
+        """
         try:
             return self._attempt(chat, form)
+        except TemplateLimitError:
+            raise
         except InvalidRequestError:
             return None
 

@@ -31,6 +31,10 @@ _REFUSALS = (
 """What a template raises about a conversation that it was not made for."""
 
 
+class TemplateLimitError(InvalidRequestError):
+    """A rendering took too much time or memory, or wrote too much."""
+
+
 class Renderer(Protocol):
     """Renders a model's named templates."""
 

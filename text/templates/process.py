@@ -1,0 +1,155 @@
+"""Renders chat templates in a process of their own, which may be killed."""
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+from contract.errors import InternalError, InvalidRequestError, SettingError
+from text.templates.child import HEADER, INVALID, REFUSAL, TEXT, decode_frame, encode_frame
+from text.templates.sandbox import TemplateLimitError
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from text.templates.child import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class RenderLimits:
+    """cpu_seconds: of one rendering. max_memory_bytes: address space of the process. max_output_characters: of one prompt.
+
+    wall_seconds: for an answer of the process, which may have to wait for a processor.
+    """
+
+    cpu_seconds: float = 2.0
+    max_memory_bytes: int = 640 * 2**20
+    max_output_characters: int = 32 * 2**20
+    wall_seconds: float = 60.0
+
+
+class ProcessRenderer:
+    """Owns the process, which is started when it is needed, and again after it was killed. May be used by several threads.
+
+    Raises SettingError if a template cannot be compiled within the limits.
+    """
+
+    def __init__(self, sources: Mapping[str, str], limits: RenderLimits | None = None) -> None:
+        self._sources = dict(sources)
+        self._limits = limits or RenderLimits()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        with self._lock:
+            self._start()
+
+    def render(self, name: str, variables: Mapping[str, Any]) -> str:
+        """Return the text. Raises InvalidRequestError with the template's own words, TemplateLimitError among them."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            answer = self._ask({"name": name, "variables": variables})
+        if TEXT in answer:
+            return str(answer[TEXT])
+        if REFUSAL in answer:
+            raise InvalidRequestError(answer[REFUSAL], param="messages")
+        raise self._limit_error()
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._stop()
+        command = [sys.executable, "-S", "-E", "-c", _PROGRAM, json.dumps(sys.path)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0
+        )
+        self._process, self._finalizer = process, weakref.finalize(self, _end, process)
+        limits = self._limits
+        try:
+            answer = self._ask(
+                {
+                    "sources": self._sources,
+                    "cpu_seconds": limits.cpu_seconds,
+                    "max_memory_bytes": limits.max_memory_bytes,
+                    "max_output_characters": limits.max_output_characters,
+                }
+            )
+        except TemplateLimitError as error:
+            raise SettingError(
+                f"the chat template cannot be compiled within {self._shown()}", param="model"
+            ) from error
+        if TEXT not in answer:
+            self._stop()
+            raise SettingError(
+                answer.get(INVALID) or f"the chat template takes more than {self._shown()}", param="model"
+            )
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+    def _ask(self, frame: dict[str, Any]) -> dict[str, Any]:
+        """Send a frame and return the answer. Raises TemplateLimitError if the process ended, or had to be ended."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise InternalError("the process that renders chat templates is not running")
+        data = encode_frame(frame)
+        deadline = time.monotonic() + self._limits.wall_seconds
+        with contextlib.suppress(BrokenPipeError):
+            _write(process.stdin, HEADER.pack(len(data)) + data)
+            if header := _read(process.stdout, HEADER.size, deadline):
+                (length,) = HEADER.unpack(header)
+                if answer := _read(process.stdout, length, deadline):
+                    return decode_frame(answer)
+        self._stop()
+        raise self._limit_error()
+
+    def _limit_error(self) -> TemplateLimitError:
+        return TemplateLimitError(
+            f"the model's chat template takes more than {self._shown()} for these messages", param="messages"
+        )
+
+    def _shown(self) -> str:
+        limits = self._limits
+        return (
+            f"{limits.cpu_seconds:g} s of processor time, {limits.max_memory_bytes >> 20} MiB of memory, or"
+            f" {limits.max_output_characters} characters"
+        )
+
+
+def _write(sink: IO[bytes], data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[sink.write(view) :]
+
+
+def _read(source: IO[bytes], size: int, deadline: float) -> bytes:
+    """Return exactly ``size`` bytes, or none if the input ends or the deadline passes first."""
+    pieces = bytearray()
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    while len(pieces) < size:
+        is_ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        piece = source.read(size - len(pieces)) if is_ready else b""
+        if not piece:
+            return b""
+        pieces += piece
+    return bytes(pieces)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
