@@ -65,7 +65,10 @@ async def _read_part(part: BodyPartReader, form: Form, library: Library, upload:
     if name == "file":
         if form.filename is not None:
             raise InvalidRequestError("the form has two files; send one", param="file")
-        form.filename = (part.filename or "file")[:_MAX_NAME_CHARACTERS]
+        name_bytes = (part.filename or "file").encode(
+            "utf-8", "replace"
+        )  # bytes that are no UTF-8 become "?"
+        form.filename = name_bytes.decode()[:_MAX_NAME_CHARACTERS]
         while chunk := await part.read_chunk(_CHUNK_BYTES):
             await library.run(upload.write, bytes(chunk))
         return

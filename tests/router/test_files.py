@@ -58,6 +58,27 @@ async def test_the_folder_is_this_users_alone_and_no_name_of_a_client_is_in_it(t
     assert [path.name for path in tmp_path.iterdir()] == ["files"]
 
 
+async def test_a_name_that_is_no_utf8_is_shown_without_those_bytes(tmp_path: Path) -> None:
+    part = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+    body = (
+        part % (b"purpose", b"", b"batch")
+        + part % (b"file", b'; filename="a\xff\xfe.jsonl"', b"x")
+        + b"--b--\r\n"
+    )
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    async with filing_cluster(tmp_path, roles=()) as cluster:
+        status, file = await call(cluster, "POST", "/v1/files", headers, data=body)
+        assert (status, file["filename"]) == (200, "a??.jsonl")
+        hostile = part % (b"\xff", b"", b"batch") + b"--b--\r\n"
+        status, answer = await call(cluster, "POST", "/v1/files", headers, data=hostile)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        for path in ("/v1/files/%ff", "/v1/files/%00", "/v1/files/..%2flock", "/v1/batches/%ed%a0%80"):
+            status, _ = await call(cluster, "GET", path)
+            assert status == 404, path
+        status, answer = await call(cluster, "GET", "/v1/files?after=%ff&limit=%d9%a1")
+        assert status == 400
+
+
 async def test_files_are_listed_in_pages(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path, roles=()) as cluster:
         made = [await upload(cluster, b"x") for _ in range(5)]
