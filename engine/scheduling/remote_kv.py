@@ -12,7 +12,7 @@ from engine.connector import Drained, Failed, FirstToken, Published, Received, S
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import NOT_NEEDED, Ending, RequestStatus, ended_by_error
 from engine.scheduling.line import Line, comes_first
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, ends_with_first_token
 from engine.scheduling.roll import Roll
 
 NOT_NEEDED_KIND = "not_needed"
@@ -30,9 +30,10 @@ class KVSender:
     While the request runs its blocks are its own; when it ends their references belong to its lease.
     """
 
-    def __init__(self, connector: SchedulerConnector, pool: BlockPool) -> None:
+    def __init__(self, connector: SchedulerConnector, pool: BlockPool, max_model_len: int) -> None:
         self._connector = connector
         self._pool = pool
+        self._max_model_len = max_model_len
         self._open: set[str] = set()
         self._leases = Roll()
 
@@ -53,13 +54,15 @@ class KVSender:
         """After the coming forward pass so much of the prompt is computed. The first call lends the blocks.
 
         They are those of the whole prompt, all reserved; ``request.num_computed_tokens`` of them are computed already.
-        Nobody is shown any where token 0 will be the whole answer: the receiver would read for nothing.
+        Nobody is shown any, computed or found in the cache, where the answer will end with its next token: the receiver
+        would read for nothing.
         """
+        is_needed = not ends_with_first_token(request, self._max_model_len)
         if request.key not in self._open:
             self._open.add(request.key)
-            blocks = self._pool.table_of(request.key)
-            self._connector.open_send(request.asked, blocks, request.num_computed_tokens)
-        if request.asked.sampling.max_tokens > 1:
+            blocks, num_cached = self._pool.table_of(request.key), request.num_computed_tokens
+            self._connector.open_send(request.asked, blocks, num_cached if is_needed else 0)
+        if is_needed:
             self._connector.publish(request.key, num_computed_tokens)
 
     def finish(self, request: Request, first_tokens: Sequence[FirstToken]) -> None:

@@ -310,6 +310,11 @@ def ending_after(request: Request, index: int, max_model_len: int) -> Ending | N
     return None
 
 
+def ends_with_first_token(request: Request, max_model_len: int) -> bool:
+    """Whether the token that follows the prompt ends the answer, whatever it is: nobody goes on behind it."""
+    return _is_last(request, request.asked.first_index, request.num_prompt_tokens + 1, max_model_len)
+
+
 def _is_last(request: Request, index: int, num_tokens: int, max_model_len: int) -> bool:
     """Whether token number ``index`` of the answer, with which ``num_tokens`` are known, has none behind it."""
     return index + 1 >= request.asked.sampling.max_tokens or num_tokens >= max_model_len

@@ -1,6 +1,8 @@
 """How the legs of a hand-over end before their time: aborts and refusals, in each state."""
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import assume, given
 
 from contract.errors import InternalError
 from contract.requests import FinishReason, SendTransfer
@@ -42,6 +44,60 @@ def test_an_answer_of_one_token_is_never_shown_to_the_receiver(max_tokens: int, 
     assert send.num_published == num_shown
     engine.run()
     assert send.end == ("not_needed" if max_tokens == 1 else "finished")
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "first_index", "max_model_len", "is_needed"),
+    [
+        (1, 0, 64, False),
+        (2, 0, 64, True),
+        (5, 4, 64, False),
+        (5, 3, 64, True),
+        (9, 0, 11, False),
+        (9, 0, 12, True),
+    ],
+)
+def test_blocks_that_nobody_needs_are_not_shown_though_they_are_cached(
+    max_tokens: int, first_index: int, max_model_len: int, is_needed: bool
+) -> None:
+    """P1: one token was asked for, one is left for a replay, or the model is full: computed or cached, nothing is lent."""
+    engine = SteppedEngine(max_num_batched_tokens=4, max_model_len=max_model_len)
+    engine.add(fake_request("before", PROMPT, 1))
+    engine.run()
+    engine.add(fake_request("p", PROMPT, max_tokens, transfer=SEND, first_index=first_index))
+    engine.step()
+    send = engine.connector.sends["p#0.0"]
+    assert (send.num_published > 0) is is_needed
+    engine.run()
+    assert send.end == ("finished" if is_needed else "not_needed")
+
+
+@given(
+    max_tokens=st.integers(1, 4),
+    first_index=st.integers(0, 3),
+    num_choices=st.integers(1, 3),
+    num_prompt_tokens=st.integers(4, 14),
+    is_cached=st.booleans(),
+)
+def test_what_is_shown_is_needed_and_what_is_needed_is_shown(
+    max_tokens: int, first_index: int, num_choices: int, num_prompt_tokens: int, is_cached: bool
+) -> None:
+    """P1: whatever the prompt, the cache, the choices and the tokens that were delivered."""
+    assume(first_index < max_tokens and (num_choices == 1 or first_index == 0))
+    engine = SteppedEngine(max_num_batched_tokens=4, max_model_len=16)
+    prompt = list(range(1, num_prompt_tokens + 1))
+    if is_cached:
+        engine.add(fake_request("before", prompt, 1))
+        engine.run()
+    engine.add(
+        fake_request("p", prompt, max_tokens, transfer=SEND, first_index=first_index, num_choices=num_choices)
+    )
+    engine.step()
+    send, num_shown = engine.connector.sends["p#0.0"], 0
+    for _ in range(20):
+        num_shown = max(num_shown, send.num_published)
+        engine.step()
+    assert (num_shown > 0) is (send.end == "finished")
 
 
 @pytest.mark.parametrize("num_steps", [0, 20])
