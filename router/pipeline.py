@@ -114,6 +114,14 @@ class Pipeline:
         card = self._answering_card(asked.model)
         return self._prepared(asked, tokenize(asked, card, self._max_model_len(card)), card)
 
+    async def num_prompt_tokens(self, asked: GenerationRequest) -> int:
+        """Return how many tokens the prompt of ``asked`` has, also where that is more than the model takes.
+
+        Raises KvbatonError, ContextLengthError among them for a text that is too long to be tokenized.
+        """
+        check_limits(asked)
+        return len(await self._tokenized(asked, self._models.card_named(asked.model)))
+
     def check_embedding(self, asked: EmbeddingRequest) -> PreparedRequest:
         """What ``embed`` would send, after all its checks; from any thread. Raises KvbatonError."""
         card = self._models.card_named(asked.model)

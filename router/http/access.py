@@ -9,6 +9,7 @@ from serving.api_keys import ApiKeys
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 _METRICS = "/metrics"
+_API_KEY = "x-api-key"
 _PREFLIGHT_SECONDS = "600"
 _EXPOSED = "Retry-After, Server-Timing, X-Request-Id, x-kvbaton-request-id"
 _TENANT = web.RequestKey("tenant", str)
@@ -30,8 +31,9 @@ def key_check(keys: ApiKeys, *, metrics_need_key: bool) -> Middleware:
 
 
 def authorization_of(request: web.Request) -> str:
-    """What a request says of who asks; empty where nothing."""
-    return request.headers.get(hdrs.AUTHORIZATION, "")
+    """Return what a request says of who asks, or ""; a key in ``x-api-key``, as Anthropic's clients send it, counts too."""
+    key = request.headers.get(_API_KEY)
+    return request.headers.get(hdrs.AUTHORIZATION, f"Bearer {key}" if key else "")
 
 
 def tenant_of(request: web.Request) -> str:

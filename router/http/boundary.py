@@ -1,13 +1,15 @@
-"""The boundary of HTTP: every error becomes OpenAI's error object, every response carries the request's id."""
+"""The boundary of HTTP: every error becomes the error object of its path's API, every response carries the request's id."""
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, KvbatonError, NotFoundError
 from router.http.access import tenant_of
 from router.http.exchange import Origin
+from router.http.messages_errors import is_messages_path, messages_error
 from router.http.streaming import EventStream
 from router.request import new_request_id
 from router.running import client_name
@@ -23,7 +25,8 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def request_id_header(request: web.Request) -> dict[str, str]:
     """The headers that name the request: by our id, and (OpenAI's header) by its client's name where it gave one."""
     request_id = request[REQUEST_ID]
-    return {"x-kvbaton-request-id": request_id, "X-Request-Id": name_of(request) or request_id}
+    found = {"x-kvbaton-request-id": request_id, "X-Request-Id": name_of(request) or request_id}
+    return {**found, "request-id": request_id} if is_messages_path(request) else found
 
 
 def name_of(request: web.Request) -> str | None:
@@ -34,6 +37,11 @@ def name_of(request: web.Request) -> str | None:
 def origin_of(request: web.Request, arrival: float) -> Origin:
     """Return where the body of ``request`` came from."""
     return Origin(request_id=request[REQUEST_ID], tenant=tenant_of(request), arrival=arrival)
+
+
+def error_object(request: web.Request, error: KvbatonError) -> dict[str, Any]:
+    """Return the error in the shape of the API that the request's path belongs to."""
+    return messages_error(error, request[REQUEST_ID]) if is_messages_path(request) else openai_error(error)
 
 
 @web.middleware
@@ -62,9 +70,9 @@ async def boundary(request: web.Request, handler: _Handler) -> web.StreamRespons
 async def _error_response(request: web.Request, error: KvbatonError) -> web.StreamResponse:
     stream: EventStream | None = request.get(STREAM)
     if stream is not None and stream.response.prepared:
-        await stream.fail(openai_error(error))
+        await stream.fail(error_object(request, error))
         return stream.response
-    response = web.json_response(openai_error(error), status=http_status(error.kind))
+    response = web.json_response(error_object(request, error), status=http_status(error.kind))
     if (seconds := retry_after_seconds(error.kind)) is not None:
         response.headers["Retry-After"] = str(seconds)
     if error.kind is ErrorKind.UNAUTHENTICATED:
@@ -78,7 +86,7 @@ def _http_error_response(request: web.Request, error: web.HTTPException) -> web.
     told: KvbatonError = InvalidRequestError(f"{where}: {error.reason}")
     if isinstance(error, web.HTTPNotFound):
         told = NotFoundError(f"there is no {where}")
-    response = web.json_response(openai_error(told), status=error.status)
+    response = web.json_response(error_object(request, told), status=error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

@@ -19,6 +19,7 @@ from router.http.embeddings import EmbeddingBodies, EmbeddingEndpoint
 from router.http.exchange import Exchange
 from router.http.file_routes import file_routes
 from router.http.generation import GenerationBodies
+from router.http.messages import MessageBodies, MessageEndpoints
 from router.http.openapi import document
 from router.http.raw_body import BodyReader
 from router.http.responses import ResponseBodies, ResponseEndpoints
@@ -89,6 +90,9 @@ class Endpoints:
             *self._file_routes,
             web.post("/v1/embeddings", embedding.embeddings),
             *ResponseEndpoints(self._body, self._answer, ResponseBodies(self._models)).routes(),
+            *MessageEndpoints(
+                self._body, self._answer, self._pipeline.num_prompt_tokens, MessageBodies(self._models)
+            ).routes(),
             web.post("/v1/chat/completions", self.chat),
             web.post("/v1/completions", self.completions),
             web.get("/v1/models", self.list_models),

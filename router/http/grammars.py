@@ -162,4 +162,10 @@ _EXTENSIONS: dict[str, _Reader] = {
     "guided_choice": _choice,
     "guided_grammar": _ebnf,
 }
-_READERS = {"response_format": _response_format, "text.format": _response_format, **_EXTENSIONS}
+_READERS = {
+    "response_format": _response_format,
+    "text.format": _response_format,
+    "output_config.format": _response_format,
+    "output_format": _response_format,
+    **_EXTENSIONS,
+}

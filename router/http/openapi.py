@@ -5,6 +5,8 @@ from http import HTTPStatus
 
 from router.http.batch_schema import BATCH, OBJECTS, UPLOAD
 from router.http.body import Json
+from router.http.messages_schema import COUNT, MESSAGE
+from router.http.messages_shape import STOP_REASONS
 from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, RESPONSE, TOKENIZE
 from router.timings import Timings
 
@@ -44,6 +46,12 @@ def _paths(needs_key: bool, metrics_need_key: bool) -> Json:
         "/v1/completions": {"post": closed(_generation("Continue prompts", COMPLETION, "Completion"))},
         "/v1/embeddings": {"post": closed(_post("Embed prompts", EMBEDDING, _json("Embeddings"), 429, 499))},
         "/v1/responses": {"post": closed(_generation("Answer an input", RESPONSE, "Response"))},
+        "/v1/messages": {"post": _of_anthropic(closed(_generation("Answer messages", MESSAGE, "Message")))},
+        "/v1/messages/count_tokens": {
+            "post": _of_anthropic(
+                closed(_post("Count the tokens of messages", COUNT, _json("MessageTokens")))
+            )
+        },
         "/v1/models": {"get": closed(_get("The served models", _json("ModelList")))},
         "/v1/models/{model}": {"get": closed(one_model)},
         **_file_paths(closed),
@@ -115,6 +123,15 @@ def _post(summary: str, body: Json, content: Json, *errors: int, body_type: str 
 def _generation(summary: str, body: Json, answer: str) -> Json:
     content = {**_json(answer), _EVENTS: {}}
     return _post(summary, body, content, 429, 499)
+
+
+def _of_anthropic(operation: Json) -> Json:
+    """Return the operation with errors of Anthropic's shape."""
+    answers = {
+        status: answer if status == "200" else {**answer, "content": _json("MessageError")}
+        for status, answer in operation["responses"].items()
+    }
+    return {**operation, "responses": answers}
 
 
 def _json(schema: str) -> Json:
@@ -212,6 +229,27 @@ _SCHEMAS: Json = {
             total_tokens=_COUNT,
         ),
         kvbaton=_ANSWER["kvbaton"],
+    ),
+    "Message": _object(
+        ("kvbaton",),
+        id=_STRING,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=_STRING,
+        content={"type": "array", "items": {"type": "object"}},
+        stop_reason={"enum": [*STOP_REASONS, None]},
+        stop_sequence=_STRING_OR_NULL,
+        usage=_object(
+            input_tokens=_COUNT,
+            cache_creation_input_tokens=_COUNT,
+            cache_read_input_tokens=_COUNT,
+            output_tokens=_COUNT,
+        ),
+        kvbaton=_ANSWER["kvbaton"],
+    ),
+    "MessageTokens": _object(input_tokens=_COUNT),
+    "MessageError": _object(
+        type={"const": "error"}, error=_object(type=_STRING, message=_STRING), request_id=_STRING
     ),
     "Model": _object(
         id=_STRING,

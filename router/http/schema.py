@@ -23,7 +23,7 @@ from router.limits import (
 from text.chat import ROLES
 
 MAX_LEGACY_LOGPROBS = 5
-_INT31 = 2**31 - 1
+INT31 = 2**31 - 1
 _INT64 = 2**63
 
 
@@ -32,11 +32,12 @@ def field(kind: str, meaning: str, **more: Any) -> Json:
     return {"type": [kind, "null"], "description": meaning, **more}
 
 
-def _numbers(low: float, high: float) -> Json:
+def numbers(low: float, high: float) -> Json:
+    """Return the bounds of a number, both included."""
     return {"minimum": low, "maximum": high}
 
 
-_TOKEN_ID: Json = {"type": "integer", **_numbers(0, _INT31)}
+_TOKEN_ID: Json = {"type": "integer", **numbers(0, INT31)}
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 _MODEL = field("string", "Name of the served model; the one that is served where it is missing.")
 _TEXT_PART: Json = {
@@ -93,7 +94,8 @@ _IGNORED: dict[str, Json] = {
 }
 
 
-def _refused(neutral: dict[str, tuple[Any, ...]]) -> dict[str, Json]:
+def refused_fields(neutral: dict[str, tuple[Any, ...]]) -> dict[str, Json]:
+    """Return the fields that are refused unless they ask for nothing. neutral: field → values that do not."""
     return {
         name: {"anyOf": [{"type": "null"}, *({"const": idle} for idle in values)], UNSERVED: True}
         for name, values in neutral.items()
@@ -142,17 +144,17 @@ _GRAMMARS: dict[str, Json] = {
     "guided_choice": _CHOICE,
     "guided_grammar": _EBNF,
 }
-_GENERATION: dict[str, Json] = {
+GENERATION: dict[str, Json] = {
     "model": _MODEL,
-    "max_tokens": field("integer", "At most this many new tokens.", **_numbers(1, _INT31)),
-    "min_tokens": field("integer", "No end before this many tokens.", **_numbers(0, _INT31)),
-    "temperature": field("number", "0 always takes the most likely token; 1.", **_numbers(0, 2)),
+    "max_tokens": field("integer", "At most this many new tokens.", **numbers(1, INT31)),
+    "min_tokens": field("integer", "No end before this many tokens.", **numbers(0, INT31)),
+    "temperature": field("number", "0 always takes the most likely token; 1.", **numbers(0, 2)),
     "top_p": field("number", "Keep the smallest set of this probability.", exclusiveMinimum=0, maximum=1),
-    "top_k": field("integer", "Keep the k best tokens; 0 and -1 keep all.", **_numbers(-1, _INT31)),
-    "min_p": field("number", "Least share of the best token's probability.", **_numbers(0, 1)),
-    "seed": field("integer", "Equal seeds give equal answers.", **_numbers(-_INT64, _INT64 - 1)),
-    "presence_penalty": field("number", "Off logits of tokens in the answer.", **_numbers(-2, 2)),
-    "frequency_penalty": field("number", "The same, as often as they are there.", **_numbers(-2, 2)),
+    "top_k": field("integer", "Keep the k best tokens; 0 and -1 keep all.", **numbers(-1, INT31)),
+    "min_p": field("number", "Least share of the best token's probability.", **numbers(0, 1)),
+    "seed": field("integer", "Equal seeds give equal answers.", **numbers(-_INT64, _INT64 - 1)),
+    "presence_penalty": field("number", "Off logits of tokens in the answer.", **numbers(-2, 2)),
+    "frequency_penalty": field("number", "The same, as often as they are there.", **numbers(-2, 2)),
     "repetition_penalty": field(
         "number", "Divides the logits of tokens so far.", exclusiveMinimum=0, maximum=MAX_REPETITION_PENALTY
     ),
@@ -161,7 +163,7 @@ _GENERATION: dict[str, Json] = {
         "Token id → what is added to its logit.",
         maxProperties=MAX_LOGIT_BIASES,
         propertyNames={"pattern": "^[0-9]{1,10}$"},
-        additionalProperties={"type": "number", **_numbers(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)},
+        additionalProperties={"type": "number", **numbers(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)},
     ),
     "allowed_token_ids": field("array", "If any, no other token is drawn.", items=_TOKEN_ID),
     **_GRAMMARS,
@@ -184,23 +186,24 @@ _GENERATION: dict[str, Json] = {
             "include_obfuscation": field("boolean", "Ignored."),
         },
     ),
-    "n": field("integer", "Answers to each prompt, which is computed once; 1.", **_numbers(1, MAX_CHOICES)),
+    "n": field("integer", "Answers to each prompt, which is computed once; 1.", **numbers(1, MAX_CHOICES)),
     "best_of": field(
-        "integer", "Of so many answers the n likeliest, where not streamed; n.", **_numbers(1, MAX_CHOICES)
+        "integer", "Of so many answers the n likeliest, where not streamed; n.", **numbers(1, MAX_CHOICES)
     ),
     "prompt_logprobs": field(
-        "integer", "Alternatives of each token of the prompt; not streamed.", **_numbers(0, MAX_LOGPROBS)
+        "integer", "Alternatives of each token of the prompt; not streamed.", **numbers(0, MAX_LOGPROBS)
     ),
     "return_token_ids": field("boolean", "Add the token ids to each choice."),
     "timings": field("boolean", "Add the latency split, in seconds."),
-    "priority": field("integer", "Higher runs earlier; 0.", **_numbers(-_INT31 - 1, _INT31)),
+    "priority": field("integer", "Higher runs earlier; 0.", **numbers(-INT31 - 1, INT31)),
     "cache_salt": field("string", "Prompts with different salts never share cached KV."),
     **_IGNORED,
-    **_refused(NEUTRAL),
+    **refused_fields(NEUTRAL),
 }
 
 
-def _object(required: list[str], properties: dict[str, Json]) -> Json:
+def described(required: list[str], properties: dict[str, Json]) -> Json:
+    """Return the schema of a body with these fields."""
     return {"type": "object", "required": required, "properties": properties}
 
 
@@ -221,7 +224,7 @@ _TOOL: Json = {
         },
     },
 }
-_CHAT_ONLY: dict[str, Json] = {
+CHAT_ONLY: dict[str, Json] = {
     "tools": field("array", "Functions that the model may call.", items=_TOOL),
     "tool_choice": {
         "description": "Whether it calls them; auto where there are tools.",
@@ -251,37 +254,37 @@ _CHAT_ONLY: dict[str, Json] = {
     "reasoning_effort": {"enum": [*EFFORTS, None], "description": "For templates that know it."},
     "verbosity": {"enum": [*VERBOSITIES, None], "description": "For templates that know it."},
 }
-CHAT = _object(
+CHAT = described(
     ["messages"],
     {
         "messages": _MESSAGES,
-        "max_completion_tokens": field("integer", "OpenAI's new name of max_tokens.", **_numbers(1, _INT31)),
+        "max_completion_tokens": field("integer", "OpenAI's new name of max_tokens.", **numbers(1, INT31)),
         "logprobs": field("boolean", "Add log probabilities."),
-        "top_logprobs": field("integer", "Alternatives; needs logprobs.", **_numbers(0, MAX_LOGPROBS)),
-        **_GENERATION,
-        **_CHAT_ONLY,
+        "top_logprobs": field("integer", "Alternatives; needs logprobs.", **numbers(0, MAX_LOGPROBS)),
+        **GENERATION,
+        **CHAT_ONLY,
     },
 )
-COMPLETION = _object(
+COMPLETION = described(
     ["prompt"],
     {
         "prompt": _PROMPTS,
-        "logprobs": field("integer", "How many alternatives.", **_numbers(0, MAX_LEGACY_LOGPROBS)),
+        "logprobs": field("integer", "How many alternatives.", **numbers(0, MAX_LEGACY_LOGPROBS)),
         "echo": field("boolean", "Show the prompt before the answer; max_tokens may be 0 then."),
-        **_GENERATION,
-        "max_tokens": field("integer", "At most this many new tokens; 0 with echo.", **_numbers(0, _INT31)),
+        **GENERATION,
+        "max_tokens": field("integer", "At most this many new tokens; 0 with echo.", **numbers(0, INT31)),
     },
 )
-EMBEDDING = _object(
+EMBEDDING = described(
     ["input"],
     {
         "model": _MODEL,
         "input": _PROMPTS,
         "encoding_format": {"enum": ["float", "base64", None], "description": "base64: of float32s; float."},
-        "dimensions": field("integer", "The model's own number of them, no other.", **_numbers(1, _INT31)),
-        "priority": _GENERATION["priority"],
-        "cache_salt": _GENERATION["cache_salt"],
-        "truncate_prompt_tokens": _GENERATION["truncate_prompt_tokens"],
+        "dimensions": field("integer", "The model's own number of them, no other.", **numbers(1, INT31)),
+        "priority": GENERATION["priority"],
+        "cache_salt": GENERATION["cache_salt"],
+        "truncate_prompt_tokens": GENERATION["truncate_prompt_tokens"],
         **_IGNORED,
     },
 )
@@ -303,10 +306,10 @@ _ITEM: Json = {
     "properties": {"type": {"enum": [*ITEM_TYPES, None]}},
 }
 _FUNCTION: Json = {"type": {"const": "function"}}
-RESPONSE = _object(
+RESPONSE = described(
     ["input"],
     {
-        **_GENERATION,
+        **GENERATION,
         "input": {
             "description": "A text, or the conversation.",
             "anyOf": [
@@ -316,34 +319,34 @@ RESPONSE = _object(
         },
         "instructions": field("string", "A system message before the input."),
         "max_output_tokens": field(
-            "integer", "At most this many new tokens, reasoning included.", **_numbers(1, _INT31)
+            "integer", "At most this many new tokens, reasoning included.", **numbers(1, INT31)
         ),
         "text": field(
             "object",
             "The form of the answer.",
-            properties={"format": _FORMAT, "verbosity": _CHAT_ONLY["verbosity"]},
+            properties={"format": _FORMAT, "verbosity": CHAT_ONLY["verbosity"]},
         ),
         "tools": field(
             "array",
             "Functions that the model may call.",
-            items=_object(["type", "name"], {**_FUNCTION, **_TOOL["properties"]["function"]["properties"]}),
+            items=described(["type", "name"], {**_FUNCTION, **_TOOL["properties"]["function"]["properties"]}),
         ),
         "tool_choice": {
             "description": "Whether it calls them; auto where there are tools.",
             "anyOf": [
                 {"enum": ["none", "auto", "required", None]},
-                _object(["type", "name"], {**_FUNCTION, "name": {"type": "string"}}),
+                described(["type", "name"], {**_FUNCTION, "name": {"type": "string"}}),
             ],
         },
-        "parallel_tool_calls": _CHAT_ONLY["parallel_tool_calls"],
-        "chat_template_kwargs": _CHAT_ONLY["chat_template_kwargs"],
+        "parallel_tool_calls": CHAT_ONLY["parallel_tool_calls"],
+        "chat_template_kwargs": CHAT_ONLY["chat_template_kwargs"],
         "include": field("array", "Adds log probabilities.", items={"enum": list(INCLUDABLE)}),
-        "top_logprobs": field("integer", "Alternatives of each token.", **_numbers(0, MAX_LOGPROBS)),
+        "top_logprobs": field("integer", "Alternatives of each token.", **numbers(0, MAX_LOGPROBS)),
         "reasoning": field(
             "object",
             "Reasoning comes as the model writes it.",
             properties={
-                "effort": _CHAT_ONLY["reasoning_effort"],
+                "effort": CHAT_ONLY["reasoning_effort"],
                 "summary": {"enum": [*SUMMARIES, None], "description": "Ignored."},
                 "generate_summary": {"enum": [*SUMMARIES, None], "description": "Ignored."},
             },
@@ -352,21 +355,21 @@ RESPONSE = _object(
         "stream_options": field(
             "object", "Only with stream.", properties={"include_obfuscation": field("boolean", "Ignored.")}
         ),
-        **_refused(RESPONSE_NEUTRAL),
+        **refused_fields(RESPONSE_NEUTRAL),
     },
 )
-TOKENIZE = _object(
+TOKENIZE = described(
     [],
     {
         "model": _MODEL,
         "prompt": field("string", "The text."),
         "messages": {**_MESSAGES, "type": ["array", "null"], "description": "A chat, in its template."},
         "add_special_tokens": field("boolean", "Default: true for a text, false for messages."),
-        **_CHAT_ONLY,
+        **CHAT_ONLY,
         "return_token_strs": field("boolean", "Add what each token is written as."),
     },
 )
-DETOKENIZE = _object(
+DETOKENIZE = described(
     ["tokens"],
     {"model": _MODEL, "tokens": {"type": "array", "items": _TOKEN_ID, "description": "Token ids."}},
 )

@@ -1,4 +1,4 @@
-"""Whatever an answer contains is accepted back as history, and answered: chats and responses, whole and streamed."""
+"""Whatever an answer contains is accepted back as history, and answered: on every path, whole and streamed."""
 
 import asyncio
 import json
@@ -16,11 +16,15 @@ from pydantic import TypeAdapter
 
 from protos import worker_pb2 as pb
 from tests.router.cluster import Cluster
+from tests.router.test_messages import NOW as CLIENT_NOW
+from tests.router.test_messages import WEATHER as CLIENT_WEATHER
+from tests.router.test_messages import events_of, streamed, without_ids
 from tests.router.tool_cluster import CHAT, NOW, TEMPLATE, WEATHER, writing_cluster
 from tests.text.tiny_model import END, byte_ids
 
 Json = dict[str, Any]
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 USER = {"role": "user", "content": "hi"}
 CONCATENATING = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
@@ -177,6 +181,35 @@ async def _response_comes_back(cluster: Cluster, body: Json, client: str) -> Non
         await _posted(cluster, RESPONSES, {**body, "input": [*history, *again, *_response_results(again)]})
 
 
+async def _message_comes_back(cluster: Cluster, body: Json) -> None:
+    whole = await _posted(cluster, MESSAGES, body)
+    last = streamed(await events_of(cluster, body))
+    assert without_ids(last) == without_ids(whole)
+    for message in (whole, last):
+        history = [
+            *body["messages"],
+            {"role": "assistant", "content": message["content"]},
+            _user_turn(message),
+        ]
+        again = await _posted(cluster, MESSAGES, {**body, "messages": history})
+        history += [{"role": "assistant", "content": again["content"]}, _user_turn(again)]
+        counted = await _posted(cluster, f"{MESSAGES}/count_tokens", {"messages": history})
+        assert counted["input_tokens"] > 0
+
+
+def _user_turn(message: Json) -> Json:
+    calls = [block["id"] for block in message["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": call_id, "content": "4"} for call_id in calls]
+    return {"role": "user", "content": [*results, {"type": "text", "text": "hi"}]}
+
+
+def _message_body(choice: str | None, max_tokens: int) -> Json:
+    named = {"type": "tool", "name": "get_weather"}
+    kinds = {"auto": {"type": "auto"}, "required": {"type": "any"}, "named": named}
+    body = {"messages": [USER], "tools": [CLIENT_WEATHER, CLIENT_NOW], "max_tokens": max_tokens}
+    return body if choice is None else {**body, "tool_choice": kinds[choice]}
+
+
 def _chat_body(choice: str | None, max_tokens: int) -> Json:
     named = {"type": "function", "function": {"name": "get_weather"}}
     body = {"messages": [USER], "tools": [WEATHER, NOW], "max_tokens": max_tokens}
@@ -209,6 +242,7 @@ async def test_any_answer_can_be_sent_back_and_is_answered(
         async def check(choice: str | None, max_tokens: int, chat_client: str, response_client: str) -> None:
             await _chat_comes_back(cluster, _chat_body(choice, max_tokens), chat_client)
             await _response_comes_back(cluster, _response_body(choice, max_tokens), response_client)
+            await _message_comes_back(cluster, _message_body(choice, max_tokens))
 
         @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
         @given(
