@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -11,21 +12,29 @@ from contract.errors import KvbatonError
 from contract.identity import why_no_name
 from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from router.registry import AttachedWorker, Registry
+from router.registry import AttachedWorker, Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
 
 logger = logging.getLogger(__name__)
 
 _REGISTRATION_SECONDS = 10.0
+_SILENCES = 1.5
+"""Peer time-outs after which a silent connection has certainly been noticed."""
 
 
 class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     """Keeps a worker in the registry for as long as its stream is open."""
 
     def __init__(
-        self, registry: Registry, router_id: str, tls: ClusterTls, accept_timeout_seconds: float
+        self,
+        registry: Registry,
+        router_id: str,
+        tls: ClusterTls,
+        accept_timeout_seconds: float,
+        peer_timeout_seconds: float,
     ) -> None:
+        self._patience_seconds = _SILENCES * peer_timeout_seconds
         self._registry = registry
         self._router_id = router_id
         self._tls = tls
@@ -34,16 +43,22 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     async def Attach(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> AsyncIterator[pb.RouterMessage]:
-        """Serve one worker until its stream closes, or until a newer incarnation of it registers.
+        """Serve one worker until its stream closes, or until the same process registers again.
 
-        A worker that does not fit is refused with FAILED_PRECONDITION and the reason by name.
+        A worker that does not fit is refused with FAILED_PRECONDITION and the reason by name; one whose id another living
+        process has with ALREADY_EXISTS. If that process is dead, the router notices within the peer's time-out, and waits
+        for it: the worker was started again after its machine or network went away.
         """
         registration = await _first_message(request_iterator)
         await _check_identity(registration, context)
         async with open_worker_calls(registration, self._tls, self._accept_timeout) as calls:
             worker = self._registry.meet(registration, calls)
+            await self._vacated(registration)
             try:
                 self._registry.attach(worker)
+            except WorkerIdTakenError as error:
+                logger.warning("%s", error.message)
+                await context.abort(grpc.StatusCode.ALREADY_EXISTS, error.message)
             except KvbatonError as error:
                 logger.warning("refused a worker: %s", error.message)
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
@@ -56,6 +71,13 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
                 self._registry.detach(worker, "its stream closed")
+
+    async def _vacated(self, registration: pb.Registration) -> None:
+        """Wait until another process with the same worker id has gone, if it goes in time."""
+        if other := self._registry.holder(registration):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._patience_seconds):
+                    await other.gone.wait()
 
 
 async def _check_identity(registration: pb.Registration, context: Any) -> None:

@@ -135,6 +135,10 @@ class AttachedWorker:
         }
 
 
+class WorkerIdTakenError(IncompatiblePeerError):
+    """Another process with the same worker id is attached and alive."""
+
+
 class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
@@ -178,15 +182,28 @@ class Registry:
         """A worker that wants to attach."""
         return AttachedWorker(registration, calls, self._changes.tell)
 
-    def attach(self, worker: AttachedWorker) -> None:
-        """Take in a worker; an older incarnation of it is lost.
+    def holder(self, registration: pb.Registration) -> AttachedWorker | None:
+        """Return the attached worker that has this worker id and is another process; None where there is none."""
+        worker = self._workers.get(registration.worker_id)
+        return worker if worker and worker.registration.boot_id != registration.boot_id else None
 
-        Raises InvalidRequestError for an incomplete registration, IncompatiblePeerError for one that does not fit.
+    def attach(self, worker: AttachedWorker) -> None:
+        """Take in a worker; an older stream of the same process is lost.
+
+        Raises InvalidRequestError for an incomplete registration, IncompatiblePeerError for one that does not fit,
+        WorkerIdTakenError where another process has its id.
         """
         new = worker.registration
         self._check(new)
-        if old := self._workers.pop(new.worker_id, None):
-            old.lose(f"it registered again with boot id {new.boot_id}")
+        if other := self.holder(new):
+            old = other.registration
+            raise WorkerIdTakenError(
+                f"worker {new.worker_id} (boot id {new.boot_id}, {new.address}) is refused: another process with this "
+                f"worker id is attached (boot id {old.boot_id}, pid {old.pid}, {old.address}); give each worker an id of "
+                "its own, or stop the other one"
+            )
+        if former := self._workers.pop(new.worker_id, None):
+            former.lose(f"it registered again with boot id {new.boot_id}")
         self._model_fingerprint, self._embeds_only = new.model_fingerprint, new.embeds_only
         self._workers[new.worker_id] = worker
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)

@@ -234,7 +234,11 @@ class RouterService:
         router_id = f"router-{secrets.token_hex(4)}"
         worker_pb2_grpc.add_MembershipServicer_to_server(
             MembershipServicer(
-                self._registry, router_id, self._cluster, self._settings.accept_timeout_seconds
+                self._registry,
+                router_id,
+                self._cluster,
+                self._settings.accept_timeout_seconds,
+                self._settings.peer_timeout_seconds,
             ),
             server,
         )

@@ -25,6 +25,8 @@ LAST_RETRY_SECONDS = 2.0
 MAX_UNREAD_BYTES = 64 * 2**20
 _UNPROVED = ("SSL_ERROR_SSL", "Hostname Verification")
 """What gRPC says where the listener's certificate is not a router's of this cluster, or where it speaks no TLS."""
+_ID_TAKEN = grpc.StatusCode.ALREADY_EXISTS.name
+"""Another process has this worker's id; it may be this worker's former life, so the worker tries again."""
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -90,7 +92,7 @@ class RouterLink:
         A listener that proves nothing ends a worker that was never attached: its secret, or the router's address, is wrong.
         Later it may be a stranger who took the port while the router is away, so the worker waits.
         """
-        delay = FIRST_RETRY_SECONDS
+        delay, told = FIRST_RETRY_SECONDS, ""
         while True:
             try:
                 await self._attach_once()
@@ -116,7 +118,10 @@ class RouterLink:
                 self._ended.set()
                 await self._on_lost()
             else:
-                logger.info("router %s is not reachable yet (%s)", self._router, reason)
+                is_news = _ID_TAKEN in reason and reason != told
+                level = logging.WARNING if is_news else logging.INFO
+                logger.log(level, "router %s is not reachable yet (%s)", self._router, reason)
+            told = reason
             await asyncio.sleep(delay)
             delay = min(delay * 2, LAST_RETRY_SECONDS)
 

@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from contract.errors import UnavailableError
+from contract.errors import SettingError, UnavailableError
 from worker.launch import Child, Facts, ProcessSpec, describe_exit, launch
 from worker.ready_file import remove_ready_file, write_ready_file
 
@@ -51,7 +51,7 @@ Listener = Callable[[ProcessSpec, ProcessState, Facts], None]
 
 
 class Supervisor:
-    """Owns the child processes of ``specs``. ``run`` is called once."""
+    """Owns the child processes of ``specs``. ``run`` is called once. Raises SettingError where two have one name."""
 
     def __init__(
         self,
@@ -61,6 +61,11 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         listener: Listener | None = None,
     ) -> None:
+        names = [spec.name for spec in specs]
+        if len(set(names)) < len(names):
+            raise SettingError(
+                f"two processes share a name; each needs one of its own: {', '.join(sorted(names))}"
+            )
         self.num_restarts: Counter[str] = Counter()
         self._specs = list(specs)
         self._ready_file = ready_file

@@ -110,20 +110,46 @@ async def test_a_first_message_that_is_no_registration_is_refused() -> None:
             await call.read()
 
 
-async def test_a_new_incarnation_replaces_the_old_one() -> None:
+async def test_a_process_that_registers_again_replaces_its_old_stream() -> None:
     stall = Script(tokens=SAY.tokens, stall_at=1)
-    async with running_cluster(stall, max_replays=0) as cluster:
-        old = cluster.workers["decode-0"]
+    async with running_cluster(stall, (), max_replays=0) as cluster:
+        await cluster.add(Role.PREFILL)
+        old = await cluster.add(Role.DECODE, "decode-0", boot_id="one-process")
+        await cluster.service.wait_ready()
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
         await old.wait_for(lambda worker: len(worker.decodes) == 1)
         cluster.script = lambda _: SAY
-        new = await cluster.add(Role.DECODE, "decode-0")
+        new = await cluster.add(Role.DECODE, "decode-0", boot_id="one-process")
         status, answer = await asking
         assert (status, answer["error"]["code"]) == (503, "worker_lost")
         assert "registered again with boot id" in answer["error"]["message"]
         assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
         assert (len(old.decodes), len(new.decodes)) == (1, 1)
         assert len((await cluster.debug_state())["workers"]) == 2
+
+
+async def test_a_second_worker_with_the_same_id_is_refused_while_the_first_lives() -> None:
+    """Costly choice: they pushed each other out; the second is told whose id it has, and the first goes on."""
+    async with running_cluster(SAY, peer_timeout_seconds=0.2) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.add(Role.DECODE, "decode-0")
+        assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
+        assert "another process with this worker id is attached" in str(caught.value.details())
+        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
+        assert len((await cluster.debug_state())["workers"]) == 2
+
+
+async def test_a_worker_that_starts_again_takes_over_when_its_dead_stream_is_noticed() -> None:
+    """Costly choice: the other side of the rule: its machine went away without a word, and its successor waits for that."""
+    async with running_cluster(SAY, (), peer_timeout_seconds=0.6) as cluster:
+        host, port = cluster.service.addresses.internal.split(":")
+        async with Relay(host, int(port)) as relay:
+            dead = ScriptedWorker(Role.BOTH, relay.address, SECRET, lambda _: SAY, worker_id="both-0")
+            async with dead:
+                relay.freeze()
+                await cluster.add(Role.BOTH, "both-0")
+                assert len((await cluster.debug_state())["workers"]) == 1
+                assert not dead.is_dead
 
 
 async def test_health_follows_the_workers() -> None:

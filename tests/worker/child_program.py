@@ -1,6 +1,7 @@
 """A small child that speaks the supervisor's protocol; its first argument says how it behaves.
 
-well: ready, then waits for SIGTERM. fails: exits with code 3 before it is ready. stubborn: ignores SIGTERM.
+well: ready, then waits for SIGTERM. fails: exits with code 3 before it is ready. stubborn: ignores SIGTERM. drains:
+works on until a second SIGTERM.
 parent: like well, and has a child of its own that sleeps; its pid is in the ready line as "grandchild".
 """
 
@@ -16,7 +17,7 @@ from serving.parent import die_with_parent
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("behaviour", choices=["well", "fails", "stubborn", "parent"])
+    parser.add_argument("behaviour", choices=["well", "fails", "stubborn", "parent", "drains"])
     parser.add_argument("--note", default="")
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
@@ -39,6 +40,8 @@ def main() -> None:
         while True:
             signal.pause()
     signal.sigwait({signal.SIGTERM})
+    if options.behaviour == "drains":
+        signal.sigwait({signal.SIGTERM})
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.errors import UnavailableError
+from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
 from tests.worker.children import spec, wait_gone
 from worker.launch import Facts, ProcessSpec
@@ -228,3 +229,27 @@ def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
 def test_delays_double_up_to_their_limit() -> None:
     policy = RestartPolicy(first_delay_seconds=0.5, last_delay_seconds=3.0)
     assert [policy.delay(failures) for failures in (1, 2, 3, 4, 1000)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_no_two_processes_have_one_name() -> None:
+    """Costly choice: workers are attached by their name, so two of one name would push each other out."""
+    with pytest.raises(SettingError, match="two processes share a name"):
+        Supervisor([spec("prefill-0"), spec("prefill-0")])
+
+
+async def test_workers_are_stopped_when_the_router_has_drained_and_a_second_signal_is_passed_on() -> None:
+    """P10: the router has the time of its drain beside the grace; the workers live until it has ended."""
+    watcher, stopped, at_once = Watcher(), asyncio.Event(), asyncio.Event()
+    router = replace(spec("router", "drains"), drain_seconds=60.0)
+    policy = RestartPolicy(first_delay_seconds=0.01, grace_seconds=0.3)
+    workers = [spec("decode-0", needs=("router",))]
+    supervisor = Supervisor([router, *workers], policy=policy, listener=watcher)
+    run = asyncio.create_task(supervisor.run(stopped, at_once))
+    facts = await supervisor.wait_ready()
+    stopped.set()
+    done, _ = await asyncio.wait({run}, timeout=1.0)  # longer than the grace
+    assert not done
+    os.kill(facts["decode-0"]["pid"], 0)  # it lives, or this raises
+    at_once.set()
+    await run
+    assert all(wait_gone(each["pid"]) for each in facts.values())

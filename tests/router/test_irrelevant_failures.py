@@ -1,0 +1,189 @@
+"""Failures that are nobody's business, and failures that are the router's own."""
+
+import asyncio
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from contract.errors import (
+    KvbatonError,
+    OverloadedError,
+    PeerUnreachableError,
+    TransferError,
+    WorkerLostError,
+)
+from contract.identity import Role
+from protos import worker_pb2 as pb
+from router.attempt import Attempt, Failure
+from router.failures import Failures
+from router.severed import SeveredPairs
+from router.testing import Script
+from router.worker_calls import RouterExhaustedError
+from tests.router.cluster import running_cluster
+from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
+from tests.router.test_waiting_line import grant_one
+from tests.text.tiny_model import END, byte_ids
+
+REPLAYS = "kvbaton_request_replays_total"
+
+
+def decode_fails_first(error: KvbatonError, tokens: list[int]) -> Any:
+    """The decode leg fails at once; token 0 comes later."""
+
+    def script(task: pb.Task) -> Script:
+        if task.first_index == 1:
+            return Script(tokens=tokens, fail_at=1, error=error)
+        return Script(tokens=tokens, token_delay_seconds=0.3)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    "error", [TransferError("not needed"), PeerUnreachableError("cut"), OverloadedError("no room")]
+)
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens"), [(byte_ids(b"abc"), 1), ([END], 5)], ids=["max_tokens", "end"]
+)
+async def test_a_decode_leg_that_nobody_needs_may_fail(
+    error: KvbatonError, tokens: list[int], max_tokens: int
+) -> None:
+    """P1: token 0 is the whole answer; what became of the other leg before it came is irrelevant."""
+    async with running_cluster(decode_fails_first(error, tokens)) as cluster:
+        status, answer = await cluster.post(TEXT, {"prompt": "x", "max_tokens": max_tokens})
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 1
+        assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
+        assert len(cluster.workers["prefill-0"].prefills) == 1
+        await nothing_is_left(cluster)
+
+
+async def test_a_decode_worker_that_dies_is_not_missed_either() -> None:
+    """P1: its death is not the request's when token 0 is all that was asked for."""
+
+    def script(task: pb.Task) -> Script:
+        if task.first_index == 1:
+            return Script(tokens=TOKENS, die_at=1)
+        return Script(tokens=TOKENS, token_delay_seconds=0.3)
+
+    async with running_cluster(script) as cluster:
+        status, _ = await cluster.post(TEXT, {"prompt": "x", "max_tokens": 1})
+        assert status == 200
+        assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
+
+
+async def test_token_0_is_delivered_before_a_failure_that_does_matter() -> None:
+    """P1: the replay begins behind it, and nothing is sampled twice."""
+
+    def script(task: pb.Task) -> Script:
+        if task.attempt == 0 and task.first_index == 1:
+            return Script(tokens=TOKENS, fail_at=1, error=OverloadedError("no room"))
+        return Script(tokens=TOKENS, token_delay_seconds=0.1)
+
+    async with running_cluster(script) as cluster:
+        status, answer = await cluster.post(TEXT, {"prompt": "x"})
+        assert (status, answer["choices"][0]["text"]) == (200, "abcdef")
+        assert [call.task.first_index for call in cluster.workers["prefill-0"].prefills] == [0, 1]
+
+
+async def test_an_embedding_does_not_wait_behind_a_decode_bound_queue() -> None:
+    """Costly choice: each need has its own head of line; the prefill worker is idle."""
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1)) as cluster:
+        await grant_one(cluster, "decode-0")
+        asking = [asyncio.create_task(cluster.post(TEXT, {"prompt": "x"})) for _ in range(3)]
+        await cluster.until(lambda state: state["num_in_line"] == 2)
+        async with asyncio.timeout(10):
+            status, _ = await cluster.post("/v1/embeddings", {"input": "x", "priority": -5})
+        assert status == 200
+        assert not any(task.done() for task in asking)
+        for task in asking:
+            task.cancel()
+
+
+async def test_embeddings_do_not_pass_an_answer_that_waits_for_the_same_prefill_worker() -> None:
+    """Costly choice: no priority is turned round: what the first one waits for is kept for it."""
+    script = Script(tokens=TOKENS, stall_at=0)
+    async with running_cluster(script) as cluster:
+        await grant_one(cluster, "prefill-0")
+        first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await cluster.until(lambda state: state["requests"]["waiting_for_first_token"] == 1)
+        cluster.script = lambda _: Script(tokens=TOKENS)
+        answer = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 7}))
+        await cluster.until(lambda state: state["num_in_line"] == 1)
+        embedding = asyncio.create_task(cluster.post("/v1/embeddings", {"input": "x"}))
+        await cluster.until(lambda state: state["num_in_line"] == 2)
+        prefill = cluster.workers["prefill-0"]
+        first.cancel()
+        await prefill.wait_for(lambda worker: len(worker.prefills) == 2 or len(worker.embeds) == 1)
+        assert (len(prefill.prefills), len(prefill.embeds)) == (2, 0)
+        assert [status for status, _ in await asyncio.gather(answer, embedding)] == [200, 200]
+
+
+class _FailedAttempt(Attempt):
+    """An attempt that has failed, without legs."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+
+    @property
+    def prefill_worker(self) -> None:
+        """None: it was local."""
+        return
+
+
+def _noted(*errors: KvbatonError) -> Failures:
+    failures = Failures(SeveredPairs(), max_replays=5)
+    for error in errors:
+        failures.note(_FailedAttempt(Failure(error, None, frozenset())), error)  # type: ignore[arg-type]
+    return failures
+
+
+def test_replays_in_a_row_are_spread_over_time() -> None:
+    """P2: the first one begins at once, the fifth after seconds: they are not gone in milliseconds."""
+    pauses = [_noted(*[WorkerLostError("x")] * count).pause_seconds for count in range(6)]
+    assert pauses[:2] == [0.0, 0.0]
+    assert pauses[2] > 0
+    assert pauses == sorted(pauses)
+    assert sum(pauses) > 1
+
+
+def test_the_routers_own_failure_is_nobodys_else() -> None:
+    """P2: it uses up no replay and blames no worker, however often it happens."""
+    failures = _noted(*[RouterExhaustedError("no descriptor")] * 50)
+    assert failures.avoid == frozenset()
+    assert failures.pause_seconds > 0
+    assert not failures.is_local
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Within, this process cannot open another file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        yield
+
+
+async def test_a_router_without_descriptors_waits_and_goes_on() -> None:
+    """P2: the call fails as one to a worker that cannot be dialled; the worker is not blamed, and asked again."""
+    refused = asyncio.Event()
+
+    def script(task: pb.Task) -> Script:
+        if not refused.is_set():
+            return Script(refuse=WorkerLostError("cannot be dialled"))
+        return Script(tokens=TOKENS)
+
+    async with running_cluster(script, (Role.BOTH,), max_replays=0) as cluster:
+        worker = cluster.workers["both-0"]
+        async with cluster.session.get(cluster.url("/health")):
+            pass  # the session's connection is open now
+        with no_descriptors():
+            asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+            await worker.wait_for(lambda each: len(each.decodes) >= 3)
+            refused.set()
+            status, answer = await asking
+        assert status == 200, answer
+        assert answer["choices"][0]["text"] == "abcdef"
