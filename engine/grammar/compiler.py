@@ -1,27 +1,38 @@
 """Compiles grammars beside the step thread, each one once.
 
-A compilation cannot be stopped, but it ends: the library counts what it builds, and the text's length is bounded. It
-recurses, though, over references from rule to rule, up to 700 bytes of stack for a byte of text (measured; a schema of
-objects within objects), where the usual 8 MiB end the process at 12 kB. So its threads have stacks of their own size.
+A compilation cannot be stopped, but it ends: the library counts what it builds, and the text's length is bounded. One that
+nobody waits for any more is not begun.
 """
 
 import logging
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from queue import Queue
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakSet
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from contract.errors import InternalError, InvalidRequestError, KvbatonError
+from contract.errors import InternalError, InvalidRequestError, KvbatonError, OverloadedError
+from contract.json_schema import plain_schema
 from contract.requests import MAX_GRAMMAR_BYTES, EngineRequest, Grammar
+from engine.grammar.cache import Compiled, CompiledGrammars
 from engine.grammar.json_schema import with_closed_objects
+from engine.grammar.limits import (
+    GRAMMAR_LIMITS,
+    MAX_CACHED,
+    MAX_CACHED_BYTES,
+    MAX_ENTRY_BYTES,
+    MAX_LIVE_BYTES,
+)
+from engine.grammar.machine import Machine
 from engine.grammar.matcher import GrammarMatcher, reason_of
+from engine.grammar.memory import heap_meter
+from engine.grammar.threads import JobThreads
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -32,72 +43,151 @@ _T = TypeVar("_T")
 Outcome = GrammarMatcher | KvbatonError
 _JSON: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}
 """A space, or a new line and what indents it: else a model that has never written JSON goes on with spaces for ever."""
-_NUM_THREADS = 2
-_MAX_CACHED = 64
+_OUR_WORDS = {
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "oneOf can be held only where no value matches two of its branches, as their types, constants or required "
+        "properties show; write anyOf"
+    )
+}
+_MAX_ERROR_LENGTH = 1_000
 _STACK_BYTES = MAX_GRAMMAR_BYTES * 2**11
-_LIMITS = LLParserLimits(
-    step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False
-)
-"""A fifth to a half of the library's own, so that no step is held up for more than some 0.1 s by one grammar."""
+
+
+@dataclass
+class _InFlight:
+    """A compilation that has not ended. num_waiting: requests that need it."""
+
+    compiled: Compiled
+    num_waiting: int = 0
 
 
 class GrammarCompiler:
     """Owns the threads, the vocabulary (loaded at first use) and the compiled grammars (the last ones used).
 
-    vocab_size: the model's; ids beyond the tokenizer's are never allowed. All methods are called from one thread.
+    vocab_size: the model's; ids beyond the tokenizer's are never allowed. The public methods are called from one thread.
     """
 
-    def __init__(self, load_vocabulary: Callable[[], LLTokenizer], vocab_size: int) -> None:
+    def __init__(
+        self,
+        load_vocabulary: Callable[[], LLTokenizer],
+        vocab_size: int,
+        *,
+        max_cached_bytes: int = MAX_CACHED_BYTES,
+        max_live_bytes: int = MAX_LIVE_BYTES,
+    ) -> None:
         self._load_vocabulary = load_vocabulary
         self._loaded: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._jobs: Queue[Callable[[], None] | None] = Queue()
-        self._threads: list[threading.Thread] = []
+        self._max_live_bytes = max_live_bytes
+        self._measure = heap_meter()
+        self._lock = threading.Lock()  # holds for the three tables below
+        self._in_flight: dict[Grammar, _InFlight] = {}
+        self._compiled = CompiledGrammars(MAX_CACHED, max_cached_bytes, MAX_ENTRY_BYTES)
+        self._live: WeakSet[Machine] = WeakSet()
+        self._threads = JobThreads(_STACK_BYTES)
 
-    def start(
-        self, asked: EngineRequest, grammar: Grammar, then: Callable[[Outcome], None]
-    ) -> Future[LLMatcher]:
+    @property
+    def num_cached_bytes(self) -> int:
+        """What the compiled grammars count for that are kept for other requests."""
+        return self._compiled.num_bytes
+
+    def start(self, asked: EngineRequest, grammar: Grammar, then: Callable[[Outcome], None]) -> Compiled:
         """Prepare a matcher behind the tokens that were delivered; ``then`` gets it (or the error), in another thread.
 
-        Returns the grammar's compilation; ``running()`` tells whether its turn has come.
+        Returns the grammar's compilation; ``running()`` tells whether its turn has come. Raises OverloadedError while
+        other grammars have all the memory that grammars may have.
         """
-        if not self._threads:
-            self._threads = _start_threads(self._jobs)
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compiled[grammar] = Future()
-            self._jobs.put(partial(self._compile, grammar, compiled))
-        self._compiled.move_to_end(grammar)
-        if len(self._compiled) > _MAX_CACHED:
-            self._compiled.popitem(last=False)
-        compiled.add_done_callback(lambda done: self._jobs.put(partial(self._begin, asked, done, then)))
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            wait = None if compiled else self._in_flight.get(grammar)
+            is_new = compiled is None and wait is None
+            if is_new:
+                self._check_live_bytes()
+            if compiled is None:
+                wait = wait or self._in_flight.setdefault(grammar, _InFlight(Future()))
+                wait.num_waiting += 1
+                compiled = wait.compiled
+        compiled.add_done_callback(lambda done: self._submit_beginning(asked, done, then))
+        if is_new:
+            self._submit_compilation(grammar, compiled)
         return compiled
 
+    def give_up(self, grammar: Grammar, compiled: Compiled) -> None:
+        """A request does not wait any more. A compilation that nobody waits for and that has not begun is dropped."""
+        with self._lock:
+            wait = self._in_flight.get(grammar)
+            if wait is None or wait.compiled is not compiled:
+                return
+            wait.num_waiting -= 1
+            if wait.num_waiting or compiled.running():
+                return
+            del self._in_flight[grammar]
+        compiled.cancel()
+
     def close(self) -> None:
-        """End the threads, each after what it is doing."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        """Begin nothing more."""
+        self._threads.close()
 
-    def _compile(self, grammar: Grammar, compiled: Future[LLMatcher]) -> None:
-        compiled.set_running_or_notify_cancel()
-        found = _caught(lambda: _machine(grammar, self._vocabulary()))
-        if isinstance(found, KvbatonError):
-            compiled.set_exception(found)
-        else:
-            compiled.set_result(found)
+    def _check_live_bytes(self) -> None:
+        num_bytes = sum(machine.num_bytes for machine in self._live)
+        if num_bytes > self._max_live_bytes:
+            raise OverloadedError(
+                f"the grammars of running requests take {num_bytes} bytes, of {self._max_live_bytes}: try again"
+            )
 
-    def _begin(
-        self, asked: EngineRequest, compiled: Future[LLMatcher], then: Callable[[Outcome], None]
+    def _submit_compilation(self, grammar: Grammar, compiled: Compiled) -> None:
+        try:
+            self._threads.submit(partial(self._compile, grammar, compiled))
+        except InternalError as error:
+            self._finish(grammar, compiled, error)
+
+    def _submit_beginning(
+        self, asked: EngineRequest, compiled: Compiled, then: Callable[[Outcome], None]
     ) -> None:
-        then(_caught(lambda: self._matcher(asked, compiled.result())))
+        if compiled.cancelled():
+            return
+        try:
+            self._threads.submit(lambda: self._begin(asked, compiled, then))
+        except InternalError as error:
+            then(error)
 
-    def _matcher(self, asked: EngineRequest, machine: LLMatcher) -> GrammarMatcher:
+    def _compile(self, grammar: Grammar, compiled: Compiled) -> None:
+        if compiled.set_running_or_notify_cancel():
+            self._finish(grammar, compiled, _caught(lambda: self._built(grammar)))
+
+    def _built(self, grammar: Grammar) -> Machine:
+        vocabulary = self._vocabulary()
+        before = self._measure()
+        machine = _machine(grammar, vocabulary)
+        return Machine(machine, max(0, self._measure() - before))
+
+    def _finish(self, grammar: Grammar, compiled: Compiled, found: Machine | KvbatonError) -> None:
+        compiled.set_result(found)
+        with self._lock:
+            self._in_flight.pop(grammar, None)
+            if isinstance(found, Machine):
+                self._live.add(found)
+            if not isinstance(found, InternalError):
+                self._compiled.put(grammar, compiled)
+
+    def _begin(self, asked: EngineRequest, compiled: Compiled, then: Callable[[Outcome], None]) -> None:
+        found = compiled.result()
+        if isinstance(found, Machine):
+            then(_caught(lambda: self._matcher(asked, found)))
+        else:
+            then(found)
+        if isinstance(found, Machine) and found.has_failed:
+            with self._lock:
+                self._compiled.drop_spent()
+
+    def _matcher(self, asked: EngineRequest, machine: Machine) -> GrammarMatcher:
         ends = self._vocabulary().eos_tokens
-        matcher = GrammarMatcher(machine.deep_copy(), ends, asked, self._vocab_size)
         num_before = len(asked.prompt_token_ids) - asked.num_delivered_tokens
+        before = self._measure()
+        matcher = GrammarMatcher(machine, ends, asked, self._vocab_size)
         matcher.advance(asked.prompt_token_ids[num_before:])
+        machine.num_bytes += max(0, self._measure() - before)
         return matcher
 
     def _vocabulary(self) -> LLTokenizer:
@@ -108,20 +198,28 @@ class GrammarCompiler:
 
 
 def _caught(work: Callable[[], _T]) -> _T | KvbatonError:
-    """What ``work`` gives, or what it raises: the boundary of the compiling threads."""
+    """Return what ``work`` returns, or the error that it raises: the boundary of the compiling threads.
+
+    The error comes without its traceback, whose frames would keep alive what the library has built.
+    """
     try:
         return work()
     except KvbatonError as error:
-        return error
-    except BaseException as error:  # the library's panics are no Exceptions
-        logger.exception("the grammar library failed")
-        return InternalError(f"the grammar library failed: {error!r}")
+        return _bare(error)
+    except BaseException as error:  # noqa: BLE001 - the boundary of the thread; the library's panics are no Exceptions
+        logger.error("the grammar library failed with %s", type(error).__name__)
+        return InternalError(f"the grammar library failed: {error!r}"[:_MAX_ERROR_LENGTH])
+
+
+def _bare(error: KvbatonError) -> KvbatonError:
+    error.__cause__ = error.__context__ = error.__traceback__ = None
+    return error
 
 
 def _machine(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     """The grammar's matcher at its start. Raises InvalidRequestError with the library's words."""
     try:
-        machine = LLMatcher(vocabulary, _library_form(grammar), log_level=0, limits=_LIMITS)
+        machine = LLMatcher(vocabulary, _library_form(grammar), log_level=0, limits=GRAMMAR_LIMITS)
     except ValueError as error:
         raise _not_compiled(grammar, str(error)) from error
     if machine.is_error():
@@ -130,14 +228,15 @@ def _machine(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
 
 
 def _not_compiled(grammar: Grammar, reason: str) -> InvalidRequestError:
+    reason = _OUR_WORDS.get(reason, reason)
     return InvalidRequestError(f"the {grammar.kind} does not compile: {reason}", param="grammar")
 
 
 def _library_form(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
-            is_any = grammar.text.strip() == "true"
-            return _library_schema("{}" if is_any else with_closed_objects(grammar.text))
+            plain = plain_schema(grammar.text)
+            return _library_schema("{}" if plain == "true" else with_closed_objects(plain))
         case "json_object":
             return _library_schema('{"type": "object"}')
         case "regex":
@@ -150,31 +249,5 @@ def _library_form(grammar: Grammar) -> str:
 
 
 def _library_schema(schema: str) -> str:
-    options = (
-        _JSON if schema.lstrip().startswith("{") else None
-    )  # not for false, which has nowhere to keep them
+    options = _JSON if schema.startswith("{") else None  # not for false, which has nowhere to keep them
     return LLMatcher.grammar_from_json_schema(schema, defaults=options)
-
-
-def _start_threads(jobs: Queue[Callable[[], None] | None]) -> list[threading.Thread]:
-    """Raises InternalError where the system has no room for their stacks."""
-    threads = [
-        threading.Thread(target=_work, args=(jobs,), name=f"grammar-{number}", daemon=True)
-        for number in range(_NUM_THREADS)
-    ]
-    usual = threading.stack_size(_STACK_BYTES)
-    try:
-        for thread in threads:
-            thread.start()
-    except RuntimeError as error:
-        raise InternalError(
-            f"the grammars' threads cannot have stacks of {_STACK_BYTES} bytes: {error}"
-        ) from error
-    finally:
-        threading.stack_size(usual)
-    return threads
-
-
-def _work(jobs: Queue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()

@@ -5,13 +5,11 @@ that, and a small model goes on with made-up ones. XGrammar and outlines close t
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
+from contract.json_schema import schemas_within
+
 _Schema = dict[str, Any]
-_ALONE = ("additionalProperties", "items")
-_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _OWN_RULES = {"properties", "patternProperties", "required", "minProperties", "maxProperties"}
 _OTHERS_RULES = {"anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas"}
 _SAYS_IT = {"additionalProperties", "unevaluatedProperties", "minProperties"}
@@ -25,7 +23,7 @@ def with_closed_objects(text: str) -> str:
     """
     try:
         root = json.loads(text)
-        schemas = list(_schemas(root))
+        schemas = list(schemas_within(root))
         if any(_num_rules(schema) > 1 for schema in schemas):
             return text
         for schema in filter(_is_open, schemas):
@@ -33,21 +31,6 @@ def with_closed_objects(text: str) -> str:
         return json.dumps(root)
     except (ValueError, RecursionError):
         return text
-
-
-def _schemas(root: Any) -> Iterator[_Schema]:
-    """Every schema within, itself the first."""
-    waiting = [root]
-    while waiting:
-        schema = waiting.pop()
-        if not isinstance(schema, dict):
-            continue
-        yield schema
-        waiting += [schema[key] for key in _ALONE if key in schema]
-        waiting += [one for key in _LISTED if isinstance(schema.get(key), list) for one in schema[key]]
-        waiting += [
-            one for key in _NAMED if isinstance(schema.get(key), dict) for one in schema[key].values()
-        ]
 
 
 def _num_rules(schema: _Schema) -> int:

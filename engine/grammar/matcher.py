@@ -1,6 +1,7 @@
 """Where an answer stands in its grammar, and which tokens may follow."""
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from copy import copy
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from contract.errors import InternalError, InvalidRequestError
 from contract.requests import EngineRequest
+from engine.grammar.machine import Machine
 
 _INTERNALS = re.compile(r"\s*<(?:non-verbose/|state|backtrace)>")
 _MAX_REASON_LENGTH = 400
@@ -27,13 +29,14 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self, machine: LLMatcher, library_ends: Iterable[int], asked: EngineRequest, vocab_size: int
+        self, machine: Machine, library_ends: Iterable[int], asked: EngineRequest, vocab_size: int
     ) -> None:
         sampling = asked.sampling
         self.num_tokens = 0
         self.is_complete = False
         self.bitmask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-        self._machine = machine
+        self._shared = machine
+        self._machine = machine.copy()
         self._min_tokens = sampling.min_tokens
         self._no_text = ~_bits([*library_ends, *asked.eos_token_ids], vocab_size)
         self._ends = _bits(sampling.end_token_ids(asked.eos_token_ids), vocab_size)
@@ -54,7 +57,9 @@ class GrammarMatcher:
                 "the grammar"
             )
         self.num_tokens += num_taken
+        begun = time.thread_time()
         bits = self._following()
+        self._shared.grow(num_taken, time.thread_time() - begun)
         self.bitmask = bits.view(np.int32)
         if bits.any():
             return
@@ -88,6 +93,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._machine.is_error():
+            self._shared.has_failed = True
             raise InvalidRequestError(
                 f"the grammar is too complex: {reason_of(self._machine)}", param="grammar"
             )

@@ -114,8 +114,11 @@ class Grammars:
         return ready
 
     def give_up(self, request: Request) -> None:
-        """The request ended; its compilation goes on for others."""
-        self._waits.pop(request.key, None)
+        """The request ended; its compilation goes on for others, and is dropped where nobody else needs it."""
+        wait = self._waits.pop(request.key, None)
+        grammar = request.asked.sampling.grammar
+        if wait and wait.compiled and grammar and self._compiler:
+            self._compiler.give_up(grammar, wait.compiled)
 
     def overdue(self, request: Request, seconds: float) -> Ending:
         """How a request ends whose grammar was not ready after ``seconds``: by its own fault if its turn had come."""

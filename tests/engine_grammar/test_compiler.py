@@ -9,6 +9,7 @@ from llguidance import LLTokenizer
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError
 from contract.requests import Grammar
+from engine.grammar.cache import Compiled
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.grammar.matcher import GrammarMatcher
 from engine.grammar.vocabulary import load_vocabulary
@@ -105,7 +106,7 @@ class Bench:
         self._has_come = threading.Semaphore(0)
         self.compiler = GrammarCompiler(self._load, VOCAB_SIZE)
 
-    def start(self, grammar: Grammar) -> object:
+    def start(self, grammar: Grammar) -> Compiled:
         return self.compiler.start(asking(grammar), grammar, self._take)
 
     def wait_for(self, count: int) -> None:
@@ -143,13 +144,30 @@ def test_compiled_grammars_are_bounded_in_number(model: Path) -> None:
     bench = Bench(model)
     bench.gate.set()
     first = bench.start(Grammar("regex", "first"))
+    bench.wait_for(1)
     for number in range(64):
         bench.start(Grammar("regex", f"another {number}"))
-    bench.wait_for(65)
+    bench.wait_for(64)
     assert bench.start(Grammar("regex", "first")) is not first
     bench.wait_for(1)
     bench.compiler.close()
     assert all(isinstance(outcome, GrammarMatcher) for outcome in bench.outcomes)
+
+
+def test_a_compilation_that_nobody_waits_for_is_not_begun(model: Path) -> None:
+    """H1: what was given up while it waited for its turn is dropped, unless another request needs it too."""
+    bench = Bench(model)
+    for number in range(2):
+        bench.start(Grammar("regex", f"first {number}"))
+    alone, shared = Grammar("regex", "alone"), Grammar("regex", "shared")
+    dropped, kept = bench.start(alone), bench.start(shared)
+    assert bench.start(shared) is kept
+    bench.compiler.give_up(alone, dropped)
+    bench.compiler.give_up(shared, kept)
+    bench.gate.set()
+    bench.wait_for(4)
+    assert dropped.cancelled() and not kept.cancelled() and len(bench.outcomes) == 4
+    bench.compiler.close()
 
 
 def test_a_bug_beside_the_step_is_an_internal_error(model: Path) -> None:

@@ -1,0 +1,101 @@
+"""Threads for jobs that cannot be interrupted: each job has a thread of its own, and a few run at a time.
+
+A compilation recurses over references from rule to rule, up to 700 bytes of stack for a byte of text (measured; a schema
+of objects within objects), where the usual 8 MiB end the process at 12 kB. So a job has a large stack, whose memory is
+returned to the system when the job's thread ends.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from contract.errors import InternalError
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+
+class JobThreads:
+    """Owns the threads and the queue of jobs. Thread-safe.
+
+    num_running: jobs that run at a time. A job that has run for ``stuck_seconds`` is not counted any more, so that others
+    can start, until ``max_threads`` run.
+    """
+
+    def __init__(
+        self,
+        stack_bytes: int,
+        *,
+        num_running: int = 2,
+        max_threads: int = 8,
+        stuck_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stack_bytes = stack_bytes
+        self._num_running = num_running
+        self._max_threads = max_threads
+        self._stuck_seconds = stuck_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: deque[Job] = deque()
+        self._started_at: dict[Job, float] = {}
+        self._is_closed = False
+
+    def submit(self, job: Job) -> None:
+        """Run ``job`` in a thread, at once or after others. Raises InternalError where no thread can be started."""
+        with self._lock:
+            self._waiting.append(job)
+            try:
+                self._start_next()
+            except InternalError:
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                raise
+
+    def close(self) -> None:
+        """Start no further job."""
+        with self._lock:
+            self._is_closed = True
+            self._waiting.clear()
+
+    def _start_next(self) -> None:
+        """Start waiting jobs while there is room. Called with the lock held."""
+        while self._waiting and not self._is_closed and self._has_room():
+            job = self._waiting[0]
+            self._start_thread(job)
+            self._waiting.popleft()
+            self._started_at[job] = self._clock()
+
+    def _has_room(self) -> bool:
+        oldest = self._clock() - self._stuck_seconds
+        num_counted = sum(started > oldest for started in self._started_at.values())
+        return num_counted < self._num_running and len(self._started_at) < self._max_threads
+
+    def _start_thread(self, job: Job) -> None:
+        thread = threading.Thread(target=self._run, args=(job,), name="grammar", daemon=True)
+        usual = threading.stack_size(self._stack_bytes)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise InternalError(
+                f"no thread for a grammar can be started with a stack of {self._stack_bytes} bytes: {error}"
+            ) from error
+        finally:
+            threading.stack_size(0 if usual == self._stack_bytes else usual)
+
+    def _run(self, job: Job) -> None:
+        try:
+            job()
+        finally:
+            with self._lock:
+                self._started_at.pop(job, None)
+                self._start_next_if_possible()
+
+    def _start_next_if_possible(self) -> None:
+        try:
+            self._start_next()
+        except InternalError as error:  # the next submit tries again
+            logger.error("%s", error.message)

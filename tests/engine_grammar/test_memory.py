@@ -1,0 +1,113 @@
+"""Grammars that are hostile cost bounded memory, however many there are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contract.errors import OverloadedError
+from contract.requests import Grammar
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.machine import Machine
+from engine.grammar.memory import heap_meter
+from engine.grammar.vocabulary import load_vocabulary
+from tests.engine_grammar.answers import VOCAB_SIZE, asking
+from tests.engine_grammar.attack import ATTACKS, compile_one, named, schema
+from tests.text.tiny_model import END, write_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MAX_GROWTH_MB = 400
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def growth_mb(attack: str, count: int) -> int:
+    """By how much a process grows that compiles ``count`` grammars of one kind."""
+    command = [sys.executable, "-m", "tests.engine_grammar.attack", attack, str(count)]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=250, check=True)
+    return int(run.stdout)
+
+
+@pytest.mark.parametrize("attack", ["counts in counts", "counts in a schema", "many divisors"])
+def test_different_hostile_grammars_do_not_add_up(attack: str) -> None:
+    """H1: some kept 200 MB each, in a cache that was bounded by their number alone."""
+    assert growth_mb(attack, 12) < MAX_GROWTH_MB
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_many_hostile_grammars_do_not_add_up(attack: str) -> None:
+    """H1: each kind of attack, sixty times."""
+    assert growth_mb(attack, 60) < MAX_GROWTH_MB
+
+
+def test_what_one_hostile_grammar_takes(model: Path) -> None:
+    """H1: with the library's own limits 200 MB; with ours a tenth of that."""
+    compiler, measure = compiler_of(model), heap_meter()
+    compile_one(compiler, Grammar("regex", "[a-z]+"))
+    before = measure()
+    compile_one(compiler, ATTACKS["counts in counts"](0))
+    compiler.close()
+    assert measure() - before < 60_000_000
+
+
+def compiler_of(model: Path, **bounds: int) -> GrammarCompiler:
+    return GrammarCompiler(lambda: load_vocabulary(model, [END]), VOCAB_SIZE, **bounds)
+
+
+def test_compiled_grammars_are_bounded_in_bytes(model: Path) -> None:
+    """H1: as many are kept as have room together, with what their first masks added."""
+    room = 20_000_000
+    compiler = compiler_of(model, max_cached_bytes=room)
+    most = 0
+    for number in range(6):
+        compile_one(
+            compiler, schema({"type": "object", "properties": named(1000, f"{number}_"), "required": ["0_1"]})
+        )
+        most = max(most, compiler.num_cached_bytes)
+    compiler.close()
+    assert room // 4 < most <= room
+
+
+def test_what_an_answer_adds_counts(model: Path) -> None:
+    """H1: a grammar grows while it is followed, also in the cache, and one that has grown too much is compiled anew."""
+    compiler = compiler_of(model)
+    grammar = Grammar("regex", "[ab]*")
+    compile_one(compiler, grammar)
+    before = compiler.num_cached_bytes
+    machine = compiler.start(asking(grammar), grammar, lambda _: None).result()
+    assert isinstance(machine, Machine)
+    machine.grow(1000, 0.1)
+    assert compiler.num_cached_bytes - before > 10_000_000
+    machine.grow(1000, 1.0)
+    assert compiler.start(asking(grammar), grammar, lambda _: None).result() is not machine
+    compiler.close()
+
+
+def test_no_grammar_is_compiled_while_others_have_all_the_memory(model: Path) -> None:
+    """H1: a grammar that is there already is still used."""
+    compiler = compiler_of(model, max_live_bytes=10_000)
+    first = Grammar("regex", "first")
+    compile_one(compiler, first)
+    machine = compiler.start(asking(first), first, lambda _: None).result()
+    assert isinstance(machine, Machine)
+    machine.grow(10, 0.0)
+    with pytest.raises(OverloadedError, match="bytes, of 10000: try again"):
+        compile_one(compiler, Grammar("regex", "second"))
+    compile_one(compiler, first)
+    compiler.close()
+
+
+def test_what_fails_is_not_kept(model: Path) -> None:
+    """H1: neither the library's machine nor a traceback that refers to it."""
+    compiler = compiler_of(model)
+    compile_one(compiler, ATTACKS["alternatives of alternatives"](0))
+    assert compiler.num_cached_bytes < 1_000_000
+    outcome = compiler.start(asking(Grammar("regex", "(a")), Grammar("regex", "(a"), lambda _: None).result()
+    assert isinstance(outcome, Exception) and outcome.__traceback__ is None and outcome.__context__ is None
+    compiler.close()

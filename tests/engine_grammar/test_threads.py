@@ -1,0 +1,84 @@
+"""Jobs that cannot be interrupted do not keep others waiting for ever, and leave no large stacks behind."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engine.grammar.threads import JobThreads
+
+WAIT_SECONDS = 30.0
+
+
+class Clock:
+    """Shows what the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """Threads, and jobs that the test lets go on."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.threads = JobThreads(2**20, num_running=2, max_threads=4, stuck_seconds=5.0, clock=self.clock)
+        self.gate = threading.Event()
+        self._has_begun = threading.Semaphore(0)
+
+    def submit(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.threads.submit(self._job())
+
+    def have_begun(self, count: int) -> bool:
+        """Whether just so many further jobs have begun: threads are started by ``submit`` itself."""
+        began = all(self._has_begun.acquire(timeout=WAIT_SECONDS) for _ in range(count))
+        return began and not self._has_begun.acquire(blocking=False)
+
+    def _job(self) -> Callable[[], None]:
+        def job() -> None:
+            self._has_begun.release()
+            assert self.gate.wait(WAIT_SECONDS)
+
+        return job
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.gate.set()
+
+
+def test_a_few_run_at_a_time(bench: Bench) -> None:
+    bench.submit(4)
+    assert bench.have_begun(2)
+    bench.gate.set()
+    assert bench.have_begun(2)
+
+
+def test_jobs_that_hang_do_not_keep_others_waiting_for_ever(bench: Bench) -> None:
+    """H1: two compilations that did not end used to stop all others."""
+    bench.submit(3)
+    assert bench.have_begun(2)
+    bench.clock.now = 6.0
+    bench.submit()
+    assert bench.have_begun(2)
+
+
+def test_threads_are_bounded(bench: Bench) -> None:
+    for now in (0.0, 6.0, 12.0):
+        bench.clock.now = now
+        bench.submit(2)
+    assert bench.have_begun(4)
+
+
+def test_nothing_is_begun_once_closed(bench: Bench) -> None:
+    bench.submit(3)
+    bench.threads.close()
+    bench.submit()
+    bench.gate.set()
+    assert bench.have_begun(2)
