@@ -30,10 +30,11 @@ class Grammar(msgspec.Struct, frozen=True):
     """What the answer's text must match. ``check`` refuses what cannot be one; whether it compiles is known to workers.
 
     text: a JSON schema; nothing (``json_object``: any JSON object); a regular expression for the whole answer; a JSON
-    list of the possible answers; a context-free grammar as GBNF (``root ::= ...``) or Lark (``start: ...``).
+    list of the possible answers; a context-free grammar in GBNF (``root ::= ...``) or Lark (``start: ...``), or in either
+    (``ebnf``), of which the worker finds out which it is.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "gbnf", "lark"]
     text: str = ""
 
     def check(self) -> None:
@@ -53,7 +54,7 @@ class Grammar(msgspec.Struct, frozen=True):
                     raise _wrong_grammar("a choice must be a list of one answer or more")
                 if not all(isinstance(choice, str) and choice for choice in choices):
                     raise _wrong_grammar("a choice must be among strings that are not empty")
-            case "regex" | "ebnf" if not self.text:
+            case "regex" | "ebnf" | "gbnf" | "lark" if not self.text:
                 raise _wrong_grammar(f"a grammar of kind {self.kind} must not be empty")
 
     def _decoded(self) -> Any:

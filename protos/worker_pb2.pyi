@@ -27,7 +27,7 @@ class Grammar(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """json_schema, json_object, regex, choice or ebnf."""
+    """json_schema, json_object, regex, choice, gbnf, lark, or ebnf for either of the last two."""
     text: _builtins.str
     """The schema, pattern, list of choices (JSON) or grammar."""
     def __init__(

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakSet
 
 import msgspec
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError, OverloadedError
 from contract.json_schema import plain_schema
 from contract.requests import MAX_GRAMMAR_BYTES, EngineRequest, Grammar
 from engine.grammar.cache import Compiled, CompiledGrammars
+from engine.grammar.gbnf import gbnf_to_lark
 from engine.grammar.json_schema import with_closed_objects
+from engine.grammar.lark import with_plain_schemas
 from engine.grammar.limits import (
     GRAMMAR_LIMITS,
     MAX_CACHED,
@@ -49,6 +51,7 @@ _OUR_WORDS = {
         "properties show; write anyOf"
     )
 }
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _MAX_ERROR_LENGTH = 1_000
 _STACK_BYTES = MAX_GRAMMAR_BYTES * 2**11
 
@@ -244,8 +247,25 @@ def _library_form(grammar: Grammar) -> str:
         case "choice":
             choices: list[str] = msgspec.json.decode(grammar.text)
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, choices)))
+        case "gbnf":
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text))
+        case "lark":
+            return LLMatcher.grammar_from_lark(with_plain_schemas(grammar.text))
         case "ebnf":
-            return grammar_from("ebnf", grammar.text)
+            return _guessed_form(grammar.text)
+
+
+def _guessed_form(text: str) -> str:
+    """Return the form of a grammar whose syntax is not named: GBNF where it is GBNF, else Lark.
+
+    No text is both: each rule of GBNF holds ``::=`` behind its name, which no rule of Lark may.
+    """
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
+    except InvalidRequestError:
+        if _GBNF_RULE.search(text):
+            raise
+    return LLMatcher.grammar_from_lark(with_plain_schemas(text))
 
 
 def _library_schema(schema: str) -> str:

@@ -1,0 +1,33 @@
+"""Schemas within Lark grammars (``%json {...}``) mean what they mean elsewhere."""
+
+import json
+import re
+
+from contract.errors import InvalidRequestError
+from contract.json_schema import plain_schema
+
+_DIRECTIVES = re.compile(
+    r"""\"(?:[^"\\\n]|\\.)*\" | //[^\n]* | \#[^\n]* | /(?:[^/\\\n]|\\.)+/ | (?P<json>%json\s*)(?=\{)""",
+    re.VERBOSE,
+)
+
+
+def with_plain_schemas(text: str) -> str:
+    """Return the grammar with each inline schema reduced to its constraints.
+
+    Raises InvalidRequestError about ``grammar`` for an empty one, and for a constraint that cannot be held.
+    """
+    if not text.strip():
+        raise InvalidRequestError("the grammar is empty", param="grammar")
+    out, end = [], 0
+    while match := _DIRECTIVES.search(text, end):
+        out.append(text[end : match.end()])
+        end = match.end()
+        if match["json"]:
+            try:
+                _, length = json.JSONDecoder().raw_decode(text[end:])
+            except (ValueError, RecursionError):
+                break  # the library reports where
+            out.append(plain_schema(text[end : end + length]))
+            end += length
+    return "".join([*out, text[end:]])

@@ -1,0 +1,210 @@
+"""GBNF means what it says: compared with a reference matcher on random grammars and texts, and by examples."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from contract.errors import InvalidRequestError, KvbatonError
+from contract.requests import Grammar
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.gbnf import gbnf_to_lark
+from engine.grammar.limits import GRAMMAR_LIMITS
+from engine.grammar.vocabulary import load_vocabulary
+from tests.engine_grammar.answers import allowed_by, asking, matcher_of, outcome_of
+from tests.engine_grammar.reference import Node, Reference, written
+from tests.text.tiny_model import END, byte_ids, tiny_tokenizer, write_model
+
+ALPHABET = 'ab."é\n'
+WORDS = ["ab", "aab", "ba", "b.", "aa", "a.b"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
+    """Bytes, and tokens of several characters."""
+    folder = tmp_path_factory.mktemp("words")
+    (folder / "tokenizer.json").write_text(tiny_tokenizer(WORDS).to_str(), encoding="utf-8")
+    return load_vocabulary(folder, [END])
+
+
+def takes(model: Path, grammar: Grammar, answer: str) -> bool:
+    """Whether ``answer`` may be written, and end there."""
+    matcher = matcher_of(model, asking(grammar, max_tokens=300))
+    try:
+        matcher.advance(byte_ids(answer.encode()))
+    except KvbatonError:
+        return False
+    return END in allowed_by(matcher)
+
+
+characters = st.text(ALPHABET, max_size=2)
+terminals = st.one_of(
+    st.builds(Node, st.just("literal"), st.text(ALPHABET, max_size=3)),
+    st.builds(Node, st.just("one_of"), characters),
+    st.builds(Node, st.just("none_of"), characters),
+    st.just(Node("any")),
+)
+RULES = ["root", "one", "a-two"]
+references = st.builds(Node, st.just("rule"), st.sampled_from(RULES))
+
+
+def composed(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    counts = st.tuples(st.integers(0, 2), st.one_of(st.none(), st.integers(0, 2)))
+    several = st.lists(inner, min_size=1, max_size=3).map(tuple)
+    return st.one_of(
+        st.builds(lambda parts: Node("sequence", parts=parts), several),
+        st.builds(lambda parts: Node("choice", parts=parts), several),
+        st.builds(
+            lambda part, count: Node(
+                "times", "", (part,), count[0], None if count[1] is None else count[0] + count[1]
+            ),
+            inner,
+            counts,
+        ),
+    )
+
+
+nodes = st.recursive(st.one_of(terminals, terminals, references), composed, max_leaves=6)
+grammars = st.fixed_dictionaries(dict.fromkeys(RULES, nodes))
+
+
+@given(grammars, st.lists(st.text(ALPHABET, max_size=5), min_size=1, max_size=6), st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_grammars_mean_what_the_reference_says(
+    vocabulary: LLTokenizer, rules: dict[str, Node], texts: list[str], data: st.DataObject
+) -> None:
+    """F15: whole matches and prefixes, by bytes and by tokens of several characters."""
+    text = written(rules)
+    if not Reference(rules, "").is_prefix():
+        with pytest.raises(InvalidRequestError, match="no text matches root"):
+            gbnf_to_lark(text)
+        return
+    machine = LLMatcher(vocabulary, gbnf_to_lark(text), log_level=0, limits=GRAMMAR_LIMITS)
+    assert not machine.is_error(), machine.get_error()
+    for answer in [*texts, data.draw(st.text("ab", max_size=6))]:
+        reference = Reference(rules, answer)
+        tokens = data.draw(st.sampled_from([byte_ids(answer.encode()), vocabulary.tokenize_str(answer)]))
+        copy = machine.deep_copy()
+        is_taken = copy.try_consume_tokens(tokens) == len(tokens)
+        assert not copy.is_error(), copy.get_error()
+        assert is_taken is reference.is_prefix(), (text, answer)
+        assert (is_taken and copy.is_accepting()) is reference.matches(), (text, answer)
+
+
+EXAMPLES: list[tuple[str, list[str], list[str]]] = [
+    ('root ::= text "."\ntext ::= [a-zA-Z. ]+', ["Hello world.", "a..."], ["a", "."]),
+    ('root ::= "a" | "ab" | "abc" tail\ntail ::= "d" |', ["a", "ab", "abc", "abcd"], ["abd", ""]),
+    ('root ::= [ab]+ "ab" [ab]*', ["aab", "ababab"], ["ab", "bbb"]),
+    ('root ::= root "+" [0-9] | [0-9]', ["1", "1+2+3"], ["1+", "+1"]),
+    ('root ::= "(" root ")" | ', ["", "(())"], ["(()"]),
+    (
+        'root ::= "x"{3} | "y"{2,} | "z"{1,2} | "w"{,2}',
+        ["xxx", "yyyy", "zz", "w", ""],
+        ["xx", "y", "zzz", "www"],
+    ),
+    (r'root ::= "\u00e9" "\x41" "\U0001F600" "\t\r\n\\\"" "\[\]"', ['éA😀\t\r\n\\"[]'], ["é"]),
+    (r'root ::= [^"\\\n] | [\x00-\x1f]{2} | [а-я]+ "!"', ["a", "😀", "\t\t", "да!"], ["\\", "\n", '"', "да"]),
+    ("root ::= [a-] [\\]^] [^]", ["a]x", "-^]"], ["b]x"]),
+    ("root ::= . . .", ["a\né"], ["ab"]),
+    (
+        '# a comment\nroot ::= (\n  "a" # another\n  | "b"\n)+\n  some-name\n\nsome-name ::=\n  "!" |\n  "?"\n  | "."',
+        ["ab!", "b?", "a."],
+        ["!"],
+    ),
+    ('root ::= ("a" | root "never" nothing | "b")*\nnothing ::= "x" nothing', ["", "ab"], ["an", "x"]),
+    ('root::="a"b\nb::="c"', ["ac"], ["a"]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_gbnf_by_examples(model: Path, number: int) -> None:
+    """F15, F16: what greedy terminals or a narrow reading of the format got wrong."""
+    text, good, bad = EXAMPLES[number]
+    for kind in ("gbnf", "ebnf"):
+        grammar = Grammar(kind, text)
+        assert [answer for answer in good if not takes(model, grammar, answer)] == []
+        assert [answer for answer in bad if takes(model, grammar, answer)] == []
+
+
+WRONG = [
+    ('root ::= "a', "line 1"),
+    ('root ::= "a"\nother ::= )', "line 2"),
+    ("root ::= <think>", "the token <think>"),
+    ("root ::= !<[12]>", "the token !<[12]>"),
+    ('other ::= "a"', "no rule root"),
+    ("root ::= missing", "'missing' is not defined"),
+    ('root ::= "x" root', "no text matches root"),
+    ('root ::= "a"\nroot ::= "b"', "defined twice"),
+    (r'root ::= "\q"', r"\q is no escape"),
+    (r'root ::= "\ud800"', "is no character"),
+    (r"root ::= [z-a]", "is empty"),
+    ('root ::= "a"{3,2}', "at most 2 and at least 3"),
+    ('root ::= "a"{,}', "has no number"),
+    ('root ::= "a"{99999999999}', "repetitions"),
+    ("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "nested too deep"),
+    ("root ::= @", "'@'"),
+    ('root = "a" ::=', "line 1"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG)
+def test_what_is_wrong_in_gbnf_is_named(model: Path, text: str, words: str) -> None:
+    """F16: with the line where it stands."""
+    outcome = outcome_of(model, asking(Grammar("gbnf", text)))
+    assert isinstance(outcome, InvalidRequestError) and outcome.param == "grammar"
+    assert words in outcome.message and len(outcome.message) < 300
+
+
+LARK = [
+    '?start: "a" | item\nitem: "b"',
+    "// a comment\nstart : A\nA: /a/",
+    '%llguidance {}\nstart: "a"',
+    'start: "a ::= b" | "a"',
+    'item: "x"\n\nstart: "a" | item',
+    '# root ::= "b" is GBNF\nstart: "a"',
+]
+
+
+@pytest.mark.parametrize("text", LARK)
+@pytest.mark.parametrize("kind", ["lark", "ebnf"])
+def test_lark_is_found_out(model: Path, kind: str, text: str) -> None:
+    """F16: Lark that began ?start: was taken for GBNF."""
+    assert takes(model, Grammar("ebnf" if kind == "ebnf" else "lark", text), "a")
+
+
+def test_a_named_syntax_is_not_guessed(model: Path) -> None:
+    """F16: what is said decides."""
+    for grammar in (Grammar("lark", 'root ::= "a"'), Grammar("gbnf", 'start: "a"'), Grammar("lark", " ")):
+        assert isinstance(outcome_of(model, asking(grammar)), InvalidRequestError)
+
+
+def test_schemas_within_lark_are_schemas(model: Path) -> None:
+    """F14: annotations in them do not matter either, and what cannot be held is refused."""
+    schema = {"type": "string", "format": "password", "title": "%json {", "enum": ["x"]}
+    assert takes(model, Grammar("lark", f"start: %json {json.dumps(schema)}"), '"x"')
+    refused = outcome_of(
+        model, asking(Grammar("lark", 'start: %json {"type": "string", "not": {"const": "a"}}'))
+    )
+    assert isinstance(refused, InvalidRequestError) and "#/not" in refused.message
+    assert takes(
+        model, Grammar("lark", r'start: "%json {\"not\": {\"const\": 1}}"'), '%json {"not": {"const": 1}}'
+    )
+
+
+def test_the_compiler_is_what_was_tried(vocabulary: LLTokenizer) -> None:
+    """The random grammars above are compiled as the compiler compiles them."""
+    compiler = GrammarCompiler(lambda: vocabulary, 300)
+    grammar = Grammar("gbnf", 'root ::= "a"+ "ab"')
+    outcome = compiler.start(asking(grammar), grammar, lambda _: None).result(timeout=30)
+    compiler.close()
+    assert not isinstance(outcome, KvbatonError)
+    machine = outcome.copy()
+    assert machine.try_consume_tokens(byte_ids(b"aaab")) == 4 and machine.is_accepting()
