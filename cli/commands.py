@@ -53,6 +53,12 @@ COMMANDS = {
         _ASK,
         "answer a file of requests, in OpenAI's batch format",
     ),
+    "check": Command(
+        "cli.check:check",
+        "cli.settings:CheckSettings",
+        _ASK,
+        "say what a model folder is, and what its chat template can show",
+    ),
     "router": Command("cli.router:router", "cli.router:RouterCommand", _SERVICE, "start one router"),
     "prefill": Command(
         "cli.workers:prefill", "cli.workers:PrefillCommand", _SERVICE, "start one prefill worker"

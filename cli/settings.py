@@ -223,6 +223,22 @@ class RunSettings(AskSettings):
     """Continue the prompt as it stands, without the model's chat template."""
 
 
+class CheckSettings(CommandSettings):
+    """Say what a model folder is, and what its chat template can show; no weights are read.
+
+    Exit codes: 0 no problem, 1 problems, 2 no model folder.
+
+    Examples:
+      kvbaton check ~/models/Qwen3-8B
+      kvbaton check --json ~/models/Qwen3-8B
+    """
+
+    model: CliPositionalArg[str] = DEMO
+    """Folder or Hugging Face id of the model; "demo" is the small model that comes with kvbaton."""
+    as_json: bool = False
+    """Print one JSON object; --json says the same."""
+
+
 class ChatSettings(AskSettings):
     """Chat in the terminal, with the service at --url, or with a model that is started on free ports.
 

@@ -46,7 +46,7 @@ def test_help_of_a_command_says_what_it_does_and_how_to_set_everything(command: 
     options = result.stdout.partition("options:")[2]
     flags = re.findall(r"^  --([a-z-]+)", options, re.MULTILINE)
     unwrapped = re.sub(r"\s+", " ", options)
-    assert "model" in flags or command == "serve"
+    assert "model" in flags or command in ("serve", "check")
     assert all(
         re.search(rf"--{flag}\b[^[]* \((?:default: [^[]+|required)\) \[env", unwrapped) for flag in flags
     )

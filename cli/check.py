@@ -1,0 +1,125 @@
+"""``kvbaton check PATH``: what a model folder is, and what its chat template can show. Needs no torch."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cli.arguments import parse
+from cli.model import find_model
+from cli.settings import CheckSettings
+from contract.errors import SettingError
+from text.model_card import ModelCard
+from text.tokenizer import read_json
+
+_LONG = {"--json": "--as-json"}
+"""Flags whose short names cannot be names of settings."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass
+class Finding:
+    """What was found. problems: what keeps the model, or chats with it, from being served."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    templates: dict[str, dict[str, str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def as_json(self) -> str:
+        """Return everything as one JSON object."""
+        found = {**self.facts, "chat_templates": self.templates, "problems": self.problems}
+        return json.dumps(found, indent=2, ensure_ascii=False)
+
+    def as_text(self) -> str:
+        """Return everything as tables for people."""
+        lines = _table(self.facts)
+        for name, abilities in self.templates.items():
+            lines += ["", f"chat template {name!r}:", *("  " + line for line in _table(abilities))]
+        return "\n".join(
+            [*lines, *("" for _ in self.problems[:1]), *(f"problem: {one}" for one in self.problems)]
+        )
+
+
+def check(arguments: Sequence[str]) -> None:
+    """``kvbaton check``: exits with 1 if there are problems, with 2 if the path is no model folder."""
+    settings = parse(CheckSettings, "kvbaton check", [_LONG.get(one, one) for one in arguments])
+    finding = examine(find_model(settings.model))
+    print(finding.as_json() if settings.as_json else finding.as_text())
+    if finding.problems:
+        sys.exit(1)
+
+
+def examine(folder: Path) -> Finding:
+    """Read a model folder without its weights. Raises SettingError if config.json is missing or broken."""
+    config = read_json(folder / "config.json")
+    finding = Finding({"folder": str(folder), **_config_facts(config), **_weights(folder)})
+    try:
+        card = ModelCard.from_folder(folder)
+    except SettingError as error:
+        finding.problems.append(error.message)
+        return finding
+    try:
+        _add_card(finding, card)
+    finally:
+        card.close()
+    if not finding.facts["weights"]:
+        finding.problems.append(f"there are no weights ({', '.join(_WEIGHTS)}) in {folder}")
+    return finding
+
+
+def _add_card(finding: Finding, card: ModelCard) -> None:
+    tokenizer, answers = card.tokenizer, card.answer_format
+    parser = answers.tool_parser
+    finding.facts |= {
+        "context length": card.max_model_len,
+        "vocabulary": card.vocab_size,
+        "special tokens": tokenizer.named_tokens,
+        "end tokens": {str(token): tokenizer.written(token) for token in card.eos_token_ids},
+        "generation defaults": {
+            name: getattr(card, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        },
+        "calls are read as": parser.__name__.removesuffix("Parser").lower() if parser else "text",
+        "reasoning tags": list(answers.reasoning_tags or ()),
+    }
+    if card.chat_template is None:
+        finding.problems.append("there is no chat template: chats are refused, completions are served")
+        return
+    report = card.chat_template.report
+    finding.templates = {name: dict(found) for name, found in report.abilities.items()}
+    finding.problems += report.problems()
+
+
+def _config_facts(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    quantization = config.get("quantization_config")
+    return {
+        "architecture": config.get("architectures"),
+        "model type": config.get("model_type"),
+        "dtype": next((inner[name] for name in ("dtype", "torch_dtype") if name in inner), None),
+        "layers": inner.get("num_hidden_layers"),
+        "hidden size": inner.get("hidden_size"),
+        "quantization": quantization.get("quant_method") if isinstance(quantization, dict) else None,
+    }
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    files = [file for pattern in _WEIGHTS for file in sorted(folder.glob(pattern)) if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    return {"weights": len(files), "weights in GiB": round(size / 2**30, 3)}
+
+
+def _table(values: dict[str, Any]) -> list[str]:
+    width = max(map(len, values), default=0)
+    return [f"{name:<{width}}  {_shown(value)}" for name, value in values.items()]
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == [] or value == {}:
+        return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
