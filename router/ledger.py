@@ -132,6 +132,7 @@ class Ledger:
         self._num_by_state: Counter[RequestState] = Counter()
         self._unbound: Counter[str] = Counter()
         self._on_fewer_unbound: list[Callable[[], None]] = []
+        self._on_queued: list[Callable[[], None]] = []
         self._refusal: str | None = None
         self._num_held = 0
         self._idle = asyncio.Event()
@@ -140,6 +141,16 @@ class Ledger:
     def listen(self, on_fewer_unbound: Callable[[], None]) -> None:
         """Call ``on_fewer_unbound`` whenever ``num_unbound`` may have become smaller, from now on."""
         self._on_fewer_unbound.append(on_fewer_unbound)
+
+    def listen_queued(self, on_queued: Callable[[], None]) -> None:
+        """Call ``on_queued`` whenever a request that is not in the background begins to wait for workers."""
+        self._on_queued.append(on_queued)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests whose prompt is known and that wait for workers, but for those in the background."""
+        waiting = RequestState.WAITING_FOR_WORKERS
+        return sum(record.state is waiting and not record.is_background for record in self._records)
 
     @contextmanager
     def open(self, asked: GenerationRequest | EmbeddingRequest) -> Iterator[Record]:
@@ -220,6 +231,9 @@ class Ledger:
         self._count_unbound(record.tenant, record.is_unbound - was_unbound)
         if was_unbound and not record.is_unbound:
             self._tell()
+        if record.state is RequestState.WAITING_FOR_WORKERS and not record.is_background:
+            for on_queued in self._on_queued:
+                on_queued()
 
     def _count_unbound(self, tenant: str, difference: int) -> None:
         self._unbound[tenant] += difference

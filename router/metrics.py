@@ -81,7 +81,7 @@ class RouterMetrics(Collector):
         self._local.inc()
 
     def batch_requests(self, result: str, number: int) -> None:
-        """So many requests of batches have a result (completed, failed, expired), or are sent once more (retried)."""
+        """Count requests of batches that are completed, failed or expired, or that were retried or stopped to give way."""
         self._batch_requests.labels(result).inc(number)
 
     def files(self, batches: Tally[str], num_bytes: int) -> None:

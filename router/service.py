@@ -227,7 +227,16 @@ class RouterService:
             clock=clock,
         )
         self._ledger.listen(service.look)
+        self._ledger.listen_queued(self._look_at_queue_soon)
         return service
+
+    def _look_at_queue_soon(self) -> None:
+        """Have requests of batches give way in a moment, if the one that begins to wait has not found room by then."""
+        asyncio.get_running_loop().call_soon(self._give_way)
+
+    def _give_way(self) -> None:
+        if self._batches and self.is_ready:
+            self._batches.give_way(self._ledger.num_queued)
 
     async def _start_internal(self) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(options=internal_server_options(self._settings.peer_timeout_seconds))

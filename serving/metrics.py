@@ -70,7 +70,7 @@ ROUTER_METRICS = {
     "request_local_recomputes_total": "Replays whose prompt a decode worker computed itself.",
     "num_batches": "Batches that are kept, by status.",
     "num_file_bytes": "Bytes of the files that are kept, uploads and results of open batches included.",
-    "batch_requests_total": "Requests of batches, by result: completed, failed, expired; retried ones are sent again.",
+    "batch_requests_total": "Requests of batches: completed, failed, expired; retried or stopped to give way.",
 }
 """What a router counts; the same rule for names, and those that end in ``_seconds`` are histograms."""
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import BinaryIO, TypeVar
 
@@ -13,7 +14,7 @@ import msgspec
 from contract.errors import ErrorKind, UnavailableError
 from router.batches import lifecycle
 from router.batches.answering import AnswerBody, Answered
-from router.batches.gate import LineGate
+from router.batches.gate import LineGate, Place
 from router.batches.input_lines import InputLine
 from router.batches.library import Library
 from router.batches.lifecycle import WrongStateError
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Pause = Callable[[float], Awaitable[None]]
 CountResult = Callable[[str, int], None]
-"""(what became of requests: completed, failed, expired or retried; how many)."""
+"""(what became of requests: completed, failed, expired, retried or stopped; how many)."""
 _MAX_LATE_STARTS = 20
 """How often a request may reach its deadline before its first token, waiting behind others."""
 _MAX_LOST = 2
@@ -142,40 +143,47 @@ class BatchRun:
     async def _begin_line(self, lines: Iterator[InputLine], running: asyncio.TaskGroup) -> bool:
         """Wait for a place, then begin the next line. False where there is none."""
         await self._wait_for_room()
-        owner = self._batch.owner
-        await self._parts.gate.acquire(owner)
+        place = await self._parts.gate.acquire(self._batch.owner)
         try:
             line = await self._call(next, lines, None)
         except BaseException:
-            self._parts.gate.release(owner)
+            self._parts.gate.release(place)
             raise
         if line is None:
-            self._parts.gate.release(owner)
+            self._parts.gate.release(place)
             return False
-        task = running.create_task(self._answer_line(line), name=f"a line of {self._batch.id}")
-        task.add_done_callback(lambda _: self._parts.gate.release(owner))
+        task = running.create_task(self._answer_line(line, place), name=f"a line of {self._batch.id}")
+        task.add_done_callback(lambda _: self._parts.gate.release(place))
         return True
 
-    async def _answer_line(self, line: InputLine) -> None:
-        answered = await self._answered(line)
+    async def _answer_line(self, line: InputLine, place: Place) -> None:
+        answered = await self._answered(line, place)
         response = Response(answered.status_code, answered.request_id, msgspec.Raw(answered.body))
         result = new_result(line.custom_id, response)
         await self._call(self._desk.append, self._batch, result)
         self._parts.count_result("completed" if result.is_answer else "failed", 1)
 
-    async def _answered(self, line: InputLine) -> Answered:
+    async def _answered(self, line: InputLine, place: Place) -> Answered:
         """Answer a line, again and again while the service is busy."""
         tries = Tries()
         for attempt in count():
-            has_begun = asyncio.Event()
-            answered = await self._parts.answer(
-                self._batch.endpoint, line.body, self._batch.owner, has_begun.set
-            )
-            if not tries.may_go_on(answered, has_begun=has_begun.is_set()):
+            answered = await self._parts.gate.run(place, partial(self._ask, line, place))
+            if not tries.may_go_on(answered, has_begun=place.has_begun):
                 return answered
             self._parts.count_result("retried", 1)
             await self._parts.pause(_seconds(attempt))
         raise AssertionError("unreachable")
+
+    async def _ask(self, line: InputLine, place: Place) -> Answered:
+        def on_begun() -> None:
+            place.has_begun = True
+
+        try:
+            return await self._parts.answer(self._batch.endpoint, line.body, self._batch.owner, on_begun)
+        except asyncio.CancelledError:
+            if place.is_stopping:
+                self._parts.count_result("stopped", 1)
+            raise
 
     async def _end(self) -> None:
         if (

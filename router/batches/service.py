@@ -55,6 +55,10 @@ class BatchService:
         """Let requests begin that may."""
         self._gate.look()
 
+    def give_way(self, number: int) -> None:
+        """Stop so many of the requests that run, for others that wait for workers; they begin again later."""
+        self._gate.give_way(number)
+
     async def gauges(self) -> tuple[Counter[str], int]:
         """Return how many batches there are by status, and how many bytes the files have."""
         return await self.library.run(self._gauges)

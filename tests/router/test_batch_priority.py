@@ -8,6 +8,7 @@ import pytest
 from contract.errors import OverloadedError
 from contract.identity import Role
 from protos import worker_pb2 as pb
+from protos.worker_pb2 import Credit
 from router.batches.gate import LineGate
 from router.testing import Script, ScriptedWorker
 from tests.router.batch_cluster import (
@@ -16,7 +17,6 @@ from tests.router.batch_cluster import (
     TEXT,
     batch_over,
     batch_when,
-    call,
     create,
     filing_cluster,
     jsonl,
@@ -55,20 +55,44 @@ async def test_a_request_is_placed_before_lines_that_wait_and_they_take_no_place
         made = await create(cluster, lines("a", "b", "c", "d", "e"))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
         await cluster.until(lambda state: state["num_in_line"] == 2)
-        cluster.script = lambda _: ABC
-        interactive = asyncio.create_task(cluster.post(TEXT, {"prompt": "i"}))
+        first = asyncio.create_task(cluster.post(TEXT, {"prompt": "1"}))
+        await worker.wait_for(lambda worker: len(worker.decodes) == 2)
+        second = asyncio.create_task(cluster.post(TEXT, {"prompt": "2"}))
         await cluster.until(lambda state: state["num_in_line"] == 3)
-        status, answer = await cluster.post(TEXT, {"prompt": "j"})
-        assert (status, answer["error"]["code"]) == (429, None)
-        finish(worker, 0)
-        assert (await interactive)[0] == 200
+        status, answer = await cluster.post(TEXT, {"prompt": "3"})
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        cluster.script = lambda _: ABC
+        finish(worker, 1)
+        assert [(await one)[0] for one in (first, second)] == [200, 200]
         batch = await batch_over(cluster, made["id"])
         assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
         order = [call.task.prompt_token_ids[0] for call in worker.decodes]
-        assert order == byte_ids(b"aibcde")
+        assert order[:3] == byte_ids(b"a12")
+        assert sorted(order[3:]) == byte_ids(b"abcde")
         priorities = {call.task.prompt_token_ids[0]: call.task.priority for call in worker.decodes}
-        assert priorities.pop(byte_ids(b"i")[0]) == 0
+        assert [priorities.pop(token) for token in byte_ids(b"12")] == [0, 0]
         assert set(priorities.values()) == {-(2**31)}
+
+
+async def test_a_line_that_runs_gives_way_to_a_request_that_waits_and_begins_again(tmp_path: Path) -> None:
+    """The worker has room for two: one line is stopped for one request, and the other one goes on."""
+    async with filing_cluster(tmp_path, STUCK) as cluster:
+        worker = cluster.workers["both-0"]
+        worker.grant(Credit(max_requests=2, max_tokens=1000))
+        await cluster.until(lambda state: state["workers"][0]["max_requests"] == 2)
+        made = await create(cluster, lines("a", "b"))
+        await cluster.until(lambda state: state["requests"]["streaming"] == 2)
+        cluster.script = lambda _: ABC
+        assert (await cluster.post(TEXT, {"prompt": "i"}))[0] == 200
+        await worker.wait_for(lambda worker: len(worker.decodes) == 4)
+        assert [call.task.prompt_token_ids[0] for call in worker.decodes] == byte_ids(b"abib")
+        finish(worker, 0)
+        batch = await batch_over(cluster, made["id"])
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+        found = await lines_of(cluster, batch["output_file_id"])
+        assert {line["response"]["body"]["choices"][0]["text"] for line in found} == {"abc"}
+        metrics = await cluster.metrics()
+        assert metrics['kvbaton_batch_requests_total{result="stopped"}'] == 1
 
 
 async def test_lines_begin_only_while_nobody_waits(tmp_path: Path) -> None:
@@ -79,9 +103,7 @@ async def test_lines_begin_only_while_nobody_waits(tmp_path: Path) -> None:
         second = asyncio.create_task(cluster.post(TEXT, {"prompt": "2"}))
         await cluster.until(lambda state: state["num_in_line"] == 1)
         made = await create(cluster, lines("a", "b"))
-        async with asyncio.timeout(20):
-            while (await call(cluster, "GET", f"/v1/batches/{made['id']}"))[1]["status"] != "in_progress":
-                await asyncio.sleep(0.01)
+        await batch_when(cluster, made["id"], lambda batch: batch["status"] == "in_progress")
         assert (await cluster.debug_state())["num_in_line"] == 1
         cluster.script = lambda _: ABC
         first.cancel()
@@ -141,9 +163,10 @@ async def test_the_gate_gives_places_to_the_owner_with_the_fewest() -> None:
     ends = {name: asyncio.Event() for name in ("a1", "a2", "a3", "a4", "b1", "b2")}
 
     async def line(name: str) -> None:
-        async with gate.enter(name[0]):
-            order.append(name)
-            await ends[name].wait()
+        place = await gate.acquire(name[0])
+        order.append(name)
+        await ends[name].wait()
+        gate.release(place)
 
     async with asyncio.TaskGroup() as group:
         for name in ends:
@@ -165,8 +188,41 @@ async def test_a_place_is_not_lost_by_a_cancel(cancel_at: int) -> None:
     tasks[0].cancel()
     await asyncio.gather(tasks[0], return_exceptions=True)
     if not tasks[0].cancelled():
-        gate.release("a")
+        gate.release(tasks[0].result())
+        gate.release(tasks[0].result())  # a second time changes nothing
     is_idle = True
     gate.look()
     async with asyncio.timeout(5):
         await tasks[1]
+
+
+async def test_those_that_give_way_have_begun_last_and_places_are_kept_in_balance() -> None:
+    gate, runs = LineGate(4, lambda: True), list[str]()
+    ends = asyncio.Event()
+
+    async def line(name: str) -> None:
+        place = await gate.acquire(name)
+
+        async def work() -> None:
+            runs.append(name)
+            place.has_begun = name in "abc"
+            await ends.wait()
+
+        await gate.run(place, work)
+        gate.release(place)
+
+    async def ran(expected: str) -> None:
+        async with asyncio.timeout(5):
+            while "".join(runs) != expected:
+                await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for name in "abcde":
+            group.create_task(line(name))
+        await ran("abcd")
+        gate.give_way(1)
+        gate.give_way(1)  # for the same request: one is stopping already
+        await ran("abcde")
+        gate.give_way(3)  # a and b have tokens, then the oldest without
+        await ran("abcdecba")
+        ends.set()
