@@ -79,10 +79,18 @@ def test_the_data_thread() -> None:
 
 
 class BuggySessions(Sessions):
-    """Has a bug where a stranger is looked up."""
+    """Has a bug where the thread looks for sessions that have ended; not where a reader is let in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin("token")
+        self._has_looked = False
 
     def __contains__(self, token: str) -> bool:
-        raise RuntimeError("a bug while a token is looked up")
+        if self._has_looked:
+            raise RuntimeError("a bug while a token is looked up")
+        self._has_looked = True
+        return super().__contains__(token)
 
 
 def test_the_thread_of_shm(tmp_path: Path) -> None:
