@@ -71,7 +71,12 @@ COMMANDS = {
 
 def setting_names(command: str) -> frozenset[str]:
     """The names of a command's settings that may stand in a file."""
-    return frozenset(COMMANDS[command].settings_class().model_fields) - NEVER_IN_A_FILE
+    return command_setting_names(command) - NEVER_IN_A_FILE
+
+
+def command_setting_names(command: str) -> frozenset[str]:
+    """Return the names of all of a command's settings."""
+    return frozenset(COMMANDS[command].settings_class().model_fields)
 
 
 def all_setting_names() -> dict[str, frozenset[str]]:

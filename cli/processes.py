@@ -7,6 +7,7 @@ from typing import Any
 
 from cli.arguments import to_arguments
 from cli.child_settings import from_file
+from cli.commands import command_setting_names
 from cli.model import model_name
 from cli.settings import LocalSettings, available_cores, child_environment
 from contract.errors import SettingError
@@ -64,7 +65,7 @@ def local_processes(
     router = _router_command(settings, shared, given)
     drain_seconds = float(given.get("drain_seconds", settings.drain_seconds))
     specs = [
-        ProcessSpec(ROUTER, Role.ROUTER, router, env=child_environment(given), drain_seconds=drain_seconds)
+        ProcessSpec(ROUTER, Role.ROUTER, router, env=_environment(Role.ROUTER, given), drain_seconds=drain_seconds)
     ]
     for role, count in pools.items():
         given = from_file(settings, role) if count else {}
@@ -73,8 +74,12 @@ def local_processes(
             worker = f"{role.value}-{index}"
             cores_flag = _without({"cores": next(own_cores, None)}, given)
             command = _worker_command(role, {**flags, **cores_flag, "worker_id": worker})
-            specs.append(ProcessSpec(worker, role, command, needs=(ROUTER,), env=child_environment(given)))
+            specs.append(ProcessSpec(worker, role, command, needs=(ROUTER,), env=_environment(role, given)))
     return specs
+
+
+def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
+    return child_environment(given, command_setting_names(role.value))
 
 
 def _nice(role: Role, settings: LocalSettings) -> int | None:

@@ -11,7 +11,7 @@ from pydantic_settings import CliPositionalArg, CliSuppress, SettingsConfigDict
 
 from contract.errors import SettingError
 from serving.settings import FLAG, Address, Settings
-from serving.settings_file import nearest
+from serving.settings_file import is_secret, nearest
 
 DEMO = "demo"
 """The name of the model that is shipped with the package."""
@@ -307,12 +307,19 @@ def variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def child_environment(settings: Mapping[str, object] | None = None) -> dict[str, str]:
-    """What child processes inherit: this environment over ``settings`` (by name), without the settings file.
+def child_environment(
+    settings: Mapping[str, object] | None = None, names: Collection[str] | None = None
+) -> dict[str, str]:
+    """Return what a child process inherits: this environment over ``settings`` (by name), without the settings file.
 
-    They get what the file says by this, read once, and not the file. gRPC's own chatter is off unless it was asked for.
+    names: of the child's own settings. Other variables of ours, and whatever else is a secret by its name, are left out: a
+    worker needs no client's key. None: for a process that is this one. The child gets what the file says by this, read
+    once, and not the file. gRPC's own chatter is off unless it was asked for.
     """
     own = {name: value for name, value in os.environ.items() if name.upper() != variable("config")}
+    if names is not None:
+        wanted = {variable(name) for name in names}
+        own = {name: value for name, value in own.items() if name.upper() in wanted or not _is_private(name)}
     taken = {name.upper() for name in own}
     given = {variable(name): _as_variable(value) for name, value in (settings or {}).items()}
     return {
@@ -320,6 +327,10 @@ def child_environment(settings: Mapping[str, object] | None = None) -> dict[str,
         **{name: value for name, value in given.items() if name not in taken},
         **own,
     }
+
+
+def _is_private(name: str) -> bool:
+    return name.upper().startswith(PREFIX) or is_secret(name.lower())
 
 
 def _as_variable(value: object) -> str:
