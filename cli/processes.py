@@ -65,7 +65,9 @@ def local_processes(
     router = _router_command(settings, shared, given)
     drain_seconds = float(given.get("drain_seconds", settings.drain_seconds))
     specs = [
-        ProcessSpec(ROUTER, Role.ROUTER, router, env=_environment(Role.ROUTER, given), drain_seconds=drain_seconds)
+        ProcessSpec(
+            ROUTER, Role.ROUTER, router, env=_environment(Role.ROUTER, given), drain_seconds=drain_seconds
+        )
     ]
     for role, count in pools.items():
         given = from_file(settings, role) if count else {}

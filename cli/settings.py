@@ -77,7 +77,7 @@ class LocalSettings(CommandSettings):
     transport: Literal["auto", "shm", "nixl", "nccl", "tcp"] = "auto"
     """How KV blocks travel: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers can do."""
     shm_dir: Path | None = None
-    """Folder of the sockets of transport shm; containers share it by a volume. Unset: one of this user's in /tmp."""
+    """Folder of the sockets of transport shm; containers share it by a volume. Unset: a fresh private one in /tmp."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto is the checkpoint's own."""
     max_model_len: int | None = Field(default=None, ge=2)

@@ -29,8 +29,8 @@ class TransferSettings:
     read_timeout_seconds: a data connection that moves no byte for so long fails its transfer. max_staging_bytes: host
     memory for blocks of one peer that must be converted, unless one block of ours needs more. num_layer_groups: in how many
     parts the last blocks of a long prompt are lent, as their layers are computed; 1 is as a whole. shm_dir: the folder
-    of the sockets of ``shm``, which workers that share memory must share; None is one of this user's in the system's
-    temporary folder. local: where ``local`` transports meet. decorate: wraps the receiver (fault injection in tests).
+    of the sockets of ``shm``; None is a fresh private one in the system's temporary folder. local: where ``local``
+    transports meet. decorate: wraps the receiver (fault injection in tests).
     """
 
     worker_id: str

@@ -46,7 +46,7 @@ class WorkerSettings(Settings):
     transport: TransportName = "auto"
     """How KV blocks travel: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers can do."""
     shm_dir: Path | None = None
-    """Folder of the sockets of transport shm; containers share it by a volume. Unset: one of this user's in /tmp."""
+    """Folder of the sockets of transport shm; containers share it by a volume. Unset: a fresh private one in /tmp."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens of a KV block."""
     max_num_seqs: int = Field(default=256, ge=1)

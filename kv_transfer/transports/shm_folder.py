@@ -11,6 +11,7 @@ from pathlib import Path
 from contract.errors import SettingError
 
 _MAX_PATH_BYTES = 107
+_FRESH = "kvbaton-shm-"
 _CHOOSE = "choose transport auto or tcp"
 
 
@@ -32,12 +33,17 @@ def why_unsupported(platform: str = sys.platform) -> str | None:
 def socket_path(folder: Path | None, boot_id: str) -> Path:
     """The path of this worker's socket in ``folder``, which is made (0700) where it is missing.
 
-    None is a folder of this user's in the system's temporary folder. What dead workers left is removed. Raises
-    SettingError for a folder that is none, that others may write to, or whose name is too long.
+    None: a fresh folder (0700) with a name that nobody can foresee, in the system's temporary folder; peers learn the path
+    by their control link. It is for ``remove_fresh_folder``. What dead workers left is removed. Raises SettingError for a
+    folder that is none, that others may write to, or whose name is too long.
     """
-    path = (folder or Path(tempfile.gettempdir()) / f"kvbaton-{os.getuid()}").absolute()
+    path = Path(tempfile.gettempdir() if folder is None else folder).absolute()
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder is None:
+            _sweep_fresh_folders(path)
+            path = Path(tempfile.mkdtemp(prefix=_FRESH, dir=path))
+        else:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_folder(path)
     except OSError as error:
         raise _unusable(path, str(error)) from error
@@ -46,6 +52,21 @@ def socket_path(folder: Path | None, boot_id: str) -> Path:
         raise _unusable(path, f"a socket's path may have {_MAX_PATH_BYTES} bytes; {found} is longer")
     _sweep(path)
     return found
+
+
+def remove_fresh_folder(path: Path) -> None:
+    """Remove the folder that ``socket_path(None, ...)`` has made, once its socket is gone."""
+    with suppress(OSError):
+        path.rmdir()
+
+
+def _sweep_fresh_folders(base: Path) -> None:
+    """Remove this user's folders whose workers are dead. One that is being made has no socket, and is left."""
+    for folder in base.glob(f"{_FRESH}*"):
+        with suppress(OSError):
+            info = folder.lstat()
+            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and _sweep(folder):
+                remove_fresh_folder(folder)
 
 
 def _check_folder(path: Path) -> None:
@@ -67,8 +88,9 @@ def _unusable(path: Path, why: str) -> SettingError:
     return SettingError(f"shm_dir {path} cannot be used: {why}; set another, or {_CHOOSE}", param="shm_dir")
 
 
-def _sweep(folder: Path) -> None:
-    """Remove sockets that nobody listens on. A living worker's file appears only when it listens."""
+def _sweep(folder: Path) -> int:
+    """Remove sockets that nobody listens on; how many. A living worker's file appears only when it listens."""
+    num_removed = 0
     for path in folder.glob("*.sock"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
@@ -76,6 +98,8 @@ def _sweep(folder: Path) -> None:
                 sock.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink()
+                num_removed += 1
+    return num_removed
 
 
 def listen_at(path: Path) -> socket.socket:

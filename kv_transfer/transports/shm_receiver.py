@@ -87,7 +87,7 @@ class _MappedPeer:
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise PeerUnreachableError(
                 f"{self._who} does not answer at {self._source.address} ({error.strerror}): it is gone, or"
-                " shares no shm_dir with this worker"
+                " its shm_dir is not visible to this worker (containers share one by a volume)"
             ) from error
         reading = Reading(self._source)
         write_frame(self._sock, reading.hello, MAX_SHM_FRAME_BYTES)

@@ -14,7 +14,7 @@ from kv_transfer.transports.block_grants import encode_grant
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.generations import GenerationTable, SharedLeases
 from kv_transfer.transports.sealed_files import reopen_read_only, seal
-from kv_transfer.transports.shm_folder import socket_path, why_unsupported
+from kv_transfer.transports.shm_folder import remove_fresh_folder, socket_path, why_unsupported
 from kv_transfer.transports.shm_server import ShmServer
 from kv_transfer.transports.shm_wire import ID_TYPE, ShmWelcome
 from kv_transfer.transports.tcp_wire import DataStatus
@@ -38,6 +38,8 @@ class ShmSender:
         self._pool: int | None = None
         self._num_blocks = self._block_bytes = 0
         with ExitStack() as undo:
+            if context.shm_dir is None:
+                undo.callback(remove_fresh_folder, path.parent)
             self._table = GenerationTable()
             undo.callback(self._table.close)
             self._pidfd = os.pidfd_open(os.getpid())

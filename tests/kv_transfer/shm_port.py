@@ -30,7 +30,7 @@ TOKEN = "token"
 class ShmPort:
     """A sender with one session, whose block i is full of bytes i + 1."""
 
-    def __init__(self, folder: Path, boot_id: str = "boot", memory: ByteMemory | None = None) -> None:
+    def __init__(self, folder: Path | None, boot_id: str = "boot", memory: ByteMemory | None = None) -> None:
         self.sessions, self.idle = Sessions(), list[LeaseName]()
         self.sessions.begin(TOKEN)
         self.sender = ShmSender(

@@ -23,7 +23,7 @@ from kv_transfer.transport import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.transports.shm_folder import socket_path, why_unsupported
+from kv_transfer.transports.shm_folder import remove_fresh_folder, socket_path, why_unsupported
 from kv_transfer.transports.shm_wire import NUM_DESCRIPTORS
 from tests.kv_transfer.greetings import prove_reading
 from tests.kv_transfer.shm_port import GATED_BLOCK, LAYOUT, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort
@@ -347,6 +347,49 @@ def test_the_socket_of_a_dead_process_is_removed_and_a_living_ones_is_not(tmp_pa
     finally:
         living.sender.close()
         another.sender.close()
+
+
+def test_without_a_folder_each_worker_makes_a_private_one_that_nobody_can_foresee() -> None:
+    """L9: a pre-made /tmp/kvbaton-UID of somebody else's forced shm down to tcp."""
+    first, second = socket_path(None, "b"), socket_path(None, "b")
+    try:
+        assert first.parent != second.parent
+        for path in (first, second):
+            info = path.parent.stat()
+            assert (stat.S_IMODE(info.st_mode), info.st_uid) == (0o700, os.geteuid())
+            assert str(os.getuid()) != path.parent.name.rpartition("-")[2]
+            assert path.name == "b.sock"
+    finally:
+        for path in (first, second):
+            remove_fresh_folder(path.parent)
+
+
+def test_a_pool_is_shared_from_a_fresh_folder_which_is_removed_with_its_worker(reader: Reader) -> None:
+    """L9: peers are told the path on their control link."""
+    port = ShmPort(None)
+    folder = Path(port.sender.address).parent
+    try:
+        reader.fetch(port.source, range(2), port.publish(NAME, [6, 7]))
+        assert reader.first_bytes(2) == [7, 8]
+    finally:
+        port.sender.close()
+    assert not folder.exists()
+
+
+def test_what_dead_workers_left_of_fresh_folders_is_removed() -> None:
+    """L9: each start has a folder of its own, so the killed ones' must not pile up."""
+    dead = socket_path(None, "dead")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
+        gone.bind(str(dead))
+    living = ShmPort(None, "living")
+    young = socket_path(None, "young")
+    try:
+        assert not dead.parent.exists()
+        assert Path(living.sender.address).exists()
+        assert young.parent.exists(), "it has no socket yet"
+    finally:
+        living.sender.close()
+        remove_fresh_folder(young.parent)
 
 
 def test_the_folder_is_made_private(tmp_path: Path) -> None:
