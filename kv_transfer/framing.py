@@ -47,6 +47,10 @@ def check_body(header: bytes | bytearray, body: bytes | bytearray) -> None:
         raise TransferError(f"a frame of {len(body)} bytes does not fit its checksum")
 
 
+BACKLOG = 1024
+"""Of a listener. Where it is full the kernel drops what dials, and the dialer tries again after seconds."""
+
+
 class FrameBuffer:
     """Cuts a byte stream into frames. ``max_bytes`` may be raised once the peer has proved itself."""
 
@@ -154,7 +158,7 @@ def listen_on(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except BaseException:
         listener.close()
         raise

@@ -133,6 +133,11 @@ class Dialing:
                 return []
         raise UnauthenticatedError(f"{where} sent {type(message).__name__} in the middle of the handshake")
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the acceptor has proved itself."""
+        return self._challenge is not None
+
     def refusal(self, error: KvbatonError) -> Refused:
         """Return the last message to an acceptor that is given up."""
         return _proved_refusal(self._transcript, _DIALER_REFUSES, error)
@@ -208,6 +213,11 @@ class Accepting:
             case Prove() if self._hello is not None and self._challenge is not None and self.session is None:
                 return [self._welcome(message, self._hello)]
         raise UnauthenticatedError(f"{type(message).__name__} came in the middle of the handshake")
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the dialer has said who it is."""
+        return self._challenge is not None
 
     def refusal(self, error: KvbatonError) -> Refused:
         """Return the last message to a dialer that is refused."""

@@ -48,6 +48,7 @@ class Link:
         self.is_connecting = False
         self.held_for: str | None = None
         self.heard_at = self.sent_at = now
+        self.host = ""
         self._handshake = handshake
         self._max_frame_bytes = max_frame_bytes
         self._frames = FrameBuffer(MAX_HANDSHAKE_BYTES)
@@ -61,6 +62,11 @@ class Link:
     def session(self) -> Session | None:
         """Set when the link is up."""
         return self._handshake.session
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether the peer's first message was in order."""
+        return self._handshake.has_begun
 
     @property
     def is_up(self) -> bool:

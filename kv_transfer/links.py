@@ -22,7 +22,7 @@ from contract.errors import (
     InternalError,
     KvbatonError,
     PeerUnreachableError,
-    UnauthenticatedError,
+    WorkerLostError,
 )
 from kv_transfer.counters import Counters
 from kv_transfer.framing import format_address, parse_address
@@ -33,11 +33,10 @@ from kv_transfer.link_orders import LinkOrders
 from kv_transfer.listening import Listener
 from kv_transfer.messages import Message, Ping
 from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric
+from kv_transfer.strangers import MAX_ACCEPTS_AT_ONCE, MAX_STRANGERS, Seldom, giving_way, host_of
 
 logger = logging.getLogger(__name__)
 _PINGS_PER_TIMEOUT = 3
-_MAX_STRANGERS = 64
-"""Accepted links whose handshake is not through; one more costs the oldest of them its place."""
 _MAX_WAIT_SECONDS = 3600.0
 """A selector refuses to wait for more than some weeks."""
 
@@ -73,6 +72,7 @@ class LinkLoop:
         self._resolver = resolver or Resolver()
         self._lookups: dict[PeerRef, _Lookup] = {}
         self._is_stopping, self._num_rounds = False, 0
+        self._stranger_log = Seldom()
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
 
     def start(self, me: LocalIdentity, events: LinkEvents) -> None:
@@ -176,14 +176,16 @@ class LinkLoop:
                 pass
 
     def _accept(self) -> None:
-        sock = self._listener.accept()
-        if sock is None:
-            return
-        strangers = [link for link in self._links if link.session is None and link.target is None]
-        if len(strangers) >= _MAX_STRANGERS:
-            oldest = min(strangers, key=lambda link: link.heard_at)
-            self._end(oldest, UnauthenticatedError(f"more than {_MAX_STRANGERS} handshakes are not finished"))
-        self._add(sock, Accepting(self._me))
+        """Accept some connections, and not all: those that are open are served before there are too many."""
+        for _ in range(MAX_ACCEPTS_AT_ONCE):
+            sock = self._listener.accept()
+            if sock is None:
+                return
+            strangers = [link for link in self._links if link.session is None and link.target is None]
+            if len(strangers) >= MAX_STRANGERS:
+                what = f"more than {MAX_STRANGERS} handshakes are not finished"
+                self._end(giving_way(strangers), WorkerLostError(what))
+            self._add(sock, Accepting(self._me)).host = host_of(sock)
 
     def _add(self, sock: socket.socket, handshake: Dialing | Accepting) -> Link:
         sock.setblocking(False)
@@ -314,7 +316,10 @@ class LinkLoop:
             return
         if link.session is None:
             self._counters.add("link_handshakes_total", result="failed")
-            logger.warning("no control link with worker %s: %s", _name(link), error.message)
+            held = 0 if link.target is not None else self._stranger_log.ask()
+            if held is not None:
+                more = f" ({held} more since the last of these lines)" if held else ""
+                logger.warning("no control link with worker %s: %s%s", _name(link), error.message, more)
             if error.kind is not ErrorKind.WORKER_LOST:
                 with suppress(OSError):
                     link.refuse(error)

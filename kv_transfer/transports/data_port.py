@@ -29,19 +29,23 @@ from kv_transfer.transports.tcp_wire import (
 
 logger = logging.getLogger(__name__)
 _MAX_STRANGERS = 64
-"""Connections that have not said who they are; one more costs the oldest of them its place."""
+"""Connections that have proved nothing; one more costs the oldest of them its place, first those that name no session."""
 _MAX_WAIT_SECONDS = 3600.0
 _MAX_NAME_BYTES = 16
 """Linux's TCP_CA_NAME_MAX."""
 
 
 class Visit:
-    """One connection. token: empty until it was shown; up to ``greet_by`` (monotonic) there is time for that."""
+    """One connection. names_session: it has named one that is open, which no stranger can.
+
+    token: empty until it was shown; up to ``greet_by`` (monotonic) there is time for that.
+    """
 
     def __init__(self, sock: socket.socket, greet_by: float) -> None:
         self.sock, self.stream = sock, DataStream(sock)
         self.greet_by = greet_by
         self.token = ""
+        self.names_session = False
         self._lock = threading.Lock()
         self._is_kept = self._is_over = False
 
@@ -136,7 +140,7 @@ class DataPort:
         with self._lock:
             strangers = self._strangers()
             if len(strangers) >= _MAX_STRANGERS:
-                _dismiss(min(strangers, key=lambda stranger: stranger.greet_by))
+                _dismiss(min(strangers, key=lambda stranger: (stranger.names_session, stranger.greet_by)))
             if self._is_closed:
                 sock.close()
                 return
@@ -172,6 +176,7 @@ class DataPort:
         visit.stream.say(challenge)
         if challenge.status is not DataStatus.OK:
             return False
+        visit.names_session = True
         token = lending.check(visit.stream.hear(DataProve))
         with self._lock:
             visit.token = token

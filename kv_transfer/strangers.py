@@ -1,0 +1,63 @@
+"""Connections whose peer has proved nothing yet: how many may be open, and which one gives way to a new one.
+
+A flood must not cost an honest peer its place before it could answer. So few connections are accepted between two looks at
+those that have something to say, and room is made by the address that holds the most, first by a silent connection.
+"""
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+MAX_STRANGERS = 256
+MAX_ACCEPTS_AT_ONCE = 16
+
+
+class Stranger(Protocol):
+    """A connection whose peer is not known."""
+
+    host: str
+    heard_at: float
+
+    @property
+    def has_spoken(self) -> bool:
+        """It sent a first message that was in order."""
+
+
+_S = TypeVar("_S", bound=Stranger)
+
+
+def giving_way(strangers: Iterable[_S]) -> _S:
+    """Return which one is closed when there are too many. There must be one."""
+    listed = list(strangers)
+    per_host = Counter(stranger.host for stranger in listed)
+    most = max(per_host.values())
+    crowd = (stranger for stranger in listed if per_host[stranger.host] == most)
+    return min(crowd, key=lambda stranger: (stranger.has_spoken, stranger.heard_at))
+
+
+def host_of(sock: socket.socket) -> str:
+    """Return the peer's address without its port; empty where it has gone already."""
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return ""
+
+
+class Seldom:
+    """Lets something be said once a while, with how often it was not said since."""
+
+    def __init__(self, seconds: float = 1.0, now: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._now = seconds, now
+        self._due_at = 0.0
+        self._num_held = 0
+
+    def ask(self) -> int | None:
+        """Return how many were held back since the last time, None where this one is."""
+        if self._now() < self._due_at:
+            self._num_held += 1
+            return None
+        held, self._num_held = self._num_held, 0
+        self._due_at = self._now() + self._seconds
+        return held

@@ -1,0 +1,78 @@
+"""Where the sockets of ``shm`` lie, and who can put something there."""
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from contract.errors import SettingError
+from kv_transfer.transports.shm_folder import remove_fresh_folder, socket_path
+from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
+
+
+def test_without_a_folder_each_worker_makes_a_private_one_that_nobody_can_foresee() -> None:
+    """L9: a pre-made /tmp/kvbaton-UID of somebody else's forced shm down to tcp."""
+    first, second = socket_path(None, "b"), socket_path(None, "b")
+    try:
+        assert first.parent != second.parent
+        for path in (first, second):
+            info = path.parent.stat()
+            assert (stat.S_IMODE(info.st_mode), info.st_uid) == (0o700, os.geteuid())
+            assert str(os.getuid()) != path.parent.name.rpartition("-")[2]
+            assert path.name == "b.sock"
+    finally:
+        for path in (first, second):
+            remove_fresh_folder(path.parent)
+
+
+def test_a_pool_is_shared_from_a_fresh_folder_which_is_removed_with_its_worker() -> None:
+    """L9: peers are told the path on their control link."""
+    port, reader = ShmPort(None), Reader()
+    folder = Path(port.sender.address).parent
+    try:
+        reader.fetch(port.source, range(2), port.publish(NAME, [6, 7]))
+        assert reader.first_bytes(2) == [7, 8]
+    finally:
+        reader.receiver.close()
+        port.sender.close()
+    assert not folder.exists()
+
+
+def test_what_dead_workers_left_of_fresh_folders_is_removed() -> None:
+    """L9: each start has a folder of its own, so the killed ones' must not pile up."""
+    dead = socket_path(None, "dead")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
+        gone.bind(str(dead))
+    living = ShmPort(None, "living")
+    young = socket_path(None, "young")
+    try:
+        assert not dead.parent.exists()
+        assert Path(living.sender.address).exists()
+        assert young.parent.exists(), "it has no socket yet"
+    finally:
+        living.sender.close()
+        remove_fresh_folder(young.parent)
+
+
+def test_the_folder_is_made_private(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "here"
+    assert socket_path(folder, "b") == folder / "b.sock"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("open", "others may write to it"), ("file", "cannot be used"), ("long", "may have 107 bytes")],
+)
+def test_a_folder_that_will_not_do_is_refused_by_name(tmp_path: Path, kind: str, words: str) -> None:
+    folder = tmp_path / (kind if kind != "long" else "x" * 120)
+    if kind == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    if kind == "file":
+        folder.write_text("")
+    with pytest.raises(SettingError, match=words) as caught:
+        socket_path(folder, "b")
+    assert caught.value.param == "shm_dir"
