@@ -23,6 +23,7 @@ from serving.settings import split_address
 from serving.signals import until_stopped
 from worker.aggregated import AggregatedServicer
 from worker.cores import run_on
+from worker.loop_watch import LoopWatch
 from worker.priority import give_way
 from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
@@ -45,10 +46,18 @@ async def serve_worker(
 ) -> None:
     """Run a worker until SIGTERM or SIGINT; ``on_ready`` gets its addresses once a router is attached.
 
-    Raises KvbatonError when the engine cannot start or dies, or when the router refuses the worker.
+    A service whose event loop hangs ends its process. Raises KvbatonError when the engine cannot start or dies, or when
+    the router refuses the worker.
     """
     run_on(settings.core_numbers)
     give_way(settings.nice)
+    with LoopWatch(settings.step_timeout_seconds):
+        await _serve_until_stopped(role, settings, servicer, on_ready)
+
+
+async def _serve_until_stopped(
+    role: Role, settings: WorkerSettings, servicer: ServicerFactory, on_ready: OnReady
+) -> None:
     async with until_stopped() as stopped, running_worker(role, settings, servicer) as (worker, addresses):
         run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
         ready = asyncio.create_task(_announce(worker, addresses, on_ready))

@@ -1,0 +1,67 @@
+"""Ends a service process whose event loop hangs: its ports would go on to accept, and its peers would wait for ever."""
+
+import asyncio
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+logger = logging.getLogger(__name__)
+EXIT_CODE = 70
+"""EX_SOFTWARE: the supervisor starts the process again."""
+_LOOKS_PER_PATIENCE = 10
+
+
+def _exit() -> None:
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+    os._exit(EXIT_CODE)
+
+
+class LoopWatch:
+    """For as long as the block lasts: end the process once its event loop has done nothing for ``patience_seconds``.
+
+    Enter it in the loop that is watched. gRPC answers pings in threads of its own, so that peers do not notice. A thread
+    asks the loop to count, and looks whether it has. end: what to do then; it does not come back.
+    """
+
+    def __init__(self, patience_seconds: float, end: Callable[[], None] = _exit) -> None:
+        self._patience, self._end = patience_seconds, end
+        self._loop = asyncio.get_running_loop()
+        self._num_turns = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the watch."""
+        self._is_over.set()
+
+    def _count(self) -> None:
+        self._num_turns += 1
+
+    def _watch(self) -> None:
+        interval = self._patience / _LOOKS_PER_PATIENCE
+        seen, since, looked_at = -1, time.monotonic(), time.monotonic()
+        while not self._is_over.wait(interval):
+            now, num_turns = time.monotonic(), self._num_turns
+            was_away = now - looked_at > 2 * interval  # then this process was stopped, or the machine slept
+            looked_at = now
+            if was_away or num_turns != seen:
+                seen, since = num_turns, now
+                self._ask()
+            elif now - since >= self._patience:
+                logger.critical("the event loop has done nothing for %.1f s; this process ends", now - since)
+                self._end()
+                return
+
+    def _ask(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._count)
