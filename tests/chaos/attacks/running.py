@@ -19,7 +19,6 @@ _MIB = 2**20
 _STOP_BYTES = 5 * 2**30
 MAX_FACTOR = 1.5
 MAX_BYTES = 300 * _MIB
-MAX_SLOWDOWN = 2.0
 MAX_RECOVERY_SECONDS = 1.0
 MAX_LOG_BYTES = 10 * _MIB
 
@@ -45,14 +44,20 @@ class AttackReport:
 
     @property
     def wrong(self) -> list[str]:
-        """Name the bounds that the service did not keep; a p99 is compared by the benchmark, beside the code before."""
+        """Name the bounds that the service did not keep, the time of its first answer among them."""
+        found = self.too_much
+        if self.answered_after > MAX_RECOVERY_SECONDS:
+            found.append(f"the first answer came {self.answered_after:.1f} s after the end")
+        return found
+
+    @property
+    def too_much(self) -> list[str]:
+        """Name the bounds that the service did not keep on any machine: of memory, of the log, of failed questions."""
         found = [
             f"{name} took {peak:.0f} MiB, {self.idle_mib[name]:.0f} when idle"
             for name, peak in self.peak_mib.items()
             if peak > max(self.idle_mib[name] * MAX_FACTOR, MAX_BYTES / _MIB)
         ]
-        if self.answered_after > MAX_RECOVERY_SECONDS:
-            found.append(f"the first answer came {self.answered_after:.1f} s after the end")
         if self.num_failed:
             found.append(f"{self.num_failed} of {self.num_asked} questions of the bystander failed")
         if self.log_bytes > MAX_LOG_BYTES:

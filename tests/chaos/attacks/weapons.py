@@ -20,6 +20,8 @@ from tests.chaos.attacks.target import MODEL, Target
 _BODY_BYTES = 8 * 2**20 - 2**12
 _HOLD_SECONDS = 15.0
 _PATIENCE_SECONDS = 60.0
+_ADDRESS = ("127.0.0.66", 0)
+"""Where attackers call from: a service may close its doors to an address, and others must not share that."""
 
 Weapon = Callable[[Target], Awaitable[None]]
 
@@ -76,7 +78,7 @@ async def slow_headers(target: Target) -> None:
     async def drip() -> None:
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_HOLD_SECONDS):
-                _, writer = await asyncio.open_connection(*_host_port(target.http))
+                _, writer = await asyncio.open_connection(*_host_port(target.http), local_addr=_ADDRESS)
                 for byte in b"POST /v1/completions HTTP/1.1\r\n" * 100:
                     writer.write(bytes([byte]))
                     await writer.drain()
@@ -132,7 +134,7 @@ async def nested_frames(target: Target) -> None:
     frames = [as_frame(body) for body in (nested, b"\x81\xa1x" + nested, b"\x91" + nested)]
     for frame in frames:
         for host, port in target.internal_ports():
-            await _send_and_close(asyncio.open_connection(host, port), frame)
+            await _send_and_close(asyncio.open_connection(host, port, local_addr=_ADDRESS), frame)
         for path in target.unix_sockets():
             await _send_and_close(asyncio.open_unix_connection(path), frame)
 
@@ -163,7 +165,7 @@ async def long_names(target: Target) -> None:
             + b"\x00" * 3000
             + b" HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n"
         )
-        await _send_and_close(asyncio.open_connection(*_host_port(target.http)), line)
+        await _send_and_close(asyncio.open_connection(*_host_port(target.http), local_addr=_ADDRESS), line)
     wrong = {"Authorization": "Bearer " + "k" * 4000}
     await _post_all(target, "/v1/completions", [_question()] * 500, at_once=20, headers=wrong)
 
@@ -222,7 +224,8 @@ async def _post_all(
         **(headers or {}),
     }
     timeout = aiohttp.ClientTimeout(total=_PATIENCE_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(limit=0, local_addr=_ADDRESS)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def one(body: Any) -> None:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -246,7 +249,9 @@ async def _hold_unread(target: Target, path: str, bodies: list[dict[str, Any]]) 
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         with suppress(OSError):
-            _, writer = await asyncio.open_connection(*_host_port(target.http), limit=2**10)
+            _, writer = await asyncio.open_connection(
+                *_host_port(target.http), limit=2**10, local_addr=_ADDRESS
+            )
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(head.encode() + data)
             writers.append(writer)
@@ -265,7 +270,7 @@ async def _hold_connections(
         async with gate:
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(1):
-                    _, writer = await asyncio.open_connection(*address)
+                    _, writer = await asyncio.open_connection(*address, local_addr=_ADDRESS)
                 writer.write(beginning)
                 writers.append(writer)
 
