@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from router.registry import AttachedWorker
 
-FIRST_PAUSE_SECONDS = 10.0
+FIRST_PAUSE_SECONDS = 2.0
 LAST_PAUSE_SECONDS = 60.0
+_PROBE_SECONDS = 10.0
+"""How long the one request that tries a pair again may take to show that it works."""
 
 Pair = tuple[str, str]
 
@@ -28,8 +30,8 @@ class _Cut:
 class SeveredPairs:
     """Owns the memory of the pairs that could not reach each other, by the sessions of both workers.
 
-    A pair is not chosen during a pause. When the pause is over, one request is placed on the pair, and another pause begins
-    for all others. If that request fails the pause doubles; if its KV arrives the pair is forgotten.
+    A pair is not chosen during a pause. When the pause is over, one request is placed on the pair, and no other until it has
+    failed or its KV has arrived. If it fails the pause doubles; if its KV arrives the pair is forgotten.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +56,7 @@ class SeveredPairs:
         """Record that a request was placed on the pair. Matters only if the pair was severed and its pause is over."""
         key = (prefill.session, decode.session)
         if known := self._cuts.get(key):
-            until = self._clock() + known.pause_seconds
+            until = self._clock() + max(known.pause_seconds, _PROBE_SECONDS)
             self._cuts[key] = _Cut(until, known.pause_seconds, is_probed=True)
 
     def among(self, workers: Iterable[AttachedWorker]) -> frozenset[Pair]:
