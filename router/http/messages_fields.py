@@ -78,7 +78,7 @@ def message_tool_choice(body: Body, tools: tuple[Tool, ...]) -> tuple[ToolChoice
     raw = body.object("tool_choice")
     if not raw.fields:
         return ToolChoice("auto" if tools else "none"), True
-    kind, name = raw.string("type"), raw.get("name")
+    kind, name = raw.string("type"), raw.string("name")
     parallel = not raw.flag("disable_parallel_tool_use")
     if kind not in _CHOICES:
         raise InvalidRequestError(

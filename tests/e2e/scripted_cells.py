@@ -197,3 +197,37 @@ async def _ask_all(cells: dict[str, Cell], ask: Callable[..., Any]) -> dict[str,
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         answers = await asyncio.gather(*(ask(session, cell) for cell in cells.values()))
     return dict(zip(cells, answers, strict=True))
+
+
+async def sent_back(http: str, cell: Cell) -> list[int]:
+    """Send a cell's answer back on each path, with results for its calls; the statuses of what comes then."""
+    async with aiohttp.ClientSession(f"http://{http}") as session:
+
+        async def posted(path: str, body: Json) -> tuple[int, Json]:
+            async with session.post(path, json=body) as response:
+                return response.status, await response.json()
+
+        user = [{"role": "user", "content": cell.text}]
+        limits = {"max_tokens": cell.fields.get("max_tokens", 800)}
+        _, chat = await posted(CHAT, cell.body())
+        message = chat["choices"][0]["message"]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "4"}
+            for call in message.get("tool_calls", ())
+        ]
+        first = await posted(CHAT, {**cell.body(), "messages": [*user, message, *results, *user]})
+        flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        asked = {"tools": flat, "max_output_tokens": limits["max_tokens"]}
+        _, response = await posted("/v1/responses", {**asked, "input": user})
+        outputs = [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "4"}
+            for item in response["output"]
+            if item["type"] == "function_call"
+        ]
+        second = await posted(
+            "/v1/responses", {**asked, "input": [*user, *response["output"], *outputs, *user]}
+        )
+        _, answer = await posted("/v1/messages", {**limits, "messages": user})
+        turn = {"role": "assistant", "content": answer["content"]}
+        third = await posted("/v1/messages", {**limits, "messages": [*user, turn, *user]})
+        return [first[0], second[0], third[0]]

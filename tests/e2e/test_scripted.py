@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.e2e.scripted_cells import (
     corpus_of,
     expected,
     long_cells_of,
+    sent_back,
     tools_and_reasoning_of,
 )
 from tests.scripted_checkpoint import FORMATS, make_scripted_checkpoint
@@ -63,6 +65,19 @@ async def test_characters_cut_at_every_token_and_stop_strings(form: str, tmp_pat
         assert await ask_whole(service.http, cells) == wanted
         assert await ask_streamed(service.http, cells) == wanted
     assert {seen.stop_reason for (seen,) in wanted.values()} == {None, *STOPS}
+
+
+@pytest.mark.parametrize("family", FORMATS)
+async def test_what_the_model_answers_can_be_sent_back(family: str, tmp_path: Path) -> None:
+    """F10: the service refused its own answers as history, cut calls among them."""
+    model = make_scripted_checkpoint(tmp_path / "model", family)
+    cells = tools_and_reasoning_of(family) | {
+        f"cut {number}": replace(cell, fields={"max_tokens": 20 + 9 * number})
+        for number, cell in enumerate(list(corpus_of(family).values())[::10])
+    }
+    async with running_in_process(tmp_path, model, *FORMS["shm"]) as service:
+        for name, cell in cells.items():
+            assert await sent_back(service.http, cell) == [200, 200, 200], name
 
 
 @pytest.mark.parametrize("family", FORMATS)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
+from router.http.messages_schema import MESSAGE
 from router.http.response_input import ITEM_TYPES
 from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, RESPONSE, TOKENIZE
 from router.testing import Script
@@ -22,12 +23,14 @@ _BODIES: dict[str, tuple[Any, Any, int]] = {
     "/v1/chat/completions": (CHAT, SAY, 200),
     "/v1/completions": (COMPLETION, {"prompt": "hello"}, 200),
     "/v1/responses": (RESPONSE, {"input": "hello"}, 200),
+    "/v1/messages": (MESSAGE, {"max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}, 200),
     "/v1/embeddings": (EMBEDDING, {"input": "hello"}, 100),
     "/tokenize": (TOKENIZE, {"prompt": "hello"}, 100),
     "/detokenize": (DETOKENIZE, {"tokens": [2, 3]}, 100),
 }
 """Path → its schema, a body that is answered, and how many bodies are tried."""
-_RESULTS = ("choices", "output", "data", "tokens", "prompt")
+_RESULTS = ("choices", "output", "data", "tokens", "prompt", "content")
+_LAST_EVENTS = ("event: response.", "event: message_stop")
 _NUMBERS = st.integers() | st.integers(-3, 300) | st.floats(allow_nan=False, allow_infinity=False)
 _ATOMS = st.none() | st.booleans() | _NUMBERS | st.text(max_size=8)
 _JSON = st.recursive(
@@ -107,11 +110,12 @@ async def _ask(cluster: Cluster, path: str, body: bytes) -> None:
     assert response.status < 500, (body, text)
     if response.status != 200:
         error = json.loads(text)["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["type"] == "invalid_request_error", body
+        is_anthropic = path == "/v1/messages"
+        assert set(error) == {"message", "type"} | (set() if is_anthropic else {"param", "code"})
+        assert error["type"] in ("invalid_request_error", "not_found_error" if is_anthropic else ""), body
     elif response.content_type == "text/event-stream":
         last = text.removesuffix("\n\n").rpartition("\n\n")[2]
-        assert last == "data: [DONE]" or last.startswith("event: response."), (body, text)
+        assert last == "data: [DONE]" or last.startswith(_LAST_EVENTS), (body, text)
     else:
         answer = json.loads(text)
         assert any(name in answer for name in _RESULTS), body

@@ -94,7 +94,7 @@ async def test_a_request_that_holds_too_much_is_refused_by_name() -> None:
             status, answer = await cluster.post(CHAT, {**SAY, **fields})
             assert status == 400
             assert words in check_error(answer, status, param)["message"]
-        full = {"stop": ["x" * 1024] * 64, "stop_token_ids": [5] * 1024}
+        full = {"stop": ["x" * 64] * 64, "stop_token_ids": [5] * 1024}
         assert (await cluster.post(CHAT, {**SAY, **full}))[0] == 200
 
 
