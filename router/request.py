@@ -186,9 +186,9 @@ def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard, max_m
         raise InvalidRequestError(
             f"the model {card.name} has no chat template; use /v1/completions", param="messages"
         )
-    text = card.chat_template.render(asked.prompt)
-    check_text_fits(text, card.tokenizer.length_bound, max_model_len, "messages")
-    return card.tokenizer.encode(text, add_special_tokens=False)
+    prompt = card.chat_template.prompt(asked.prompt)
+    check_text_fits(prompt.text, card.tokenizer.length_bound, max_model_len, "messages")
+    return card.encode_prompt(prompt)
 
 
 def prepare(

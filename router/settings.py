@@ -71,6 +71,8 @@ class RouterSettings(Settings):
     """How the model writes tool calls; auto: as its chat template says; none: it has no tools."""
     reasoning_parser: ReasoningParserName = "auto"
     """Whether reasoning is told from the answer: think (always), none, or auto, if the chat template has the tags."""
+    special_tokens_in_messages: bool = False
+    """Special tokens that a client types in a message count as such; else they are plain text."""
     reasoning_tags: Annotated[str, AfterValidator(_check_tags)] = "<think> </think>"
     """What opens and what closes the reasoning, separated by a space."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
@@ -167,7 +169,12 @@ class RouterSettings(Settings):
     def parsers(self) -> ParserChoice:
         """How answers are read."""
         opening, closing = self.reasoning_tags.split()
-        return ParserChoice(self.tool_parser, self.reasoning_parser, (opening, closing))
+        return ParserChoice(
+            self.tool_parser,
+            self.reasoning_parser,
+            (opening, closing),
+            special_tokens_in_messages=self.special_tokens_in_messages,
+        )
 
     def read_secret(self) -> str:
         """The cluster secret; raises SettingError where there is none, two are given, or it is weak."""

@@ -7,6 +7,7 @@ from typing import Any
 from contract.errors import SettingError
 from contract.model_folder import check_entries
 from text.parsing.answer_format import AnswerFormat, ParserChoice
+from text.templates.attempt import Prompt
 from text.templates.chat_template import ChatTemplate
 from text.templates.folder import TEMPLATE_FILES, read_templates
 from text.templates.process import ProcessRenderer
@@ -34,6 +35,7 @@ class ModelCard:
     max_model_len: tokens of prompt and answer that the model was made for. eos_token_ids: tokens that end an answer.
     vocab_size: token ids are below this. chat_template: None for a model without one. answer_format: how it writes tool
     calls and reasoning. hidden_size: numbers of an embedding; None where config.json does not say.
+    special_tokens_in_messages: special tokens that a client types in a message count as such.
     """
 
     name: str
@@ -49,6 +51,16 @@ class ModelCard:
     chat_template: ChatTemplate | None
     answer_format: AnswerFormat
     hidden_size: int | None = None
+    special_tokens_in_messages: bool = False
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Return the ids of a chat's prompt; special tokens that the client typed are text, unless they are allowed.
+
+        Raises InvalidRequestError if the tokenizer cannot write them as text.
+        """
+        if self.special_tokens_in_messages or prompt.texts is None:
+            return self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        return self.tokenizer.encode_messages(prompt.text, prompt.texts)
 
     def close(self) -> None:
         """End what renders chats; the card is not used afterwards."""
@@ -90,6 +102,7 @@ class ModelCard:
             tokenizer=tokenizer,
             chat_template=template,
             hidden_size=config.get("hidden_size"),
+            special_tokens_in_messages=parsers.special_tokens_in_messages,
             answer_format=AnswerFormat.chosen(parsers, template.source) if template else AnswerFormat(),
         )
 

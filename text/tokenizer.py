@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from contract.errors import SettingError
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_json_object, read_text
 from text.length_bound import LengthBound
+from text.message_tokens import MessageEncoder
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE_MARK = "▁"
@@ -39,6 +40,7 @@ class Tokenizer:
         backend.no_padding()
         self._add_missing_tokens(config, [name for name in names.values() if name])
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._messages = MessageEncoder(backend)
         self.length_bound = LengthBound(backend)
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
 
@@ -61,6 +63,15 @@ class Tokenizer:
         # The library's plain ``encode`` holds the GIL.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
+
+    def encode_messages(self, prompt: str, texts: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the ids of a chat's prompt, without added tokens; special tokens typed within ``texts`` are plain text.
+
+        texts: (start, end) of what the client sent, in order. Raises InvalidRequestError if that cannot be done.
+        """
+        if not self._messages.has_typed(prompt, texts):
+            return self.encode(prompt, add_special_tokens=False)
+        return self._messages.encode(prompt, texts)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of ``encode(text)`` begins and ends in ``text``; (0, 0) for one that was added."""

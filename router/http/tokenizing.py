@@ -16,6 +16,7 @@ from router.http.schema import DETOKENIZE, TOKENIZE
 from router.model_source import ModelSource
 from router.registry import Registry
 from router.tokenizing import TokenizerThreads, encode_text, size_of
+from text.length_bound import check_text_size
 from text.model_card import ModelCard
 
 ReadBody = Callable[[web.Request, str, Json], Awaitable[Body]]
@@ -90,6 +91,10 @@ def _encoding(body: Body, card: ModelCard, max_tokens: int) -> _Encoding:
     chat = chat_of(body)
 
     def encode() -> list[int]:
-        return encode_text(card.tokenizer, template.render(chat), max_tokens, has_special)
+        prompt = template.prompt(chat)
+        if has_special:
+            return encode_text(card.tokenizer, prompt.text, max_tokens, has_special)
+        check_text_size(prompt.text, max_tokens, "messages")
+        return card.encode_prompt(prompt)
 
     return _Encoding(size_of(chat), encode)

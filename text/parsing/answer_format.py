@@ -34,11 +34,12 @@ _SIGNS = (
 
 @dataclass(frozen=True)
 class ParserChoice:
-    """What the settings say. reasoning_tags: the opening and the closing one."""
+    """What the settings say. reasoning_tags: the opening and the closing one. special_tokens_in_messages: those count."""
 
     tool_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     reasoning_tags: tuple[str, str] = ("<think>", "</think>")
+    special_tokens_in_messages: bool = False
 
 
 @dataclass(frozen=True)
