@@ -646,6 +646,8 @@ class AnswerGrammar(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     EBNF_FIELD_NUMBER: _builtins.int
+    GBNF_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema."""
     json_object: _builtins.bool
@@ -653,7 +655,11 @@ class AnswerGrammar(_message.Message):
     regex: _builtins.str
     """A regular expression for the whole answer (the syntax of Rust's regex crate)."""
     ebnf: _builtins.str
-    """A context-free grammar, as GBNF (root ::= ...) or Lark (start: ...)."""
+    """A context-free grammar in GBNF (root ::= ...) or Lark (start: ...); which one is found out by parsing it."""
+    gbnf: _builtins.str
+    """A context-free grammar in GBNF."""
+    lark: _builtins.str
+    """A context-free grammar in Lark."""
     @_builtins.property
     def choice(self) -> Global___Choices:
         """One of these texts."""
@@ -666,12 +672,14 @@ class AnswerGrammar(_message.Message):
         regex: _builtins.str = ...,
         choice: Global___Choices | None = ...,
         ebnf: _builtins.str = ...,
+        gbnf: _builtins.str = ...,
+        lark: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "gbnf", b"gbnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "gbnf", b"gbnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "ebnf"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "ebnf", "gbnf", "lark"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

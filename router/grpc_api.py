@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import CancelledError, InternalError, InvalidRequestError, KvbatonError
+from contract.grammars import reduced
 from contract.requests import FinishReason, Grammar, check_token_ids
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -235,7 +236,7 @@ def _grammar(asked: pb.AnswerGrammar) -> Grammar | None:
         case "choice":
             return Grammar("choice", msgspec.json.encode(list(asked.choice.texts)).decode())
         case kind:
-            return Grammar(kind, getattr(asked, kind))
+            return reduced(Grammar(kind, getattr(asked, kind)))
 
 
 def _num_chosen(request: pb.GenerateRequest) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import InvalidRequestError, KvbatonError, OverloadedError, UnsupportedFieldError
+from contract.grammars import reduced
 from contract.requests import EngineRequest
 from engine.connector import Received
 from engine.grammar.compiler import GrammarCompiler, Outcome
@@ -66,6 +67,8 @@ class Grammars:
         if self._compiler is None:
             raise UnsupportedFieldError("this engine serves no grammars", param="grammar")
         num_bytes = len(grammar.text.encode(errors="surrogatepass"))
+        if num_bytes > self._max_bytes:
+            num_bytes = len(reduced(grammar).text.encode(errors="surrogatepass"))
         if num_bytes > self._max_bytes:
             raise InvalidRequestError(
                 f"the grammar has {num_bytes} bytes; this worker takes {self._max_bytes} at most "

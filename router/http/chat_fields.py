@@ -4,12 +4,14 @@ import json
 from typing import Any
 
 from contract.errors import InvalidRequestError
+from contract.grammars import reduced
+from contract.json_schema import plain_schema
 from contract.requests import Grammar
 from router.http.body import Body
 from router.http.thinking import thinking_kwargs
 from text.chat import RESERVED, Chat, parse_messages
 from text.parsing.forced import forced_calls_schema
-from text.tools import parse_tool_choice, parse_tools
+from text.tools import Tool, parse_tool_choice, parse_tools
 
 CHAT_FIELDS = (
     "tools",
@@ -64,10 +66,31 @@ def forced_calls(chat: Chat, fields: dict[str, Any]) -> dict[str, Any]:
             f"tool_choice asks for a call, and {fields['grammar_field']} for an answer of another form",
             param="tool_choice",
         )
-    schema = forced_calls_schema(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    grammar = Grammar("json_schema", json.dumps(schema))
+    wanted = chat.tool_choice.name
+    tools = [
+        _with_plain_parameters(tool, index) if wanted in (None, tool["function"]["name"]) else tool
+        for index, tool in enumerate(chat.tools)
+    ]
+    schema = forced_calls_schema(tools, chat.tool_choice, chat.parallel_tool_calls)
+    grammar = reduced(Grammar("json_schema", json.dumps(schema)))
     grammar.check()
     return {**fields, "grammar": grammar, "grammar_field": "tool_choice"}
+
+
+def _with_plain_parameters(tool: Tool, index: int) -> Tool:
+    """Reduce the parameters' schema to what can be held; a constraint that cannot is refused where ``strict`` is set."""
+    function = tool["function"]
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict):
+        return tool
+    is_strict = function.get("strict") is True
+    try:
+        plain = plain_schema(json.dumps(parameters), is_lenient=not is_strict)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"tools[{index}].function.parameters: {error.message}", param="tools"
+        ) from error
+    return {**tool, "function": {**function, "parameters": json.loads(plain)}}
 
 
 def _documents(raw: Any) -> tuple[dict[str, Any], ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.grammars import reduced
 from contract.requests import Grammar
 from router.http.body import Body
 from router.request import GenerationRequest
@@ -48,6 +49,7 @@ def _read(name: str, value: Any) -> Grammar | None:
     try:
         grammar = _READERS[name](value)
         if grammar:
+            grammar = reduced(grammar)
             grammar.check()
     except InvalidRequestError as error:
         raise type(error)(f"{name}: {error.message}", param=name) from error
@@ -128,7 +130,19 @@ def _regex(value: Any) -> Grammar:
 
 
 def _ebnf(value: Any) -> Grammar:
-    return Grammar("ebnf", _text(value))
+    """Read a grammar: its text, or an object that names its syntax, as in OpenAI's custom tools."""
+    if not isinstance(value, dict):
+        return Grammar("ebnf", _text(value))
+    body = Body(value)
+    if body.string("type") not in (None, "grammar"):
+        raise InvalidRequestError("type must be grammar")
+    syntax, definition = body.string("syntax"), _text(body.get("definition"))
+    match syntax:
+        case "lark" | "gbnf" | "regex":
+            return Grammar(syntax, definition)
+        case None:
+            return Grammar("ebnf", definition)
+    raise InvalidRequestError(f"syntax is {syntax[:40]!r}; choose one of lark, gbnf, regex")
 
 
 def _object(value: Any) -> Body:

@@ -106,7 +106,22 @@ _SCHEMA: Json = {"type": ["object", "boolean"], "description": "A JSON schema.",
 _SCHEMA_OR_TEXT: Json = {"type": ["object", "boolean", "string", "null"], "description": "A JSON schema."}
 _REGEX = field("string", "A regular expression for the whole answer.", minLength=1)
 _CHOICE = field("array", "The possible answers.", minItems=1, items={"type": "string", "minLength": 1})
-_EBNF = field("string", "A grammar, as GBNF (root ::= ...) or Lark (start: ...).", minLength=1)
+_EBNF: Json = {
+    "description": "A grammar: GBNF (root ::= ...) or Lark (start: ...), found out by parsing it, or named by ``syntax``.",
+    "anyOf": [
+        {"type": "null"},
+        {"type": "string", "minLength": 1},
+        {
+            "type": "object",
+            "required": ["definition"],
+            "properties": {
+                "type": {"enum": ["grammar", None]},
+                "syntax": {"enum": ["lark", "gbnf", "regex", None]},
+                "definition": {"type": "string", "minLength": 1},
+            },
+        },
+    ],
+}
 _GRAMMARS: dict[str, Json] = {
     "response_format": field(
         "object",

@@ -7,8 +7,9 @@ import grpc
 import pytest
 
 from contract.errors import InvalidRequestError
+from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.identity import Role
-from contract.requests import MAX_GRAMMAR_BYTES
+from contract.requests import MAX_GRAMMAR_BYTES, Grammar
 from protos import inference_pb2 as pb
 from router.testing import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
@@ -38,6 +39,15 @@ WAYS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"guided_regex": r"\d+"}, ("regex", r"\d+")),
     ({"guided_choice": ["a", "é"]}, ("choice", '["a","é"]')),
     ({"guided_grammar": 'root ::= "a"'}, ("ebnf", 'root ::= "a"')),
+    ({"guided_grammar": {"syntax": "gbnf", "definition": 'root ::= "a"'}}, ("gbnf", 'root ::= "a"')),
+    ({"guided_grammar": {"definition": "start: X"}}, ("ebnf", "start: X")),
+    (
+        {"structured_outputs": {"grammar": {"type": "grammar", "syntax": "lark", "definition": "start: X"}}},
+        ("lark", "start: X"),
+    ),
+    ({"structured_outputs": {"grammar": {"syntax": "regex", "definition": "a+"}}}, ("regex", "a+")),
+    ({"guided_json": {"title": "t", **SCHEMA, "$comment": "c", "default": {}}}, ("json_schema", WRITTEN)),
+    ({"guided_json": json.dumps(SCHEMA, indent=99)}, ("json_schema", WRITTEN)),
     ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", WRITTEN)),
     ({"structured_outputs": {"regex": "a", "json": None}}, ("regex", "a")),
     ({"structured_outputs": {"choice": ["a"]}}, ("choice", '["a"]')),
@@ -117,6 +127,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["a", 7]}, "guided_choice"),
     ({"guided_choice": "a"}, "guided_choice"),
     ({"guided_grammar": {}}, "guided_grammar"),
+    ({"guided_grammar": {"syntax": "peg", "definition": "a"}}, "guided_grammar"),
+    ({"guided_grammar": {"type": "text", "definition": "a"}}, "guided_grammar"),
+    ({"guided_grammar": {"syntax": "lark"}}, "guided_grammar"),
+    ({"guided_json": {"type": "string", "not": {"const": "a"}}}, "guided_json"),
     ({"structured_outputs": "json"}, "structured_outputs"),
     ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
@@ -161,6 +175,9 @@ GRPC_WAYS: list[tuple[pb.AnswerGrammar, tuple[str, str] | None]] = [
     (pb.AnswerGrammar(regex="a"), ("regex", "a")),
     (pb.AnswerGrammar(choice=pb.Choices(texts=["a", "é"])), ("choice", '["a","é"]')),
     (pb.AnswerGrammar(ebnf="start: X"), ("ebnf", "start: X")),
+    (pb.AnswerGrammar(gbnf='root ::= "a"'), ("gbnf", 'root ::= "a"')),
+    (pb.AnswerGrammar(lark="start: X"), ("lark", "start: X")),
+    (pb.AnswerGrammar(json_schema=json.dumps({**SCHEMA, "title": "t"})), ("json_schema", WRITTEN)),
 ]
 
 
@@ -180,3 +197,11 @@ async def test_malformed_over_grpc_is_invalid_argument(grammar: pb.AnswerGrammar
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))
         assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert cluster.workers["both-0"].decodes == []
+
+
+def test_annotations_are_bounded_too() -> None:
+    """F13: they count for nothing up to a size that is cheap to read."""
+    fits = Grammar("json_schema", json.dumps({"title": "x" * (MAX_SCHEMA_BYTES - 100), "enum": [1]}))
+    assert reduced(fits).text == '{"enum":[1]}'
+    with pytest.raises(InvalidRequestError, match="with its annotations; it may have 1048576 at most"):
+        reduced(Grammar("json_schema", json.dumps({"title": "x" * MAX_SCHEMA_BYTES})))

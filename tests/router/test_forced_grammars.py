@@ -1,0 +1,58 @@
+"""The grammar of forced calls holds what the parameters constrain, and nothing else of the tools."""
+
+import json
+from typing import Any
+
+import pytest
+
+from contract.errors import InvalidRequestError
+from contract.json_schema import plain_schema
+from contract.requests import Grammar
+from router.http.body import Body
+from router.http.chat_fields import chat_of, forced_calls
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def tool(name: str, parameters: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def grammar_for(tools: list[dict[str, Any]], choice: Any = "required") -> Grammar:
+    body = Body({"messages": MESSAGES, "tools": tools, "tool_choice": choice})
+    grammar = forced_calls(chat_of(body), {})["grammar"]
+    assert isinstance(grammar, Grammar)
+    return grammar
+
+
+def test_descriptions_of_tools_do_not_count() -> None:
+    """F13: 60 tools with their descriptions were refused with tool_choice required."""
+    properties = {
+        f"p{i}": {"type": "string", "description": "x" * 300, "examples": ["y"] * 20} for i in range(8)
+    }
+    tools = [
+        tool(f"f{i}", {"type": "object", "properties": properties}, description="z" * 900) for i in range(60)
+    ]
+    grammar = grammar_for(tools)
+    assert len(json.dumps(tools)) > 200_000 and len(grammar.text) < 2**16
+    assert "xxx" not in grammar.text and plain_schema(grammar.text) == grammar.text
+
+
+WIDE = {"type": "object", "properties": {"n": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}}}
+UNHELD = {"type": "object", "properties": {"n": {"type": "string", "not": {"const": "a"}}}}
+
+
+def test_one_of_several_tools_does_not_refuse_the_request() -> None:
+    """F14: bounds of int64 are held; what cannot be held of a tool that is not strict is not promised."""
+    grammar = grammar_for([tool("plain", {"type": "object"}), tool("wide", WIDE), tool("unheld", UNHELD)])
+    assert "not" not in grammar.text and "minimum" in grammar.text
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "unheld"}}])
+def test_what_cannot_be_held_of_a_strict_tool_is_refused_by_its_path(choice: Any) -> None:
+    """F14: the tool and the path are named."""
+    tools = [tool("plain", {"type": "object"}), tool("unheld", UNHELD, strict=True)]
+    with pytest.raises(InvalidRequestError, match=r"tools\[1\].*#/properties/n/not") as found:
+        grammar_for(tools, choice)
+    assert found.value.param == "tools"
+    assert grammar_for(tools, {"type": "function", "function": {"name": "plain"}}).kind == "json_schema"
