@@ -48,8 +48,19 @@ class ErrorKind(StrEnum):
     INTERNAL = "internal"
 
 
+_MAX_MESSAGE = 2048
+
+
+def _bounded(message: str) -> str:
+    """Return a message that may quote a request or a peer, cut to a length that a log and an answer can carry."""
+    if len(message) <= _MAX_MESSAGE:
+        return message
+    half = _MAX_MESSAGE // 2
+    return f"{message[:half]} ... {len(message) - 2 * half} characters ... {message[-half:]}"
+
+
 class KvbatonError(Exception):
-    """The root: a message for people, a kind for programs.
+    """The root: a message for people, a kind for programs. A very long message is cut.
 
     ``param`` names the request field or setting at fault, ``code`` is the OpenAI error code, both where one exists.
     """
@@ -57,6 +68,7 @@ class KvbatonError(Exception):
     kind = ErrorKind.INTERNAL
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        message = _bounded(message)
         super().__init__(message)
         self.message = message
         self.param = param

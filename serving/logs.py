@@ -8,11 +8,13 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
+from serving.log_lines import MAX_TRACEBACK, safe_line
+from serving.log_repeats import RepeatFilter
 from serving.settings import Settings
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as exactly one line; line breaks in messages and tracebacks are written as escapes."""
+    """Formats a record as exactly one line of bounded length; control characters are written as escapes."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -21,10 +23,11 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line, without a line break at its end."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        text = record.getMessage()
+        line = safe_line(record.getMessage())
         if record.exc_info:
-            text = f"{text}\n{self.formatException(record.exc_info)}"
-        line = text.replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
+            line += "\\n" + safe_line(self.formatException(record.exc_info), MAX_TRACEBACK)
+        if record.stack_info:
+            line += "\\n" + safe_line(record.stack_info, MAX_TRACEBACK)
         return (
             f"{moment.removesuffix('+00:00')} {record.levelname} {self._process_name} {record.name}: {line}"
         )
@@ -37,6 +40,7 @@ def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(process_name))
+    handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
