@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from contract.errors import ErrorKind, KvbatonError, OverloadedError, UnavailableError
+from contract.errors import (
+    ErrorKind,
+    InvalidRequestError,
+    KvbatonError,
+    OverloadedError,
+    UnavailableError,
+)
 from contract.requests import FinishReason
 from router.admission import has_slot
 from router.answer import Delta, Usage
@@ -168,7 +174,7 @@ class Ledger:
             if record.state is not RequestState.FINISHED:
                 kind = _kind_of(error)
                 self._metrics.failed(kind)
-                logger.info("%s ended as %s while %s: %s", asked.request_id, kind, record.state, error)
+                logger.info("%s ended as %s while %s: %s", asked.request_id, kind, record.state, _told(error))
             raise
         finally:
             self._remove(record)
@@ -269,3 +275,10 @@ def _kind_of(error: BaseException) -> ErrorKind:
         return error.kind
     went_away = isinstance(error, asyncio.CancelledError | GeneratorExit)
     return ErrorKind.CANCELLED if went_away else ErrorKind.INTERNAL
+
+
+def _told(error: BaseException) -> object:
+    """What the log says of an error: of a wrong request its field alone, since the message quotes the client."""
+    if isinstance(error, InvalidRequestError):
+        return f"{error.param or 'the request'} is refused"
+    return error

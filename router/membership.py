@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from contract.errors import KvbatonError
+from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
 from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
@@ -63,6 +63,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 logger.warning("refused a worker: %s", error.message)
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
             try:
+                await self._connect(worker, context)
                 protocol = min(PROTOCOL_MAX, registration.protocol_max)
                 welcome = pb.Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
                 yield pb.RouterMessage(welcome=welcome)
@@ -78,6 +79,14 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._patience_seconds):
                     await other.gone.wait()
+
+    async def _connect(self, worker: AttachedWorker, context: Any) -> None:
+        """Connect to a worker before it is welcome: until then it grants no credit, and gets no request."""
+        try:
+            await worker.calls.connect()
+        except WorkerLostError as error:
+            logger.warning("refused a worker: %s", error.message)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, error.message)
 
 
 async def _check_identity(registration: pb.Registration, context: Any) -> None:

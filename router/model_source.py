@@ -49,7 +49,7 @@ class ModelSource:
         card = self.card()
         if name and name != card.name:
             raise NotFoundError(
-                f"The model `{name}` does not exist; this service has `{card.name}`.",
+                f"The model `{name[:100]}` does not exist; this service has `{card.name}`.",
                 param="model",
                 code="model_not_found",
             )

@@ -47,10 +47,12 @@ from serving.grpc_keys import ApiKeyInterceptor
 from serving.grpc_messages import MessageInterceptor
 from serving.grpc_options import internal_server_options, public_server_options
 from serving.grpc_server import start_grpc
+from serving.http_hosts import listed_hosts
 from serving.http_server import HttpServer, start_http
 from serving.settings import is_loopback
 from serving.signals import until_stopped
 from serving.tls import read_tls
+from serving.wrong_keys import WrongKeys
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class RouterService:
         self._models = ModelSource(self._changes, settings.served_model_name, settings.parsers)
         self._metrics = RouterMetrics()
         self._keys = ApiKeys(settings.api_keys, settings.api_keys_file)
+        self._wrong_keys = WrongKeys()
         self._tls = read_tls(settings.tls_certificate_file, settings.tls_key_file)
         self._running = RunningRequests()
         self._ledger = Ledger(settings.max_queue, self._metrics)
@@ -112,6 +115,7 @@ class RouterService:
             not_ready=lambda: self._drain.reason,
             state=self._debug_state,
             metrics=self._collector,
+            allowed_hosts=listed_hosts(settings.allowed_hosts),
         )
         self._http: HttpServer | None = None
         self._public: grpc.aio.Server | None = None
@@ -256,8 +260,13 @@ class RouterService:
         return server, address
 
     async def _start_public(self, max_connections: int) -> tuple[grpc.aio.Server, str]:
+        messages = MessageInterceptor(
+            _INFERENCE,
+            read_seconds=self._settings.body_timeout_seconds,
+            stall_seconds=self._settings.client_stall_seconds,
+        )
         server = grpc.aio.server(
-            interceptors=[ApiKeyInterceptor(self._keys), MessageInterceptor(_INFERENCE)],
+            interceptors=[ApiKeyInterceptor(self._keys, self._wrong_keys), messages],
             options=public_server_options(
                 self._settings.max_body_bytes,
                 max_connections=max_connections,
@@ -309,7 +318,7 @@ class RouterService:
             needs_key=self._keys.are_required,
         )
         self._http = await start_http(
-            build_app(endpoints, self._settings, self._keys, self._drain),
+            build_app(endpoints, self._settings, self._keys, self._wrong_keys, self._drain),
             self._settings.http,
             shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
             tls=self._tls.context if self._tls else None,

@@ -61,6 +61,9 @@ class RouterSettings(Settings):
     """Whether /metrics needs an API key too, where there are keys."""
     cors_origins: Annotated[str, AfterValidator(_check_origins)] | None = None
     """Origins of web pages that may call the HTTP API, separated by commas; * is every one."""
+    allowed_hosts: str | None = None
+    """Names, separated by commas, that HTTP clients may call this router by, beside localhost; * is any. On an address of
+    this machine alone others are refused where it is unset, since a web page can point its own name there."""
     tls_certificate_file: Path | None = None
     """Certificate (PEM, with its chain) of the HTTP and gRPC APIs, which then speak TLS only; read again when it changes."""
     tls_key_file: Path | None = None

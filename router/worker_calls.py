@@ -1,5 +1,6 @@
 """What the router asks of one worker. Calls return on acceptance; everything else comes on the worker's stream."""
 
+import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator
@@ -41,8 +42,20 @@ class WorkerCalls:
 
     def __init__(self, worker_id: str, channel: grpc.aio.Channel, timeout_seconds: float) -> None:
         self._worker_id = worker_id
+        self._channel = channel
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._timeout = timeout_seconds
+
+    async def connect(self) -> None:
+        """Connect now, so that no call has to find a descriptor and time for it. Raises WorkerLostError."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._channel.channel_ready()
+        except (TimeoutError, grpc.aio.UsageError):
+            raise WorkerLostError(
+                f"the router cannot connect to worker {self._worker_id} at the address that it registered; "
+                "is its host or advertise_host right?"
+            ) from None
 
     async def prefill(self, request: pb.PrefillRequest) -> None:
         """Start a prefill leg."""

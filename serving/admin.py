@@ -8,6 +8,7 @@ from aiohttp import web
 from prometheus_client.registry import Collector
 
 from serving.health import health_response
+from serving.http_hosts import HostCheck
 from serving.http_server import HttpServer, start_http
 from serving.metrics import CONTENT_TYPE, render
 from serving.process_facts import process_facts
@@ -19,6 +20,7 @@ class AdminServer:
     missing: what the process cannot do its work without, None where it has all; ``/health`` and ``/ready`` tell it.
     not_ready: why no new work is taken all the same; ``/ready`` alone tells it. state: plain data for ``/debug/state``, to
     which the process's own facts are added as ``process``. metrics: a collector that holds the values of this moment.
+    allowed_hosts: names that it may be called by beside localhost.
     """
 
     def __init__(
@@ -29,12 +31,14 @@ class AdminServer:
         not_ready: Callable[[], str | None] = lambda: None,
         state: Callable[[], Awaitable[dict[str, Any]]],
         metrics: Callable[[], Awaitable[Collector]],
+        allowed_hosts: tuple[str, ...] = (),
     ) -> None:
         self._asked_address = address
         self._missing = missing
         self._not_ready = not_ready
         self._state = state
         self._metrics = metrics
+        self._hosts = HostCheck(address, allowed_hosts, refuses_origins=True)
         self._server: HttpServer | None = None
 
     @property
@@ -44,7 +48,7 @@ class AdminServer:
 
     async def start(self) -> None:
         """Listen. Raises SettingError when the address cannot be bound."""
-        app = web.Application()
+        app = web.Application(middlewares=[self._hosts.middleware])
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/metrics", self._get_metrics)

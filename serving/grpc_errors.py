@@ -1,7 +1,9 @@
 """How our errors travel over gRPC: a code, a message, and the details of google.rpc for programs."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -31,17 +33,23 @@ async def abort(context: Any, error: KvbatonError, request_id: str = "") -> None
         raise asyncio.CancelledError from error
 
 
-def refusing(handler: Any, error: KvbatonError) -> Any:
-    """A handler of the same shape that answers every call with this error."""
+def refusing(handler: Any, error: KvbatonError, note: Callable[[str], None] = lambda _: None) -> Any:
+    """Return a handler that answers every call with this error, before a byte of its message is read.
 
-    async def refuse(_request: object, context: Any) -> None:
+    note: is called with the client's address. To a client the shape of the method does not differ.
+    """
+
+    async def refuse(_messages: object, context: Any) -> None:
+        note(address_of_peer(context.peer()))
         await abort(context, error)
 
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse, None, handler.response_serializer)
+
+
+def address_of_peer(peer: str) -> str:
+    """Return the address in gRPC's name of a peer, as "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"."""
+    kind, _, rest = unquote(peer).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
 
 
 def _rich(error: KvbatonError, request_id: str) -> Status:

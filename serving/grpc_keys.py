@@ -9,6 +9,7 @@ import grpc.aio
 from contract.errors import UnauthenticatedError
 from serving.api_keys import ApiKeys
 from serving.grpc_errors import refusing
+from serving.wrong_keys import WrongKeys
 
 _HEALTH = "/grpc.health.v1.Health/"
 _Req = TypeVar("_Req")
@@ -24,8 +25,9 @@ def authorization_of(metadata: "grpc.aio.Metadata | tuple[tuple[str, str | bytes
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without a key (UNAUTHENTICATED). The health service needs none."""
 
-    def __init__(self, keys: ApiKeys) -> None:
+    def __init__(self, keys: ApiKeys, wrong: WrongKeys) -> None:
         self._keys = keys
+        self._wrong = wrong
 
     async def intercept_service(
         self,
@@ -41,5 +43,5 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         try:
             self._keys.check(authorization_of(handler_call_details.invocation_metadata))
         except UnauthenticatedError as error:
-            return cast("grpc.RpcMethodHandler[_Req, _Res]", refusing(handler, error))
+            return cast("grpc.RpcMethodHandler[_Req, _Res]", refusing(handler, error, self._wrong.note))
         return handler

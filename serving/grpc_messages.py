@@ -1,27 +1,42 @@
-"""What is no message of a method's type is the client's mistake; gRPC itself calls it UNKNOWN and logs a traceback."""
+"""How a public gRPC port reads a call's message and writes a whole answer: in a bounded number and time.
 
-from collections.abc import Awaitable, Callable
+gRPC itself reads the message of a call with one request before any of our code runs, a key or not. So every such
+method is offered to it as one with a stream of requests, which is the same on the wire: the message is read when, and
+if, it is wanted. Bytes that are no message are the client's mistake; gRPC itself calls it UNKNOWN.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from contract.errors import InvalidRequestError
+from contract.errors import CancelledError, DeadlineError, InvalidRequestError, KvbatonError
 from serving.grpc_errors import abort
 
+_OPEN_SECONDS = 5.0
 _Req = TypeVar("_Req")
 _Res = TypeVar("_Res")
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Answers bytes that cannot be read with INVALID_ARGUMENT. service: the full name of the one that it looks after.
+    """Reads the messages of all methods that take one, and writes the answers of those that give one.
 
-    Its methods take one message each, and are coroutines.
+    service: the full name of the one that clients need a key for, where there are keys. max_reads: of its messages that
+    are being received at once; read_seconds: how long each may take. Messages of other services (health) have places
+    and a time of their own. stall_seconds: how long a client may take nothing of an answer.
     """
 
-    def __init__(self, service: str) -> None:
+    def __init__(
+        self, service: str, *, max_reads: int = 32, read_seconds: float = 60.0, stall_seconds: float = 60.0
+    ) -> None:
         self._prefix = f"/{service}/"
+        self._read_seconds = read_seconds
+        self._stall_seconds = stall_seconds
+        self._reads = asyncio.Semaphore(max_reads)
+        self._open_reads = asyncio.Semaphore(max(1, max_reads // 8))
 
     async def intercept_service(
         self,
@@ -31,24 +46,63 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[_Req, _Res] | None":
         """The same handler, which reads its message itself."""
-        handler = await continuation(handler_call_details)
-        if handler is None or not str(handler_call_details.method).startswith(self._prefix):
-            return handler
-        return cast("grpc.RpcMethodHandler[_Req, _Res]", _reading(handler))
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return cast("grpc.RpcMethodHandler[_Req, _Res] | None", handler)
+        is_ours = str(handler_call_details.method).startswith(self._prefix)
+        answering = self._answering(handler, is_ours=is_ours)
+        told: Any = grpc.stream_stream_rpc_method_handler(answering, None, handler.response_serializer)
+        return cast("grpc.RpcMethodHandler[_Req, _Res]", told)
 
+    def _answering(self, handler: Any, *, is_ours: bool) -> Callable[[AsyncIterator[bytes], Any], Any]:
+        async def answer(messages: AsyncIterator[bytes], context: Any) -> None:
+            try:
+                raw = await self._read(messages, is_ours=is_ours)
+                request = _parsed(handler, raw)
+            except KvbatonError as error:
+                await abort(context, error)
+                return
+            del raw
+            if handler.response_streaming:
+                await _stream(handler.unary_stream, request, context)
+            else:
+                await self._write(context, await handler.unary_unary(request, context))
 
-def _reading(handler: Any) -> Any:
-    async def answer(raw: bytes, context: Any) -> Any:
+        return answer
+
+    async def _read(self, messages: AsyncIterator[bytes], *, is_ours: bool) -> bytes:
+        seconds = self._read_seconds if is_ours else min(_OPEN_SECONDS, self._read_seconds)
         try:
-            request = handler.request_deserializer(raw)
-        except DecodeError:
-            await abort(
-                context, InvalidRequestError("the message cannot be read; it is not of the method's type")
-            )
-        return await behaviour(request, context)
+            async with asyncio.timeout(seconds), self._reads if is_ours else self._open_reads:
+                return await anext(messages)
+        except TimeoutError:
+            raise DeadlineError(f"the message was not whole after {seconds:g} s") from None
+        except StopAsyncIteration:
+            raise InvalidRequestError("the call ended without a message") from None
 
-    if handler.response_streaming:
-        behaviour = handler.unary_stream
-        return grpc.unary_stream_rpc_method_handler(answer, None, handler.response_serializer)
-    behaviour = handler.unary_unary
-    return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
+    async def _write(self, context: Any, response: Any) -> None:
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await context.write(response)
+        except TimeoutError:
+            await abort(
+                context,
+                CancelledError(f"the client has taken nothing of the answer for {self._stall_seconds:g} s"),
+            )
+
+
+def _parsed(handler: Any, raw: bytes) -> Any:
+    try:
+        return handler.request_deserializer(raw)
+    except DecodeError:
+        raise InvalidRequestError("the message cannot be read; it is not of the method's type") from None
+
+
+async def _stream(behaviour: Any, request: Any, context: Any) -> None:
+    """Run a method that writes its answers itself, or yields them."""
+    answers = behaviour(request, context)
+    if hasattr(answers, "__aiter__"):
+        async for response in answers:
+            await context.write(response)
+    else:
+        await answers

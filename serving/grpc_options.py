@@ -7,6 +7,7 @@ _INTERNAL_HANDSHAKE_MS = 10_000
 """For TLS and HTTP/2: a stranger who says nothing holds a connection for so long."""
 _MAX_CONNECTION_AGE_MS = 3_600_000
 _MAX_METADATA_BYTES = 16 * 2**10
+_NEVER_MS = 2**31 - 1
 _MAX_STREAMS = 128
 """Calls at once on one public connection; more wait on the client's side."""
 _PUBLIC_KEEPALIVE_MS = 30_000
@@ -38,9 +39,13 @@ def internal_server_options(peer_timeout_seconds: float) -> Options:
 
 
 def internal_channel_options() -> Options:
-    """A channel to another of our processes, for short calls. A new channel never shares an old one's connection."""
+    """A channel to another of our processes, for short calls. A new channel never shares an old one's connection.
+
+    Its connection stays while nothing is called: a new one would need a descriptor that may be missing then.
+    """
     return [
         ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.client_idle_timeout_ms", _NEVER_MS),
         ("grpc.max_receive_message_length", _MAX_INTERNAL_BYTES),
         ("grpc.max_send_message_length", _MAX_INTERNAL_BYTES),
     ]

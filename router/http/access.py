@@ -5,7 +5,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
+from contract.errors import UnauthenticatedError
 from serving.api_keys import ApiKeys
+from serving.wrong_keys import WrongKeys
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 _METRICS = "/metrics"
@@ -16,14 +18,18 @@ _TENANT = web.RequestKey("tenant", str)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def key_check(keys: ApiKeys, *, metrics_need_key: bool) -> Middleware:
-    """Lets requests for open paths through, and others with a key; raises UnauthenticatedError."""
+def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Middleware:
+    """Lets requests for open paths through, and others with a key; counts and raises UnauthenticatedError."""
     open_paths = _OPEN_PATHS if metrics_need_key else _OPEN_PATHS | {_METRICS}
 
     @web.middleware
     async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if request.path not in open_paths:
-            keys.check(authorization_of(request))
+            try:
+                keys.check(authorization_of(request))
+            except UnauthenticatedError:
+                wrong.note(request.remote or "a client that has gone")
+                raise
             request[_TENANT] = keys.tenant(authorization_of(request))
         return await handler(request)
 

@@ -8,17 +8,23 @@ from router.http.boundary import boundary
 from router.http.endpoints import Endpoints
 from router.settings import RouterSettings
 from serving.api_keys import ApiKeys
+from serving.http_hosts import HostCheck, listed_hosts
+from serving.wrong_keys import WrongKeys
 
 
-def build_app(endpoints: Endpoints, settings: RouterSettings, keys: ApiKeys, drain: Drain) -> web.Application:
+def build_app(
+    endpoints: Endpoints, settings: RouterSettings, keys: ApiKeys, wrong: WrongKeys, drain: Drain
+) -> web.Application:
     """An application that serves ``endpoints``. Start it with ``serving.http_server.start_http``.
 
     While ``drain`` is on, connections are closed behind their answers.
     """
     cors = Cors(settings.origins)
-    check = key_check(keys, metrics_need_key=settings.metrics_need_key)
+    check = key_check(keys, wrong, metrics_need_key=settings.metrics_need_key)
+    hosts = HostCheck(settings.http, listed_hosts(settings.allowed_hosts))
     app = web.Application(
-        middlewares=[cors.middleware, boundary, check], client_max_size=settings.max_body_bytes
+        middlewares=[cors.middleware, boundary, hosts.middleware, check],
+        client_max_size=settings.max_body_bytes,
     )
     app.on_response_prepare.append(cors.mark)
 

@@ -124,7 +124,9 @@ class Endpoints:
         """GET /v1/models/{model}."""
         name = request.match_info["model"]
         if not self._models.is_known or name != self._models.card().name:
-            raise NotFoundError(f"The model `{name}` does not exist.", param="model", code="model_not_found")
+            raise NotFoundError(
+                f"The model `{name[:100]}` does not exist.", param="model", code="model_not_found"
+            )
         return web.json_response(self._model())
 
     async def health(self, _: web.Request) -> web.Response:

@@ -1,0 +1,86 @@
+"""Which names a client may call a server by: a web page that rebinds its own name to 127.0.0.1 is refused."""
+
+import ipaddress
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
+
+from serving.settings import is_loopback, split_address
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def listed_hosts(value: str | None) -> tuple[str, ...]:
+    """Return the names of a setting, which are separated by commas."""
+    return tuple(part.strip().lower() for part in (value or "").split(",") if part.strip())
+
+
+class HostCheck:
+    """Decides by the Host header. address: where the server listens; configured: more names, "*" for any.
+
+    On an address of this machine alone its names and the configured ones pass. On another address every name passes,
+    unless some are configured: then those, the address itself and IP addresses do.
+    """
+
+    def __init__(
+        self, address: str, configured: tuple[str, ...] = (), *, refuses_origins: bool = False
+    ) -> None:
+        own = split_address(address)[0].lower()
+        self._names = _LOOPBACK | {own, *configured}
+        self._is_open = "*" in configured or (not configured and not is_loopback(address))
+        self._is_local = is_loopback(address)
+        self._refuses_origins = refuses_origins
+
+    @property
+    def middleware(self) -> Middleware:
+        """Answers 421 where the name is not one of ours, and 403 to a page of another site where pages may not ask."""
+
+        @web.middleware
+        async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            if not self.admits(request.headers.get(hdrs.HOST)):
+                raise web.HTTPMisdirectedRequest(
+                    reason="the Host header names another host; see the setting allowed_hosts"
+                )
+            if self._refuses_origins and not self._is_own_origin(request.headers.get(hdrs.ORIGIN)):
+                raise web.HTTPForbidden(reason="web pages of other sites may not ask this port")
+            return await handler(request)
+
+        return check
+
+    def admits(self, header: str | None) -> bool:
+        """Whether a request with this Host header is meant for us. Browsers always send one."""
+        if header is None or self._is_open:
+            return True
+        host = _host_of(header)
+        return host in self._names or (not self._is_local and _is_ip_address(host))
+
+    def _is_own_origin(self, origin: str | None) -> bool:
+        if origin is None:
+            return True
+        try:
+            host = urlsplit(origin).hostname or ""
+        except ValueError:
+            return False
+        return host in self._names
+
+
+def _host_of(header: str) -> str:
+    """Return the name of "name:port", without brackets, a trailing dot or a port."""
+    try:
+        parts = urlsplit(f"//{header}")
+        host = parts.hostname or ""
+        _ = parts.port
+    except ValueError:
+        return ""
+    return "" if parts.path or parts.query or parts.username is not None else host.removesuffix(".")
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
