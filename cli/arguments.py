@@ -24,7 +24,27 @@ class _Parser(argparse.ArgumentParser):
     """Raises SettingError instead of printing the usage and ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise SettingError(f"{message} (see {self.prog} --help)")
+        raise SettingError(f"{_without_values(message)} (see {self.prog} --help)")
+
+
+_UNKNOWN = "unrecognized arguments: "
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
+
+
+def _without_values(message: str) -> str:
+    """Return argparse's message without what follows an unknown flag: it may be a key behind a mistyped name."""
+    if not message.startswith(_UNKNOWN):
+        return message
+    words = message.removeprefix(_UNKNOWN).split(" ")
+    if not any(word.startswith(tuple(_DASHES)) for word in words):
+        return message
+    shown = [_flag_name(word) if word.startswith(tuple(_DASHES)) else "***" for word in words]
+    return _UNKNOWN + " ".join(shown)
+
+
+def _flag_name(word: str) -> str:
+    name, equals, _ = word.partition("=")
+    return f"{name}=***" if equals else name
 
 
 def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:

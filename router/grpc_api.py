@@ -19,6 +19,7 @@ from router.answer import Delta
 from router.best_of import choose_best
 from router.delivery import Token
 from router.grpc_embedding import embed_response, embeddings_asked
+from router.grpc_limits import check_detokenize, check_embed, check_generate
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
@@ -91,6 +92,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             metadata = context.invocation_metadata()
             name = _name(request, metadata)
             tenant = self._keys.tenant(authorization_of(metadata))
+            check_embed(request, self._max_model_len())
             asked = embeddings_asked(request, request_id, context.time_remaining(), tenant)
             async with self._running.open(authorization_of(metadata), request_id, name):
                 return embed_response(name or request_id, await self._pipeline.embed(*asked))
@@ -123,6 +125,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         answer = pb.DetokenizeResponse()
         async with _answering(context, "detok"):
             card = self._models.card_named(request.model)
+            check_detokenize(request)
             check_token_ids(request.token_ids, card.vocab_size, param="token_ids")
             decode = partial(card.tokenizer.decode, request.token_ids, skip_special_tokens=False)
             answer.text = await self._tokenizers.run(len(request.token_ids), decode)
@@ -137,6 +140,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         model = pb.Model(name=card.name, max_model_len=length, embeds_only=self._registry.embeds_only)
         return pb.ListModelsResponse(models=[model])
 
+    def _max_model_len(self) -> int:
+        return self._registry.max_model_len(self._models.card().max_model_len) if self._models.is_known else 0
+
     @asynccontextmanager
     async def _deltas(
         self, request: pb.GenerateRequest, request_id: str, context: Any
@@ -146,6 +152,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         metadata = context.invocation_metadata()
         name = _name(request, metadata)
         tenant = self._keys.tenant(authorization_of(metadata))
+        check_generate(request, self._max_model_len())
         asked = replace(_asked(request, request_id, context.time_remaining()), tenant=tenant)
         async with (
             self._running.open(authorization_of(metadata), request_id, name),

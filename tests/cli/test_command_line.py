@@ -66,7 +66,7 @@ def test_an_unknown_command_gets_the_list_of_right_ones() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("up", "--prefil", "2"), "unrecognized arguments: --prefil 2 (see kvbaton up --help)"),
+        (("up", "--prefil", "2"), "unrecognized arguments: --prefil *** (see kvbaton up --help)"),
         (("up", "--prefill"), "argument --prefill: expected one argument (see kvbaton up --help)"),
         (("up", "--prefill", "900"), "prefill is '900': .*allowed: at least 0, at most 64 "),
         (("up", "--device", "tpu"), "device is 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
@@ -128,3 +128,20 @@ def test_a_url_of_another_kind_is_refused() -> None:
 
 def test_a_router_without_a_secret_is_refused() -> None:
     assert refusal("router", "--http", "127.0.0.1:0").startswith("secret_file is not set")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--api-keyz", "sk-not-to-be-told"),
+        ("--api-keyz=sk-not-to-be-told",),
+        ("-api-keys", "sk-not-to-be-told"),
+        ("—api-keys", "sk-not-to-be-told"),
+        ("--secrets", "sk-not-to-be-told", "--verbose"),
+    ],
+)
+def test_what_follows_a_mistyped_flag_is_not_told(words: tuple[str, ...]) -> None:
+    """L10: it may be a key; the flag's name is enough to find the mistake."""
+    line = refusal("router", *words)
+    assert "sk-not-to-be-told" not in line
+    assert words[0].partition("=")[0] in line

@@ -62,7 +62,7 @@ async def send_raw(address: str, header: str) -> None:
     """A request that no client would write; returns when it has been answered."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"GET /version HTTP/1.1\r\nHost: x\r\n{header}\r\n\r\n".encode())
+    writer.write(f"GET /version HTTP/1.1\r\nHost: localhost\r\n{header}\r\n\r\n".encode())
     assert b"400" in await reader.readline()
     writer.close()
     await writer.wait_closed()

@@ -179,7 +179,7 @@ async def test_the_deadline_ends_a_request_that_waits() -> None:
 
 
 async def test_the_deadline_ends_a_request_whose_body_never_comes() -> None:
-    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     async with running_cluster(Script(tokens=TOKENS), request_timeout_seconds=0.3) as cluster:
         reader, writer = await asyncio.open_connection(*cluster.service.addresses.http.split(":"))
         writer.write(head % TEXT.encode())
@@ -224,7 +224,9 @@ async def test_a_client_that_reads_nothing_is_cancelled(bound: dict[str, Any]) -
             "top_logprobs": 20,
         }
     ).encode()
-    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
     async with running_cluster(script, (), **bound) as cluster:
         both = await cluster.add(Role.BOTH, max_model_len=30_000)
         await cluster.service.wait_ready()

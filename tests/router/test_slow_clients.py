@@ -27,7 +27,8 @@ LONG = byte_ids(b"x" * 900)
 def unread_stream(cluster: Cluster, path: str, body: dict[str, Any]) -> Iterator[None]:
     """Send a request for a stream and read nothing."""
     payload = json.dumps({**body, "stream": True}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(payload)}\r\n\r\n"
     host, port = cluster.service.addresses.http.split(":")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,0 +1,46 @@
+"""Counts what a message holds before any of it becomes Python objects, which take many times its bytes."""
+
+from collections.abc import Sized
+
+from contract.errors import InvalidRequestError
+from protos import inference_pb2 as pb
+from router.limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIASES,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
+
+
+def check_generate(request: pb.GenerateRequest, max_model_len: int) -> None:
+    """Raise InvalidRequestError that names the first list which is too long."""
+    sampling = request.sampling
+    lists: list[tuple[str, Sized, int]] = [
+        ("stop", sampling.stop, MAX_STOPS),
+        ("stop_token_ids", sampling.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("logit_bias", sampling.logit_bias, MAX_LOGIT_BIASES),
+        ("allowed_token_ids", sampling.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
+    ]
+    if request.WhichOneof("prompt") == "token_ids":
+        lists.append(("prompt", request.token_ids.ids, max(MAX_PROMPT_TOKENS, max_model_len)))
+    for name, held, most in lists:
+        if len(held) > most:
+            raise InvalidRequestError(f"{name} has {len(held)} entries; the limit is {most}", param=name)
+
+
+def check_embed(request: pb.EmbedRequest, max_model_len: int) -> None:
+    """Raise InvalidRequestError where the inputs hold too many token ids together."""
+    most = max(MAX_PROMPT_TOKENS, max_model_len)
+    together = sum(len(one.token_ids.ids) for one in request.inputs)
+    if together > most:
+        raise InvalidRequestError(f"inputs have {together} token ids; the limit is {most}", param="inputs")
+
+
+def check_detokenize(request: pb.DetokenizeRequest) -> None:
+    """Raise InvalidRequestError for too many token ids."""
+    if len(request.token_ids) > MAX_PROMPT_TOKENS:
+        raise InvalidRequestError(
+            f"token_ids has {len(request.token_ids)} entries; the limit is {MAX_PROMPT_TOKENS}",
+            param="token_ids",
+        )
