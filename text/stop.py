@@ -1,7 +1,6 @@
 """Stop strings: the answer ends at the first one that completes, wherever the tokens cut it."""
 
 import re
-from collections import deque
 from collections.abc import Sequence
 
 _CHARACTERS = 0x110000
@@ -17,6 +16,8 @@ class StopAutomaton:
         self._edges: dict[int, int] = {}
         self._falls = [0]
         """By state: the next shorter end of the text that begins a string."""
+        self._steps = [(0, 0)]
+        """By state: the state and the character's code from which it was made."""
         self.depths = [0]
         """By state: its number of characters."""
         self.found: list[str | None] = [None]
@@ -38,14 +39,13 @@ class StopAutomaton:
                 if begin is None:
                     return 0, length
                 position = begin.start()
-            state = self._next(state, text[position])
+            state = self._next(state, ord(text[position]))
             position += 1
             if self.found[state] is not None:
                 break
         return state, position
 
-    def _next(self, state: int, character: str) -> int:
-        code = ord(character)
+    def _next(self, state: int, code: int) -> int:
         while (following := self._edges.get(state * _CHARACTERS + code)) is None:
             if state == 0:
                 return 0
@@ -61,22 +61,18 @@ class StopAutomaton:
                 following = self._edges[edge] = len(self.depths)
                 self.depths.append(self.depths[state] + 1)
                 self._falls.append(0)
+                self._steps.append((state, ord(character)))
                 self.found.append(None)
             state = following
         self.found[state] = stop
 
     def _link(self) -> None:
         """Set the falls, from shorter states to longer ones."""
-        children: list[list[tuple[int, int]]] = [[] for _ in self.depths]
-        for edge, following in self._edges.items():
-            children[edge // _CHARACTERS].append((edge % _CHARACTERS, following))
-        waiting = deque(following for _, following in children[0])
-        while waiting:
-            state = waiting.popleft()
+        for state in sorted(range(1, len(self.depths)), key=self.depths.__getitem__):
+            parent, code = self._steps[state]
+            if parent:
+                self._falls[state] = self._next(self._falls[parent], code)
             self.found[state] = self.found[state] or self.found[self._falls[state]]
-            for code, following in children[state]:
-                self._falls[following] = self._next(self._falls[state], chr(code))
-                waiting.append(following)
 
 
 class StopStrings:
