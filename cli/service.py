@@ -13,6 +13,7 @@ from cli.model import find_model
 from cli.settings import ServiceSettings
 from contract.errors import SettingError
 from contract.identity import Role
+from serving.descriptors import raise_descriptor_limit
 from serving.logs import configure_logs
 from serving.parent import die_with_parent
 
@@ -31,11 +32,12 @@ def model_folder(model: object) -> object:
 
 
 def enter_service(command: type[C], role: Role, arguments: Sequence[str]) -> C:
-    """Read the settings, tie this process to its parent, set up its logs."""
+    """Read the settings, tie this process to its parent, set up its logs, raise its limit of open descriptors."""
     settings = parse(command, f"kvbaton {role.value}", arguments)
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)
     configure_logs(getattr(settings, "worker_id", None) or role.value, settings.log_level)
+    raise_descriptor_limit()
     return settings
 
 
