@@ -169,14 +169,15 @@ async def test_the_first_error_is_told_where_no_other_worker_comes() -> None:
 async def test_a_worker_that_wakes_up_says_nothing_twice() -> None:
     """It was thought dead, its request goes on elsewhere, and it is heard again: all that it says is dropped."""
     stall = at_first(stall_at=2)
-    async with running_cluster(stall, (Role.BOTH,)) as cluster:
+    async with running_cluster(stall, ()) as cluster:
+        old = await cluster.add(Role.BOTH, "both-0", boot_id="one-process")
+        await cluster.service.wait_ready()
         asking = asyncio.create_task(texts(cluster))
-        old = cluster.workers["both-0"]
         await old.wait_for(lambda worker: len(worker.decodes) == 1)
         await cluster.until(lambda state: state["requests"]["streaming"])
         task = old.decodes[0].task
         other = await cluster.add(Role.BOTH, "both-1")
-        again = await cluster.add(Role.BOTH, "both-0")
+        again = await cluster.add(Role.BOTH, "both-0", boot_id="one-process")
         late = pb.TokenEntry(
             request_id=task.request_id, attempt=0, first_index=2, token_ids=TOKENS[2:], finish_reason="stop"
         )
