@@ -205,3 +205,14 @@ def test_annotations_are_bounded_too() -> None:
     assert reduced(fits).text == '{"enum":[1]}'
     with pytest.raises(InvalidRequestError, match="with its annotations; it may have 1048576 at most"):
         reduced(Grammar("json_schema", json.dumps({"title": "x" * MAX_SCHEMA_BYTES})))
+
+
+async def test_logs_quote_no_grammar(caplog: pytest.LogCaptureFixture) -> None:
+    """L2: a pattern that does not compile is quoted to its client, and not in the log."""
+    error = InvalidRequestError("the regex does not compile: (private", param="grammar")
+    failing = Script(tokens=HELLO.tokens, fail_at=0, error=error)
+    with caplog.at_level("DEBUG"):
+        async with running_cluster(failing, (Role.BOTH,)) as cluster:
+            status, answer = await cluster.post(CHAT, {**SAY, "guided_regex": "(private"})
+    assert status == 400 and "(private" in json.dumps(answer)
+    assert "private" not in caplog.text and "ended as" in caplog.text
