@@ -128,6 +128,11 @@ def test_no_two_lists_of_fields_have_one_encoding(
     assert (encode_fields(label, fields) == encode_fields(other_label, others)) is is_same
 
 
+def test_marks_of_types_within_a_field_move_no_border() -> None:
+    """H3: only lengths keep fields apart that hold what stands between fields."""
+    assert encode_fields("x", ["as", "b"]) != encode_fields("x", ["a", "sb"])
+
+
 @given(st.lists(st.text("\0ab", max_size=3), min_size=1, max_size=5), st.data())
 def test_lists_that_were_one_when_joined_by_nul_differ_now(parts: list[str], data: st.DataObject) -> None:
     """H3: the attack on the first version, as a property: the same joined text, cut elsewhere."""
