@@ -62,6 +62,8 @@ def local_processes(
         "admin": _LOOPBACK,
     }
     given = from_file(settings, Role.ROUTER)
+    if not settings.keeps_files:
+        given.pop("files_dir", None)
     router = _router_command(settings, shared, given)
     drain_seconds = float(given.get("drain_seconds", settings.drain_seconds))
     specs = [
@@ -81,7 +83,10 @@ def local_processes(
 
 
 def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
-    return child_environment(given, command_setting_names(role.value))
+    """files_dir is a flag of the router, where there is one."""
+    return child_environment(
+        given, [name for name in command_setting_names(role.value) if name != "files_dir"]
+    )
 
 
 def _nice(role: Role, settings: LocalSettings) -> int | None:
@@ -110,7 +115,8 @@ def _router_command(
     def command(known: Mapping[str, Facts]) -> list[str]:
         asked = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
         earlier = {name: known[ROUTER][name] for name in asked} if ROUTER in known else {}
-        own = {**shared, "drain_seconds": settings.drain_seconds}
+        files_dir = settings.files_dir if settings.keeps_files else None
+        own = {**shared, "drain_seconds": settings.drain_seconds, "files_dir": files_dir}
         return _python(Role.ROUTER, {**_without({**own, **asked}, given), **earlier})
 
     return command

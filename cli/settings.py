@@ -116,6 +116,13 @@ class LocalSettings(CommandSettings):
     """File with the cluster's secret; unset: a fresh one, private to these processes."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """How long running answers may go on when the service is stopped; then they end with an error. A second signal: now."""
+    files_dir: Path | None = None
+    """Folder of /v1/files and /v1/batches, which are off without it; a service that ends with its command keeps none."""
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether the service may have files and batches: it is not there for one command alone."""
+        return True
 
     @model_validator(mode="after")
     def _check_pools(self) -> "LocalSettings":
@@ -177,6 +184,11 @@ class ClientSettings(LocalSettings):
     """HOST:PORT of the gRPC API; port 0 picks a free one."""
     log_level: LogLevel = "error"
     """The least important log records that are written."""
+
+    @property
+    def keeps_files(self) -> bool:
+        """Return False: another service may have the folder that the environment names."""
+        return False
 
     def refuse_contradictions(self) -> None:
         """Raise SettingError for flags that say how to start a service, where --url names a running one."""

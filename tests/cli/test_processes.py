@@ -7,7 +7,7 @@ import pytest
 
 from cli.arguments import parse, to_arguments
 from cli.processes import local_processes
-from cli.settings import LocalSettings, ServeSettings, UpSettings
+from cli.settings import LocalSettings, RunSettings, ServeSettings, UpSettings
 from cli.workers import PrefillCommand
 from contract.errors import SettingError
 from contract.identity import Role
@@ -54,6 +54,20 @@ def test_serve_is_up_with_one_aggregated_worker() -> None:
     served = parse(ServeSettings, "kvbaton serve", ["org/name"])
     upped = parse(UpSettings, "kvbaton up", ["--both", "1", "--model", "org/name"])
     assert served.model_dump() == upped.model_dump()
+
+
+def test_the_folder_of_files_is_the_routers_alone_and_not_of_a_service_for_one_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVBATON_FILES_DIR", "/data/files")
+    for settings, folder in ((UpSettings(), "/data/files"), (UpSettings(files_dir=Path("/other")), "/other")):
+        router, *workers = specs(settings)
+        assert flags(router.command({}))["--files-dir"] == folder
+        assert "KVBATON_FILES_DIR" not in (router.env or {})
+        assert all("--files-dir" not in worker.command({"router": ROUTER_FACTS}) for worker in workers)
+    router = specs(RunSettings(prompt="Who are you?"))[0]
+    assert "--files-dir" not in router.command({})
+    assert "KVBATON_FILES_DIR" not in (router.env or {})
 
 
 def test_workers_get_the_routers_address_and_the_settings_that_were_given() -> None:
