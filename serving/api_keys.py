@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 _COMMENT = re.compile(r"(^|\s)#.*")
 _TENANT_CHARACTERS = 32
+_STRONG_CHARACTERS = 32
 _KEY = re.compile(r"[!-~]+")
 
 
@@ -106,6 +107,13 @@ def _keys(entries: list[str], param: str) -> list[str]:
 
 
 def _digests(keys: list[str]) -> tuple[bytes, ...]:
+    """Return the keys' digests; log how many keys are short enough to be guessed."""
+    num_short = sum(len(key) < _STRONG_CHARACTERS for key in keys)
+    if num_short:
+        logger.warning(
+            "%d of %d API keys have fewer than %d characters and could be guessed; make them by `openssl rand -hex 32`",
+            *(num_short, len(keys), _STRONG_CHARACTERS),
+        )
     return tuple(_digest(key) for key in keys)
 
 

@@ -114,3 +114,14 @@ def test_a_tenant_is_a_digest_of_its_key_and_nobody_is_one_without_keys() -> Non
     assert len(alice) == 32
     assert "alice" not in alice
     assert ApiKeys().tenant("Bearer dummy") == ""
+
+
+def test_short_keys_are_logged_by_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    """M5: they are served, since clients have them, but not in silence."""
+    ApiKeys("a" * 31 + "," + "b" * 32 + ",c")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 of 3 API keys have fewer than 32 characters")
+    assert "aaa" not in record.getMessage()
+    caplog.clear()
+    ApiKeys("b" * 32)
+    assert not caplog.records
