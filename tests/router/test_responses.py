@@ -264,8 +264,9 @@ async def test_a_forced_call(tmp_path: Path) -> None:
     }
     async with writing_cluster(tmp_path, PARIS) as cluster:
         _, answer = await cluster.post(PATH, body)
-        kind, text = grammars_of(cluster)[0]
-    assert (kind, json.loads(text)) == ("json_schema", WEATHER["parameters"])
+        grammar = grammars_of(cluster)[0]
+    assert grammar is not None
+    assert (grammar[0], json.loads(grammar[1])) == ("json_schema", WEATHER["parameters"])
     (call,) = answer["output"]
     assert (call["type"], call["name"], call["arguments"]) == ("function_call", "get_weather", PARIS)
     assert answer["tool_choice"] == body["tool_choice"]
