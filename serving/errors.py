@@ -14,14 +14,6 @@ _RETRIABLE = (
 )
 
 
-_RETRIABLE = (
-    ErrorKind.OVERLOADED,
-    ErrorKind.UNAVAILABLE,
-    ErrorKind.WORKER_LOST,
-    ErrorKind.PEER_UNREACHABLE,
-)
-
-
 def http_status(kind: ErrorKind) -> int:  # noqa: C901 (one flat match)
     """The HTTP status of an error kind."""
     match kind:

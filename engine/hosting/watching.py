@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 STEP_LOOP = "step loop"
 """The name of the count of the loop that computes; its steps may take long."""
+RANK_CALLS = "loop of calls"
+"""The same for a rank of several, whose calls are those steps."""
 COMPUTING_FACTOR = 20
 _COMPUTING_SHARE = 0.02
 """Of one core: a process that uses less than this computes nothing."""
@@ -82,7 +84,7 @@ class EngineWatch:
         return None
 
     def _computes(self, name: str, count: _Count, seconds: float) -> bool:
-        if name != STEP_LOOP:
+        if name not in (STEP_LOOP, RANK_CALLS):
             return False
         return (
             self._nanoseconds is None or self._computed - count.computed >= _COMPUTING_SHARE * seconds * 1e9

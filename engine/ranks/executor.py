@@ -22,6 +22,7 @@ import zmq
 from contract.errors import InternalError, KvbatonError, SettingError, WorkerLostError, error_from_kind
 from contract.layout import KVLayout
 from engine.connector import RankConnector, RankConnectorPlan, RanksConnector
+from engine.hosting.watching import Patience
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.ranks.channel import NUM_SLOTS, RING_SLOT_BYTES, calls_ring, put
@@ -62,7 +63,8 @@ class RanksExecutor:
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             self._start(settings)
-            self._watch = RankWatch(self._processes, settings.peer_timeout_seconds)
+            patience = Patience(settings.peer_timeout_seconds, settings.step_timeout_seconds)
+            self._watch = RankWatch(self._processes, patience)
             self._watch.start()
             self.collective_rpc("load_model")
             self._model_info: ModelInfo = self._call_for_one("get_model_info")
@@ -162,6 +164,8 @@ class RanksExecutor:
             process.end(patience)
         if self._watch is not None:
             self._watch.stop()
+        for process in self._processes:
+            process.free()
         if self._connector is not None:
             self._connector.close()
         for watcher in self._watchers:
@@ -207,7 +211,7 @@ class RanksExecutor:
             raise WorkerLostError(self._failure)
         put(self._calls, [process.large for process in self._processes], payload)
         for process in self._processes:
-            process.doorbell.ring()
+            process.announce(is_step=method == "execute_model")
 
     def _gather(self, method: str, timeout_seconds: float) -> list[Returned]:
         """Every rank's answer to the call under way, in rank order."""

@@ -24,6 +24,8 @@ _PROGRAM = (
     "from engine.ranks.program import main; main(sys.argv[2])"
 )
 _EXIT_SECONDS = 5.0
+_NUM_BEFORE_CALLS = 1
+"""Answers without a call: that the group stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class RankProcess:
     def __init__(self, rank: int, plan: GroupPlan, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self.rank = rank
         self._killed_for = ""
+        self._num_asked, self._num_judged = _NUM_BEFORE_CALLS, 0
         self._name = f"rank {rank} of {plan.settings.tensor_parallel_size}"
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
@@ -95,6 +98,23 @@ class RankProcess:
         """For messages: "rank 1 of 2 (process 4711)"."""
         return f"{self._name} (process {self.pid})"
 
+    @property
+    def num_answered(self) -> int:
+        """How many answers its loop of calls has written; whether they were taken does not matter."""
+        return self._answers.num_written
+
+    @property
+    def owes_step(self) -> bool:
+        """A step was announced whose answer is not written."""
+        return self.num_answered < self._num_judged
+
+    def announce(self, is_step: bool) -> None:
+        """Wake the rank: a call has been put into the calls' ring. is_step: how long it takes is judged by its progress."""
+        self._num_asked += 1
+        if is_step:
+            self._num_judged = self._num_asked
+        self.doorbell.ring()
+
     def take_line(self) -> socket.socket:
         """Our end of the line for the rank's half of a connector, which the caller owns; there it is ``line_descriptor``."""
         return socket.socket(fileno=self._line.detach())
@@ -129,12 +149,15 @@ class RankProcess:
         self.doorbell.close()
 
     def end(self, patience_seconds: float) -> None:
-        """Wait for the process, kill it after ``patience_seconds``, and free what belongs to it."""
+        """Wait for the process, and kill it after ``patience_seconds``."""
         try:
             self._process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def free(self) -> None:
+        """Free what belongs to the process, after ``end``; nobody may look at its answers any more."""
         self._owned.close()
 
 

@@ -1,4 +1,4 @@
-"""Finds ranks whose processes do not run any more, between steps as well as within one."""
+"""Finds ranks whose processes do not run any more, or whose step does not end."""
 
 import logging
 import threading
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.hosting.watching import EngineWatch, Patience
+from engine.hosting.watching import RANK_CALLS, EngineWatch, Patience
 from engine.processor_time import processor_nanoseconds
 
 logger = logging.getLogger(__name__)
@@ -24,27 +24,48 @@ class Watched(Protocol):
     def name(self) -> str:
         """For messages."""
 
+    @property
+    def num_answered(self) -> int:
+        """How many calls its loop has carried out."""
+
+    @property
+    def owes_step(self) -> bool:
+        """A step is under way there, or waits."""
+
     def kill(self, reason: str) -> None:
         """End it: whoever waits for it is told."""
 
 
-class RankWatch(threading.Thread):
-    """Kills each rank that has had no time on a processor for ``stopped_seconds``: it can never wake up again.
+class CallCount:
+    """Counts a rank's calls such that the count stands still only while the rank owes a step. Pure."""
 
-    A rank that waits for its engine, or for another rank, runs now and then all the same (``beat``). How long a rank may
-    compute is not judged here.
+    def __init__(self) -> None:
+        self._num_rests = 0
+
+    def look(self, num_answered: int, owes_step: bool) -> int:
+        """Return the count: calls that were carried out, and looks at which no step was owed."""
+        if not owes_step:
+            self._num_rests += 1
+        return num_answered + self._num_rests
+
+
+class RankWatch(threading.Thread):
+    """Kills each rank that does not run, or whose step neither ends nor computes: it can never wake up again.
+
+    A rank that waits for its engine, or for another rank, runs now and then all the same (``beat``); that it runs is no
+    sign that its step goes on. Calls other than steps have time limits of their own (``RanksExecutor``).
     """
 
     def __init__(
         self,
         ranks: Sequence[Watched],
-        stopped_seconds: float,
+        patience: Patience,
         runtime: Callable[[int], int | None] = processor_nanoseconds,
     ) -> None:
         super().__init__(name="rank-watch", daemon=True)
         self._ranks, self._runtime = ranks, runtime
-        self._interval = stopped_seconds / _LOOKS_PER_PATIENCE
-        self._patience = Patience(stopped_seconds, hung_seconds=float("inf"))
+        self._interval = min(patience.stopped_seconds, patience.hung_seconds) / _LOOKS_PER_PATIENCE
+        self._patience = patience
         self._is_over = threading.Event()
 
     def stop(self) -> None:
@@ -55,13 +76,14 @@ class RankWatch(threading.Thread):
     def run(self) -> None:
         """See the class."""
         looked_at = time.monotonic()
-        watches = [(rank, EngineWatch(self._patience, looked_at)) for rank in self._ranks]
+        watches = [(rank, EngineWatch(self._patience, looked_at), CallCount()) for rank in self._ranks]
         while not self._is_over.wait(self._interval):
             now = time.monotonic()
-            for rank, watch in watches:
+            for rank, watch, calls in watches:
                 if now - looked_at > 2 * self._interval:
                     watch.was_away(now)
                 watch.ran(self._runtime(rank.pid), now)
+                watch.answered({RANK_CALLS: calls.look(rank.num_answered, rank.owes_step)}, now)
                 if (reason := watch.complaint(now)) is not None:
                     logger.error("%s is killed: %s", rank.name, reason)
                     rank.kill(reason)

@@ -40,6 +40,11 @@ class Ring:
         """The longest payload."""
         return self._slot_bytes
 
+    @property
+    def num_written(self) -> int:
+        """How many messages the writer has completed, seen from any view."""
+        return max(self._words[self._slot(number)[0]] for number in range(1, self._num_slots + 1))
+
     def write(self, payload: bytes) -> None:
         """Put the next message down. Raises InternalError, and writes nothing, while the slowest reader is behind."""
         if len(payload) > self._slot_bytes:

@@ -20,6 +20,7 @@ from kv_transfer.ranks import words
 from kv_transfer.ranks.gathering import JobGather, RangeGather, has_failed
 from kv_transfer.ranks.lines import RankLines
 from kv_transfer.ranks.opening import Opening
+from kv_transfer.ranks.progress import RankProgress
 from kv_transfer.ranks.sessions import RankSessions
 from kv_transfer.ranks.trials import Trials
 from kv_transfer.transport import LeaseName, Source
@@ -43,6 +44,7 @@ class RankDataHalves:
         self._jobs, self._ranges = JobGather(num_ranks), RangeGather(num_ranks)
         self._idle = IdleTogether([str(rank) for rank in range(num_ranks)], self._lease_idle)
         self._opening = Opening(num_ranks)
+        self._progress = RankProgress(num_ranks)
         self._lines: RankLines | None = None
         self.sessions = RankSessions(num_ranks, self._say)
         self.trials = Trials(num_ranks, partial(next, self._numbers), self._say)
@@ -115,8 +117,11 @@ class RankDataHalves:
         }
 
     def progress(self) -> dict[str, int]:
-        """See ``ShowsProgress``: what moves KV are threads of the ranks' processes."""
-        return {}
+        """See ``ShowsProgress``: what moves KV are threads of the ranks' processes, which report their counts."""
+        if self._lines is not None:
+            for rank in self._progress.to_ask():
+                self._lines.send(rank, words.ShowProgress())
+        return self._progress.counts()
 
     @property
     def _lines_up(self) -> RankLines:
@@ -156,15 +161,24 @@ class RankDataHalves:
                 self._idle.say(str(rank), word.name)
             case words.Counted():
                 self._counters.merge(word.added)
+            case words.SessionBegun() | words.Tried() | words.Opened() | words.Progress():
+                self._take_answer(rank, word)
+            case words.ThreadFailed():
+                failed = InternalError(f"on rank {rank}: {word.error}")
+                self._reports.thread_failed(word.thread, failed)
+
+    def _take_answer(
+        self, rank: int, word: words.SessionBegun | words.Tried | words.Opened | words.Progress
+    ) -> None:
+        match word:
             case words.SessionBegun():
                 self.sessions.begun(rank, word.token)
             case words.Tried():
                 self.trials.tried(rank, word)
             case words.Opened():
                 self._opening.add(rank, word)
-            case words.ThreadFailed():
-                failed = InternalError(f"on rank {rank}: {word.error}")
-                self._reports.thread_failed(word.thread, failed)
+            case words.Progress():
+                self._progress.reported(rank, word.counts)
 
     def _hear_of_job(self, rank: int, word: words.Landed | words.JobOver) -> None:
         number, event = word.number, words.event_of(word)

@@ -140,6 +140,8 @@ class RankHalf:
                 self._end.say(words.SessionBegun(word.token))
             case words.EndSession():
                 self._sessions.end(word.token)
+            case words.ShowProgress():
+                self._end.say(words.Progress(self._data.progress()))
             case words.TryPeer():
                 self._try(word.number, word.source)
 

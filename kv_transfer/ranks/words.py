@@ -132,7 +132,11 @@ class TryPeer(Word, frozen=True):
     source: Source
 
 
-ToRank = Pull | Commit | Stop | Leave | Release | BeginSession | EndSession | TryPeer
+class ShowProgress(Word, frozen=True):
+    """Have the threads that work count once more; answered by ``Progress``."""
+
+
+ToRank = Pull | Commit | Stop | Leave | Release | BeginSession | EndSession | TryPeer | ShowProgress
 
 # From a rank.
 
@@ -220,6 +224,12 @@ class Counted(Word, frozen=True):
     added: dict[str, float]
 
 
+class Progress(Word, frozen=True):
+    """What the threads of this rank that work have counted; see ``ShowsProgress``."""
+
+    counts: dict[str, int]
+
+
 class ThreadFailed(Word, frozen=True):
     """A thread has ended by a bug."""
 
@@ -238,6 +248,7 @@ FromRank = (
     | SessionBegun
     | Tried
     | Counted
+    | Progress
     | ThreadFailed
 )
 

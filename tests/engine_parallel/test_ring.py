@@ -44,6 +44,17 @@ def test_every_reader_gets_every_message_in_order(rings: list[Ring]) -> None:
     assert seen == payloads[: len(seen)] and len(seen) == 198
 
 
+def test_every_view_sees_how_many_messages_are_written(rings: list[Ring]) -> None:
+    """P4: whether they are read or not, over several turns of the ring."""
+    writer, first, second = rings
+    for count in range(4 * SLOTS):
+        assert [view.num_written for view in rings] == [count] * 3
+        writer.write(b"a")
+        if count % 2:
+            for reader, view in enumerate((first, second)):
+                assert [view.read(reader), view.read(reader)] == [b"a", b"a"]
+
+
 def test_the_slowest_reader_holds_up_the_writer(rings: list[Ring]) -> None:
     writer, first, second = rings
     for index in range(SLOTS):

@@ -7,7 +7,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from contract.errors import ErrorKind, InternalError, SettingError, TransferError
 from contract.identity import Role
@@ -19,6 +21,7 @@ from kv_transfer.orders import CommitJob, PullJob, Share
 from kv_transfer.ranks import words
 from kv_transfer.ranks.halves import RankDataHalves
 from kv_transfer.ranks.joined import rank_settings
+from kv_transfer.ranks.progress import RankProgress
 from kv_transfer.transport import LeaseName, Read, ReadStoppedError, Source, rank_boot_id
 from tests.kv_transfer.builders import settings_for
 from tests.kv_transfer.played_ranks import PlayedRank
@@ -286,3 +289,37 @@ def test_what_ranks_of_one_worker_do_not_share() -> None:
     assert [(one.data_port, one.boot_id) for one in each] == [(5000, "b.0"), (5001, "b.1")]
     assert rank_settings(settings_for("p", Role.PREFILL), 1, 2).data_port == 0
     assert (rank_boot_id("b", 0, 1), SOURCE.of_rank(1).boot_id) == ("b", "boot.1")
+
+
+def test_progress_is_what_the_ranks_have_reported() -> None:
+    """P4: a rank that does not answer is asked once, and none of its counts moves."""
+    with two_ranks() as world:
+        listeners = ["listener on rank 0", "listener on rank 1"]
+        assert world.halves.progress() == dict.fromkeys(listeners, 0)
+        assert [rank.hear() for rank in world.ranks] == [words.ShowProgress()] * 2
+        world.ranks[1].say(words.Progress({"data": 7}))
+        world.nothing_was_told()
+        assert world.halves.progress() == {listeners[0]: 0, listeners[1]: 1, "data on rank 1": 7}
+        assert world.ranks[1].hear() == words.ShowProgress()
+        _, told = world.pull()
+        assert [word.rank for word in told] == [0, 1], "rank 0 was not asked again"
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.integers(0, 9))), max_size=40))
+def test_no_rank_is_asked_twice_and_each_report_counts(happenings: list[tuple[int, int] | None]) -> None:
+    """P4: None is a question, else a rank answers with a count, if it was asked."""
+    progress, owing, num_reports, last = RankProgress(3), set[int](), [0] * 3, dict[str, int]()
+    for each in happenings:
+        if each is None:
+            asked = progress.to_ask()
+            assert not owing.intersection(asked)
+            owing.update(asked)
+            assert owing == {0, 1, 2}
+        elif each[0] in owing:
+            rank, count = each
+            owing.remove(rank)
+            num_reports[rank] += 1
+            last[f"data on rank {rank}"] = count
+            progress.reported(rank, {"data": count})
+        listeners = {f"listener on rank {rank}": count for rank, count in enumerate(num_reports)}
+        assert progress.counts() == {**listeners, **last}

@@ -186,6 +186,36 @@ def test_a_bug_in_a_thread_of_a_rank_ends_the_engine() -> None:
             ranks.pair.decode.driver.wait_for(lambda: False, "the end")
 
 
+def test_a_data_thread_that_hangs_in_one_rank_is_the_one_that_makes_no_progress() -> None:
+    """P4: the ranks' listeners answer all the while, and an idle data thread counts as well."""
+    gated = GatedMemory(SHARE, 64)
+    gated.gated_block = SOURCE[3]
+    with ranks_over("tcp", gated) as ranks, ExitStack() as stack:
+        stack.callback(gated.gate.set)
+        sender = ranks.pair.prefill.driver
+        control: Any = sender.scheduler
+        data, listener = "thread that publishes KV on rank {}", "listener on rank {}"
+
+        def wait_moved(*names: str) -> dict[str, int]:
+            """Ask until each of these has moved by two: its last count was begun after this call."""
+            before = control.progress()
+            sender.wait_for(
+                lambda: all(control.progress().get(name, 0) >= before.get(name, 0) + 2 for name in names),
+                f"progress of {names}",
+            )
+            counts: dict[str, int] = control.progress()
+            return counts
+
+        ranks.fill()
+        wait_moved(data.format(0), data.format(1))
+        sender.send_all(ranks.pair.send_request(ranks.name, ranks.prompt), SOURCE, TOKENS)
+        assert gated.is_waiting.wait(30)
+        stuck = wait_moved(listener.format(1))[data.format(1)]
+        assert wait_moved(data.format(0), listener.format(1))[data.format(1)] == stuck
+        gated.gate.set()
+        assert wait_moved(data.format(1))[data.format(1)] > stuck
+
+
 def test_what_keeps_one_rank_from_opening_ends_the_start() -> None:
     """The second rank's port is taken; the first one's is free again afterwards."""
     with ExitStack() as stack:

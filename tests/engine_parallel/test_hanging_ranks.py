@@ -1,0 +1,92 @@
+"""A rank whose process runs and one of whose threads hangs: it is noticed by what that thread does not get done."""
+
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from contract.errors import UnavailableError, WorkerLostError
+from contract.identity import Role
+from contract.requests import EngineRequest, SamplingParams, SendTransfer
+from engine.client import ProcessClient
+from engine.executor import create_executor
+from engine.hosting.watching import COMPUTING_FACTOR, RANK_CALLS, EngineWatch, Patience
+from engine.kv_cache.startup import initialize_kv_cache
+from engine.outputs import SchedulerOutput
+from engine.ranks.executor import RanksExecutor
+from engine.ranks.pulse import CallCount
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine_pair import transfer_factory
+from tests.engine_parallel.hanging_half import HangingRanks, StuckFactory
+
+pytestmark = pytest.mark.timeout(300)
+"""Several processes each load torch, perhaps beside other tests."""
+
+HUNG_SECONDS = 30.0
+STEP_SECONDS, DATA_SECONDS = 2.0, 8.0
+"""Far below rank_timeout_seconds, which would end the engine too, for another reason."""
+COMPUTED = 10**9
+
+LOOKS = st.lists(st.tuples(st.floats(0.01, 40.0), st.booleans(), st.booleans()), max_size=60)
+
+
+def settings(model: Path, seconds: float) -> EngineSettings:
+    return EngineSettings(
+        model=model, kv_cache_bytes=2**22, tensor_parallel_size=2, step_timeout_seconds=seconds
+    )
+
+
+@given(looks=LOOKS, computes=st.booleans())
+def test_a_rank_hangs_when_and_only_when_it_owes_a_step_for_too_long(
+    looks: list[tuple[float, bool, bool]], computes: bool
+) -> None:
+    """P4: an idle rank has no time limit, one that computes a longer one; the verdict is that of a plain model."""
+    watch, calls = EngineWatch(Patience(float("inf"), HUNG_SECONDS), 0.0), CallCount()
+    now = moved_at = 0.0
+    runtime = num_answered = 0
+    limit = HUNG_SECONDS * (COMPUTING_FACTOR if computes else 1)
+    watch.ran(runtime, now)
+    watch.answered({RANK_CALLS: calls.look(num_answered, owes_step=False)}, now)
+    for seconds, is_idle, answers in looks:
+        now += seconds
+        runtime += int(seconds * COMPUTED) if computes else 1
+        num_answered += answers
+        if is_idle or answers:
+            moved_at = now
+        watch.ran(runtime, now)
+        watch.answered({RANK_CALLS: calls.look(num_answered, owes_step=not is_idle)}, now)
+        assert (watch.complaint(now) is not None) is (now - moved_at >= limit)
+
+
+def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
+    """P4: rank 1 runs, and its call never returns; long before rank_timeout_seconds."""
+    executor = create_executor(settings(make_checkpoint(tmp_path), STEP_SECONDS))
+    assert isinstance(executor, RanksExecutor)
+    try:
+        initialize_kv_cache(executor)
+        executor.join_ranks(HangingRanks())
+        words = r"rank 1 of 2 \(process \d+\) was killed by signal 9: its loop of calls has made no progress"
+        with pytest.raises(WorkerLostError, match=words):
+            executor.execute_model(SchedulerOutput(kv_connector_metadata={"orders": []}))
+    finally:
+        executor.shutdown()
+
+
+async def test_a_data_thread_of_a_rank_that_hangs_ends_the_engine(tmp_path: Path) -> None:
+    """P4: both ranks compute, and rank 1 never publishes what it has computed."""
+    factory = StuckFactory(transfer_factory(Role.PREFILL, None, "tcp").settings)
+    client = await ProcessClient.start(settings(make_checkpoint(tmp_path), DATA_SECONDS), factory)
+    try:
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        request = EngineRequest(
+            request_id="r", prompt_token_ids=list(range(40)), sampling=sampling, transfer=SendTransfer("t")
+        )
+        outputs = [output async for output in client.generate(request)]
+        assert outputs
+        await client.died.wait()
+        with pytest.raises(UnavailableError, match="its thread that publishes KV on rank 1 has made no"):
+            await client.call("pid")
+    finally:
+        await client.shutdown()
