@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
+TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 
 # A machine with an NVIDIA driver gets the CUDA build of torch, every other one the CPU build.
@@ -44,8 +45,8 @@ endif
 demo: install ## start 1 prefill + 1 decode worker on the demo model, ask it twice, keep serving until Ctrl-C
 	@exec $(BIN)/kvbaton demo $(ARGS)
 
-test: install ## run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not explore and not gpu and not docker and not sdk and not triton" $(ARGS)
+test: install ## run the tests that take seconds, in TEST_PROCESSES processes (0: in this one)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not explore and not gpu and not docker and not sdk and not triton" $(ARGS)
 
 test-slow: install ## run the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not docker and not sdk and not triton" --durations=15 $(ARGS)

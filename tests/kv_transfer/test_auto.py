@@ -61,7 +61,7 @@ def test_where_no_folder_is_shared_it_falls_back_to_tcp_which_is_counted_and_log
 ) -> None:
     """As between two machines: the address of the other's socket leads nowhere here."""
     caplog.set_level(logging.INFO, "kv_transfer")
-    folder = tmp_path / "of the prefill worker"
+    folder = tmp_path / "p"
     with pair_of(Sides(prefill={"shm_dir": folder}), transport="auto") as pair:
         next(folder.iterdir()).unlink()
         hand_over(pair, "r")

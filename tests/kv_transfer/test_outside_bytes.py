@@ -41,6 +41,7 @@ _DECODERS: list[Callable[[bytes], Any]] = [
     decode_grant,
     *(partial(decode_body, message_type=each) for each in _BODIES),
 ]
+_DECODER_NAMES = ["decode_message", "decode_grant", *(each.__name__ for each in _BODIES)]
 _VALID = [
     msgspec.msgpack.encode(DataReply(DataStatus.OK, "", b"\0" * 20)),
     msgspec.msgpack.encode(BlockGrant(3, 9, b"\1" * 16)),
@@ -71,7 +72,7 @@ DAMAGED = st.builds(
 BYTES = st.one_of(st.binary(max_size=300), NESTED, DAMAGED, VALUES.map(msgspec.msgpack.encode))
 
 
-@pytest.mark.parametrize("decode", _DECODERS, ids=str)
+@pytest.mark.parametrize("decode", _DECODERS, ids=_DECODER_NAMES)
 @given(data=BYTES)
 def test_a_decoder_of_outside_bytes_raises_a_transfer_error_only(
     decode: Callable[[bytes], Any], data: bytes
