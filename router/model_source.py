@@ -30,6 +30,8 @@ class ModelSource:
         self._served_model_name = served_model_name
         self._parsers = parsers
         self._card: ModelCard | None = None
+        self._is_settled = asyncio.Event()
+        self._is_settled.set()
         self.known_since = 0
         """Unix time at which the card was read."""
 
@@ -41,7 +43,7 @@ class ModelSource:
     def card(self) -> ModelCard:
         """The served model. Raises UnavailableError while no worker has said which one it is."""
         if self._card is None:
-            raise UnavailableError("no worker is ready: none has registered, so the model is not known yet")
+            raise UnavailableError("no worker is ready: none has given its model, so it is not known yet")
         return self._card
 
     def card_named(self, name: str | None) -> ModelCard:
@@ -54,6 +56,10 @@ class ModelSource:
                 code="model_not_found",
             )
         return card
+
+    async def settled(self) -> None:
+        """Wait while a worker is being asked for its model: a request that arrives meanwhile need not be refused."""
+        await self._is_settled.wait()
 
     async def read_folder(self, folder: Path, name: str | None = None) -> None:
         """Read the card from a folder. Raises SettingError that names what is missing."""
@@ -79,6 +85,13 @@ class ModelSource:
             await changed.wait()
 
     async def _learn_from(self, worker: AttachedWorker) -> bool:
+        self._is_settled.clear()
+        try:
+            return await self._read_from(worker)
+        finally:
+            self._is_settled.set()
+
+    async def _read_from(self, worker: AttachedWorker) -> bool:
         with tempfile.TemporaryDirectory(prefix="kvbaton-model-") as folder:
             try:
                 await _fetch(worker, Path(folder))

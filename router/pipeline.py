@@ -74,6 +74,7 @@ class Pipeline:
         and checked before one is sent. Close the generator (``contextlib.aclosing``) or cancel its task to end them early.
         Raises KvbatonError.
         """
+        await self._models.settled()
         with ExitStack() as held:
             records = [[held.enter_context(self._ledger.open(one)) for _ in one.choices] for one in asked]
             card = self._answering_card(asked[0].model)
@@ -93,6 +94,7 @@ class Pipeline:
 
         Cancel its task to end it early. Raises KvbatonError.
         """
+        await self._models.settled()
         with ExitStack() as held:
             records = [held.enter_context(self._ledger.open(one)) for one in asked]
             card = self._models.card_named(asked[0].model)

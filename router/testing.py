@@ -85,6 +85,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._boot_id = ""
         self._script = script
         self._model_files = dict(model_files or {})
+        self.may_give_files = asyncio.Event()
+        """Clear it to keep the router waiting for the model's files."""
+        self.may_give_files.set()
         self._overrides = dict(registration or {})
         self._credit = credit or pb.Credit(max_requests=256, max_tokens=2**20)
         self._heard = asyncio.Condition()
@@ -194,6 +197,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self, request: pb.GetModelFilesRequest, context: Any
     ) -> AsyncIterator[pb.ModelFile]:
         """The files that it was made with, in two pieces each."""
+        await self.may_give_files.wait()
         for name, data in self._model_files.items():
             half = len(data) // 2
             yield pb.ModelFile(name=name, data=data[:half])

@@ -151,6 +151,7 @@ class Endpoints:
 
     async def _body(self, request: web.Request, prefix: str, schema: Json) -> Body:
         request[REQUEST_ID] = new_request_id(prefix)
+        await self._models.settled()
         try:
             async with asyncio.timeout(self._body_seconds):
                 body = await read_body(request, self._reader, self._max_values, schema)

@@ -68,6 +68,23 @@ async def test_a_router_that_serves_has_not_imported_torch() -> None:
             await process.wait()
 
 
+async def test_a_request_waits_while_the_model_is_learnt_from_the_first_worker() -> None:
+    """Reading and probing a model takes a while, in which its workers are attached already."""
+    async with running_cluster(HELLO, ()) as cluster:
+        status, answer = await cluster.post("/v1/completions", {"prompt": "x"})
+        assert (status, answer["error"]["message"].startswith("no worker is ready")) == (503, True)
+        internal = cluster.service.addresses.internal
+        worker = ScriptedWorker(Role.BOTH, internal, SECRET, lambda _: HELLO, model_files=model_files())
+        worker.may_give_files.clear()
+        async with worker:
+            await cluster.until(lambda state: state["workers"] and state["workers"][0]["max_requests"])
+            asking = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
+            assert (await cluster.get("/ready"))[0] == 503
+            worker.may_give_files.set()
+            status, answer = await asking
+            assert (status, answer["choices"][0]["text"]) == (200, "abc")
+
+
 async def completion(addresses: dict[str, str]) -> str:
     """One completion, asked when gRPC health says that the router can answer."""
     async with (

@@ -21,7 +21,7 @@ async def test_every_request_ends_once_and_right_whatever_happens_to_the_hand_ov
     assert report.num_schedules == NUM_SCHEDULES
     assert report.tally.num_whole > NUM_SCHEDULES
     assert report.tally.errors["transfer_failed"] > 0
-    assert report.tally.errors["worker_lost"] > 0
+    assert report.tally.errors["peer_unreachable"] > 0
     assert report.tally.num_cancelled > 0
     assert report.tricks.total() > 0
     assert report.num_flips + report.num_pulls_again > 0
