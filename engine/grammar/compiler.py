@@ -176,13 +176,13 @@ class GrammarCompiler:
 
     def _begin(self, asked: EngineRequest, compiled: Compiled, then: Callable[[Outcome], None]) -> None:
         found = compiled.result()
-        if isinstance(found, Machine):
-            then(_caught(lambda: self._matcher(asked, found)))
-        else:
+        if not isinstance(found, Machine):
             then(found)
-        if isinstance(found, Machine) and found.has_failed:
-            with self._lock:
-                self._compiled.drop_spent()
+            return
+        outcome = _caught(lambda: self._matcher(asked, found))
+        with self._lock:  # the first masks have grown the machine, or it has failed
+            self._compiled.drop_spent()
+        then(outcome)
 
     def _matcher(self, asked: EngineRequest, machine: Machine) -> GrammarMatcher:
         ends = self._vocabulary().eos_tokens
