@@ -131,7 +131,7 @@ def _weights_fingerprint(folder: Path) -> str:
     for file in sorted([*folder.glob("modules.json"), *folder.glob("[0-9]_*/config.json")]):
         content = read_bytes(file) or b""
         state.update(f"{file.relative_to(folder)}:{len(content)}:".encode() + content)
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
         raise FileNotFoundError(f"{folder} holds no *.safetensors file")
     for file in files:

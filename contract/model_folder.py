@@ -6,8 +6,9 @@ large as the disk, its JSON nested without end, and a name in it may lead out of
 
 import json
 import os
+import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -19,7 +20,10 @@ MAX_TOKENIZER_BYTES = 256 * 2**20
 MAX_DEPTH = 64
 """Of objects and lists within each other; configurations have 6 at most."""
 MAX_ENTRIES = 10_000
+MAX_TOKEN_ID = 2**31 - 1
 _MAX_NAME = 255
+_END_TOKENS = "eos_token_id"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -85,8 +89,8 @@ def read_text(file: Path, max_bytes: int = MAX_JSON_BYTES) -> str | None:
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Return the JSON value of a file, None where there is none.
 
-    Raises SettingError for broken JSON, for an object that has a name twice (readers differ in which one counts), and for
-    values that are nested deeper than MAX_DEPTH.
+    Raises SettingError for broken JSON, for an object that has a name twice (readers differ in which one counts), for
+    values that are nested deeper than MAX_DEPTH, and for text that is no Unicode.
     """
     text = read_text(file, max_bytes)
     if text is None:
@@ -100,6 +104,8 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
         _fail(f"{file} cannot be read: it is not valid JSON: {why}", error)
     if _depth_exceeds(value, MAX_DEPTH):
         _fail(f"{file} is nested deeper than {MAX_DEPTH} levels")
+    if "\\ud" in text.lower() and (half := _half_pair(value)) is not None:
+        _fail(f"{file} holds half of a surrogate pair, in {half!r:.80}")
     return value
 
 
@@ -111,6 +117,26 @@ def read_json_object(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
     if value is None and file.exists():
         _fail(f"{file} must hold a JSON object, not null")
     return value
+
+
+def token_ids(value: object, name: str, file: str) -> tuple[int, ...]:
+    """Return the token ids of a field that holds one, a list of them, or null, each once. Raises SettingError for others."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+            _fail(
+                f"{file} cannot be read: {name} is {value!r:.80};"
+                f" it must be a token id within 0..{MAX_TOKEN_ID}, or a list of them"
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def end_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the model's own end tokens: those of generation_config.json, else of config.json. Raises SettingError."""
+    for fields, file in ((generation, "generation_config.json"), (config, "config.json")):
+        if fields.get(_END_TOKENS) is not None:
+            return token_ids(fields[_END_TOKENS], _END_TOKENS, file)
+    return ()
 
 
 def file_within(folder: Path, name: object, named_in: str) -> Path:
@@ -160,6 +186,20 @@ def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return (child for child in value.values() if isinstance(child, dict | list))
     return (child for child in value if isinstance(child, dict | list)) if isinstance(value, list) else ()
+
+
+def _half_pair(value: Any) -> str | None:
+    """Return a text within the value that no encoding can write."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, str) and _SURROGATE.search(one):
+            return one
+    return None
 
 
 def _is_dangling(entry: "os.DirEntry[str]") -> bool:

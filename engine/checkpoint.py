@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from contract.errors import SettingError
-from contract.model_folder import check_entries, file_within, read_json_object
+from contract.model_folder import check_entries, end_token_ids, file_within, read_json_object
 from engine.load_progress import LoadProgress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,14 +34,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """The model's own end tokens: from generation_config.json, else from config.json; empty where neither has any."""
-    generation = read_json_object(folder / "generation_config.json") or {}
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = config.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise _bad(f"eos_token_id is {value!r}; it must be a token id or a list of them")
-    return tuple(dict.fromkeys(ids))
+    return end_token_ids(config, read_json_object(folder / "generation_config.json") or {})
 
 
 def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Checkpoint") -> str:

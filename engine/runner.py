@@ -127,7 +127,8 @@ class ModelRunner:
         """Allocate the pool and the tables; called exactly once. Returns the layout."""
         settings = self._settings
         self._memory = allocate(config.layout, config.num_blocks, self.device)
-        self._batch = InputBatch(settings.max_num_seqs, self.model_info.max_model_len, settings.block_size)
+        most = min(self.model_info.max_model_len, config.num_blocks * settings.block_size)
+        self._batch = InputBatch(settings.max_num_seqs, most, settings.block_size)
         return config.layout
 
     def warm_up(self) -> None:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contract.errors import SettingError
-from contract.model_folder import check_entries
+from contract.errors import InvalidRequestError, SettingError
+from contract.model_folder import check_entries, end_token_ids
+from contract.requests import SamplingParams
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.attempt import Prompt
 from text.templates.chat_template import ChatTemplate
@@ -25,6 +26,8 @@ MODEL_FILES = (
 """The small files that a model card is read from."""
 _MAX_SIZE = 2**31 - 1
 _MAX_NUMBER = 1e9
+_EVERY_TOKEN = -1
+"""A top_k that some folders have instead of 0."""
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -85,8 +88,9 @@ class ModelCard:
         config = read_json(folder / "config.json")
         if not config:
             raise SettingError(f"{folder} holds no config.json", param="model")
-        config = config.get("text_config") or config
+        config = _text_config(config)
         generation = read_json(folder / "generation_config.json")
+        drawing = _drawing(generation)
         tokenizer = Tokenizer.from_folder(folder)
         template = _chat_template(folder, tokenizer)
         return cls(
@@ -94,17 +98,51 @@ class ModelCard:
             max_model_len=_max_model_len(config, folder),
             eos_token_ids=_eos_token_ids(config, generation, tokenizer),
             vocab_size=_vocab_size(config, folder),
-            temperature=_number(generation, "temperature", 1.0),
-            top_p=_number(generation, "top_p", 1.0),
-            top_k=int(_number(generation, "top_k", 0)),
-            min_p=_number(generation, "min_p", 0.0),
-            repetition_penalty=_number(generation, "repetition_penalty", 1.0),
+            temperature=drawing.temperature,
+            top_p=drawing.top_p,
+            top_k=drawing.top_k,
+            min_p=drawing.min_p,
+            repetition_penalty=drawing.repetition_penalty,
             tokenizer=tokenizer,
             chat_template=template,
-            hidden_size=config.get("hidden_size"),
+            hidden_size=None if config.get("hidden_size") is None else _size(config, "hidden_size"),
             special_tokens_in_messages=parsers.special_tokens_in_messages,
             answer_format=AnswerFormat.chosen(parsers, template.source) if template else AnswerFormat(),
         )
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part about text of a model that takes more, else the whole."""
+    part = config.get("text_config")
+    if not isinstance(part, dict | None):
+        raise SettingError(
+            f"model: config.json cannot be read: text_config is {part!r:.80}; it must be an object",
+            param="model",
+        )
+    return part or config
+
+
+def _drawing(generation: dict[str, Any]) -> SamplingParams:
+    """Return the model's own defaults. Raises SettingError for those that would refuse every request that leaves them."""
+    top_k = _number(generation, "top_k", 0)
+    if top_k != int(top_k):
+        raise _wrong_default(f"top_k is {top_k}; it must be a whole number")
+    drawing = SamplingParams(
+        temperature=_number(generation, "temperature", 1.0),
+        top_p=_number(generation, "top_p", 1.0),
+        top_k=0 if top_k == _EVERY_TOKEN else int(top_k),
+        min_p=_number(generation, "min_p", 0.0),
+        repetition_penalty=_number(generation, "repetition_penalty", 1.0),
+    )
+    try:
+        drawing.check()
+    except InvalidRequestError as error:
+        raise _wrong_default(error.message) from error
+    return drawing
+
+
+def _wrong_default(what: str) -> SettingError:
+    return SettingError(f"model: generation_config.json cannot be read: {what}", param="model")
 
 
 def _number(generation: dict[str, Any], name: str, default: float) -> float:
@@ -113,10 +151,7 @@ def _number(generation: dict[str, Any], name: str, default: float) -> float:
         return default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not -_MAX_NUMBER <= value <= _MAX_NUMBER:
-        raise SettingError(
-            f"model: generation_config.json cannot be read: {name} is {value!r:.80}; it must be a number",
-            param="model",
-        )
+        raise _wrong_default(f"{name} is {value!r:.80}; it must be a number")
     return float(value)
 
 
@@ -147,10 +182,8 @@ def _eos_token_ids(
     config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
     """The generation config's ids (else the model config's), and the tokenizer's own."""
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = found if isinstance(found, list) else [found]
     own = tokenizer.token_id(tokenizer.eos_token)
-    return tuple(sorted({int(i) for i in [*ids, own] if i is not None}))
+    return tuple(sorted({*end_token_ids(config, generation), *([] if own is None else [own])}))
 
 
 def _chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -1,20 +1,27 @@
 """Text → token ids → text, from a model folder's ``tokenizer.json``, by the ``tokenizers`` library alone."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from contract.errors import SettingError
+from contract.errors import InternalError, SettingError
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_json_object, read_text
+from text.growth import check_growth
 from text.length_bound import LengthBound
 from text.message_tokens import MessageEncoder
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE_MARK = "▁"
+_ADDED = "added_tokens_decoder"
+_MAX_ID = 2**24 - 1
+"""The libraries keep tables that are as long as the largest token id."""
+_TRIAL = "A trial: 1 é 中\n"
+_MAX_SHOWN = 500
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -51,17 +58,23 @@ class Tokenizer:
         text = read_text(file, MAX_TOKENIZER_BYTES)
         if text is None:
             raise SettingError(f"{folder} holds no tokenizer.json", param="model")
-        try:
-            backend = FastTokenizer.from_str(text)
-        except Exception as error:  # the library raises the bare class
-            raise SettingError(f"{file} is no tokenizer: {error}", param="model") from error
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-        return cls(backend, config)
+        _check_added_tokens(config)
+        try:
+            check_growth(text)
+            with panics_as_errors():
+                tokenizer = cls(FastTokenizer.from_str(text), config)
+                _check_ids(tokenizer)
+                tokenizer.decode(tokenizer.encode(_TRIAL))
+        except Exception as error:  # the library raises the bare class
+            raise SettingError(f"{file} is no tokenizer: {str(error)[:_MAX_SHOWN]}", param="model") from error
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens written in it count as such. Other threads run meanwhile."""
         # The library's plain ``encode`` holds the GIL.
-        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with panics_as_errors():
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
     def encode_messages(self, prompt: str, texts: Sequence[tuple[int, int]]) -> list[int]:
@@ -71,11 +84,13 @@ class Tokenizer:
         """
         if not self._messages.has_typed(prompt, texts):
             return self.encode(prompt, add_special_tokens=False)
-        return self._messages.encode(prompt, texts)
+        with panics_as_errors():
+            return self._messages.encode(prompt, texts)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of ``encode(text)`` begins and ends in ``text``; (0, 0) for one that was added."""
-        (encoded,) = self._backend.encode_batch([text])
+        with panics_as_errors():
+            (encoded,) = self._backend.encode_batch([text])
         return list(encoded.offsets)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -85,6 +100,10 @@ class Tokenizer:
     def token_id(self, token: str | None) -> int | None:
         """The id of a token's written form, or None."""
         return None if token is None else self._backend.token_to_id(token)
+
+    def ids(self) -> Iterable[int]:
+        """Return the ids of all tokens."""
+        return self._backend.get_vocab(with_added_tokens=True).values()
 
     def written(self, token_id: int) -> str:
         """A token as the vocabulary writes it; empty for an unknown id."""
@@ -111,7 +130,7 @@ class Tokenizer:
 
     def _add_missing_tokens(self, config: dict[str, Any], named: list[str]) -> None:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
-        added = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+        added = sorted(config.get(_ADDED, {}).items(), key=lambda item: int(item[0]))
         for _, entry in added:
             if entry["content"] not in known:
                 flags = {k: v for k, v in entry.items() if isinstance(v, bool)}
@@ -121,6 +140,40 @@ class Tokenizer:
             if content not in known:
                 self._backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
                 known.add(content)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Within, a panic of the library raises InternalError: its own class is no Exception, and would end more than a call."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise InternalError(f"the model's tokenizer fails: {str(error)[:_MAX_SHOWN]}") from error
+        raise
+
+
+def _check_added_tokens(config: Mapping[str, Any]) -> None:
+    """Raise SettingError unless the added tokens of tokenizer_config.json are objects by their ids, or there are none."""
+    added = config.get(_ADDED, {})
+    if not isinstance(added, dict):
+        raise _wrong_added(f"is {added!r:.80}; it must be an object")
+    for token_id, entry in added.items():
+        is_id = token_id.isascii() and token_id.isdigit() and len(token_id) < len(str(_MAX_ID)) + 2
+        if not is_id or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise _wrong_added(
+                f"holds {token_id!r:.40}: {entry!r:.80}; it must be a token id with its content"
+            )
+
+
+def _wrong_added(what: str) -> SettingError:
+    return SettingError(f"model: tokenizer_config.json cannot be read: {_ADDED} {what}", param="model")
+
+
+def _check_ids(tokenizer: Tokenizer) -> None:
+    largest = max(tokenizer.ids(), default=0)
+    if largest > _MAX_ID:
+        raise ValueError(f"it has token id {largest}; at most {_MAX_ID} are served")
 
 
 def _content(token: Any) -> str | None:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from contract.errors import SettingError
 from engine.models.loading import load
 from tests.checkpoints import make_checkpoint, make_foreign_checkpoint
+from tests.engine_compute.driver import Driver
 
 MAX_PEAK_BYTES = 64 * 2**20
 INDEX = "model.safetensors.index.json"
@@ -86,6 +87,11 @@ HOSTILE: list[tuple[Callable[[Path], None], str]] = [
     (set_fields(num_experts=10**18), "num_experts is 1000000000000000000"),
     (set_fields(architectures=[["LlamaForCausalLM"]]), "architecture"),
     (set_text("generation_config.json", '{"eos_token_id": ["</s>"]}'), "eos_token_id"),
+    (
+        set_text("generation_config.json", '{"eos_token_id": -1}'),
+        "generation_config.json cannot be read: eos_token_id is -1",
+    ),
+    (set_text("generation_config.json", f'{{"eos_token_id": {10**30}}}'), "eos_token_id is 1000000000"),
     (set_text("config.json", '{"a":' * 5000 + "1" + "}" * 5000), "config.json"),
     (set_text("config.json", "\udcff".encode("utf-8", "surrogateescape").decode("latin-1")), "config.json"),
     (set_text("generation_config.json", "[" * 100_000), "generation_config.json"),
@@ -179,3 +185,29 @@ def test_any_numbers_give_a_model_or_one_error(tmp_path: Path, fields: dict[str,
         load(folder, "auto", None, torch.device("cpu"))
     except SettingError as error:
         assert error.param in ("model", "max_model_len")
+
+
+def test_what_only_looks_like_weights_is_passed_over(tmp_path: Path) -> None:
+    """L8: a folder or a dangling link named *.safetensors ended the start with a traceback."""
+    folder = make_checkpoint(tmp_path / "model")
+    alone = load(folder, "auto", None, torch.device("cpu")).info
+    (folder / "folder.safetensors").mkdir()
+    (folder / "link.safetensors").symlink_to(tmp_path / "nothing")
+    assert load(folder, "auto", None, torch.device("cpu")).info == alone
+
+
+def test_a_length_that_no_pool_holds_takes_no_table(tmp_path: Path) -> None:
+    """L8: 2^31 - 1 positions asked for a table of 128 GiB here, of 2 TiB by default."""
+    folder = make_checkpoint(tmp_path / "model")
+    set_fields(max_position_embeddings=2**31 - 1)(folder)
+    tracemalloc.start()
+    try:
+        driver = Driver(folder)
+        driver.add("a", [3, 4, 5])
+        answer = driver.generate(["a"], 4)
+        assert tracemalloc.get_traced_memory()[1] < MAX_PEAK_BYTES
+    finally:
+        tracemalloc.stop()
+    short = Driver(make_checkpoint(tmp_path / "short"))
+    short.add("a", [3, 4, 5])
+    assert short.generate(["a"], 4) == answer

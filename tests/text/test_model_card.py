@@ -88,3 +88,72 @@ def test_named_templates_and_none(tmp_path: Path, found: Any, has_template: bool
 def test_a_file_of_another_shape_is_a_setting_error(tmp_path: Path, files: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match="cannot be read"):
         card_with(tmp_path, **files)
+
+
+def each(file: str, field: str, *values: Any) -> list[tuple[str, str, Any]]:
+    return [(file, field, value) for value in values]
+
+
+WRONG_FIELDS = [
+    *each(
+        "generation_config",
+        "eos_token_id",
+        -1,
+        True,
+        1.5,
+        "2",
+        "end",
+        [1, [2]],
+        {},
+        2**31,
+        10**30,
+        [-1],
+        [None],
+    ),
+    *each("config", "eos_token_id", -1, [True], "x"),
+    *each("generation_config", "temperature", -1, 2.5, 1e400, True, [1]),
+    *each("generation_config", "top_p", 0, -0.5, 1.5),
+    *each("generation_config", "top_k", -2, 1.5, 1e300),
+    *each("generation_config", "min_p", -0.1, 1.5),
+    *each("generation_config", "repetition_penalty", 0, -1, 1e9),
+    *each("config", "text_config", 7, "x", [1], True),
+    *each("config", "hidden_size", -1, 0, "x", 1.5, True, 10**30),
+    *each("tokenizer_config", "added_tokens_decoder", 7, [1], {"x": {"content": "a"}}, {"1": {}}),
+    *each("tokenizer_config", "added_tokens_decoder", {"1": {"content": 5}}, {"1" * 5000: {}}, {"²": {}}),
+]
+
+
+@pytest.mark.parametrize(("file", "field", "value"), WRONG_FIELDS, ids=str)
+def test_a_wrong_value_is_an_error_that_names_file_and_field(
+    tmp_path: Path, file: str, field: str, value: Any
+) -> None:
+    """L8: the service started, and refused every request (or failed with it); or the error named the folder alone."""
+    fields: dict[str, Any] = {"vocab_size": 300, "max_position_embeddings": 128} if file == "config" else {}
+    with pytest.raises(SettingError, match=rf"{file}\.json.*{field}"):
+        card_with(tmp_path, **{file: fields | {field: value}})
+
+
+def test_null_and_other_spellings_of_no_choice_are_taken(tmp_path: Path) -> None:
+    generation = {"top_k": -1, "temperature": None, "eos_token_id": None}
+    card = card_with(
+        tmp_path,
+        config={
+            "vocab_size": 300,
+            "max_position_embeddings": 128,
+            "eos_token_id": [4, 4],
+            "text_config": None,
+        },
+        generation_config=generation,
+        tokenizer_config={},
+    )
+    assert (card.top_k, card.temperature) == (0, 1.0)
+    assert card.eos_token_ids == (4,)
+
+
+def test_a_file_with_half_of_a_surrogate_pair_is_refused_by_name(tmp_path: Path) -> None:
+    """L8: the template was taken, and every chat failed."""
+    files = model_files() | {"tokenizer_config.json": b'{"chat_template": "{{ 1 }}\\uD83d"}'}
+    with pytest.raises(SettingError, match=r"tokenizer_config\.json holds half of a surrogate pair"):
+        ModelCard.from_folder(write_model(tmp_path / "tiny", files))
+    whole = model_files() | {"tokenizer_config.json": b'{"chat_template": "\\ud83d\\ude00"}'}
+    assert ModelCard.from_folder(write_model(tmp_path / "whole", whole)).chat_template is not None

@@ -1,6 +1,7 @@
 """The chat templates of a model folder, in every layout that it is written in."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,34 @@ def test_a_template_that_is_too_large_is_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, chat_template_jinja="x" * (4 * 2**20 + 1))
     with pytest.raises(SettingError, match="at most 4194304"):
         ModelCard.from_folder(folder)
+
+
+def test_a_template_of_another_encoding_is_refused_by_name(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingError, match=r"chat_template\.jinja is no UTF-8"):
+        ModelCard.from_folder(folder)
+
+
+def test_additional_templates_are_bounded_together(tmp_path: Path) -> None:
+    """L8: each file had a limit, and their number none."""
+    folder = folder_with(tmp_path, chat_template_jinja=SHOWS)
+    (folder / "additional_chat_templates").mkdir()
+    for number in range(12):
+        with (folder / "additional_chat_templates" / f"{number}.jinja").open("wb") as file:
+            file.truncate(2**20)
+    with pytest.raises(SettingError, match=r"the chat templates up to .* have more than 4194304 characters"):
+        ModelCard.from_folder(folder)
+
+
+def test_a_pipe_among_the_additional_templates_is_refused_by_name(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, chat_template_jinja=SHOWS)
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates" / "rag.jinja")
+    with pytest.raises(SettingError, match=r"rag\.jinja is a pipe"):
+        ModelCard.from_folder(folder)
+
+
+def test_a_template_whose_name_is_no_text_is_left_out(tmp_path: Path) -> None:
+    listed = [{"name": ["x"], "template": "y"}, {"name": "default", "template": f"plain {SHOWS}"}]
+    assert prompt(folder_with(tmp_path, tokenizer_config_json={"chat_template": listed})) == "plain x"

@@ -104,3 +104,18 @@ def test_the_process_ends_with_its_renderer() -> None:
 def test_a_template_that_cannot_be_compiled_is_a_setting_error() -> None:
     with pytest.raises(SettingError, match="cannot be compiled"):
         bounded({DEFAULT: "{% if %}"})
+
+
+@pytest.mark.parametrize("half", [r"{{ '\ud800' }}", r"{{ '\udfff' ~ 'a' }}"])
+def test_half_of_a_surrogate_pair_is_refused_before_it_is_tokenized(half: str) -> None:
+    """L8: no tokenizer takes such a text, and every chat was a 500."""
+    template = ChatTemplate(
+        "{{ messages[0].content }}{% if messages[0].content == 'x' %}" + half + "{% endif %}",
+        bos_token=None,
+        eos_token=None,
+        make_renderer=bounded,
+    )
+    assert template.render(Chat(messages=[{"role": "user", "content": "y"}])) == "y"
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
+        template.render(Chat(messages=[{"role": "user", "content": "x"}]))
+    template.close()

@@ -11,7 +11,7 @@ from text.templates.probe import Findings, Probe
 from text.templates.questions_messages import ask_about_messages
 from text.templates.questions_tools import ask_about_documents, ask_about_tools
 from text.templates.report import TemplateReport
-from text.templates.sandbox import DEFAULT, LocalRenderer, Renderer, TemplateLimitError
+from text.templates.sandbox import DEFAULT, LocalRenderer, Renderer, TemplateLimitError, refusal
 
 TOOL_USE = "tool_use"
 RAG = "rag"
@@ -98,7 +98,7 @@ class ChatTemplate:
         return DEFAULT
 
     def _render(self, name: str) -> Render:
-        return lambda variables: self._renderer.render(name, {**variables, **self._tokens})
+        return lambda variables: _unicode(self._renderer.render(name, {**variables, **self._tokens}))
 
     def _probed(self, name: str) -> Findings:
         render = self._render(name)
@@ -132,3 +132,12 @@ def _forms_for(chat: Chat, form: Form) -> Iterator[Form]:
         yield plainer
     if chat.tools:
         yield replace(plainer, tools="system")
+
+
+def _unicode(text: str) -> str:
+    """Return the text. Raises InvalidRequestError if it holds half of a surrogate pair: no tokenizer takes that."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise refusal("it writes half of a surrogate pair") from error
+    return text

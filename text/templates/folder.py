@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError
+from contract.model_folder import check_entries, read_text
 from text.templates.sandbox import DEFAULT
 from text.tokenizer import read_json
 
@@ -34,9 +35,14 @@ def read_templates(folder: Path) -> dict[str, str]:
         found[DEFAULT] = text
     additional = folder / ADDITIONAL_FOLDER
     if additional.is_dir():
+        check_entries(additional)
         for file in sorted(additional.glob("*.jinja")):
             if text := _read(file):
                 found[file.stem] = text
+            if sum(map(len, found.values())) > _MAX_BYTES:
+                raise SettingError(
+                    f"the chat templates up to {file} have more than {_MAX_BYTES} characters", param="model"
+                )
     return found if DEFAULT in found else {}
 
 
@@ -44,7 +50,7 @@ def _by_name(raw: Any, file: Path) -> dict[str, str]:
     if isinstance(raw, list):
         if not all(isinstance(entry, dict) for entry in raw):
             raise SettingError(f"{file} cannot be read: chat_template is no list of templates", param="model")
-        raw = {entry.get("name"): entry.get("template") for entry in raw}
+        raw = {name: entry.get("template") for entry in raw if isinstance(name := entry.get("name"), str)}
     if isinstance(raw, str):
         raw = {DEFAULT: raw}
     if not isinstance(raw, dict):
@@ -55,10 +61,8 @@ def _by_name(raw: Any, file: Path) -> dict[str, str]:
 
 
 def _read(file: Path) -> str:
-    if not file.is_file():
-        return ""
-    if (size := file.stat().st_size) > _MAX_BYTES:
+    if file.is_file() and (size := file.stat().st_size) > _MAX_BYTES:
         raise SettingError(
             f"{file} has {size} bytes; a chat template has at most {_MAX_BYTES}", param="model"
         )
-    return file.read_text(encoding="utf-8")
+    return read_text(file, _MAX_BYTES) or ""
