@@ -33,7 +33,7 @@ from engine.grammar.limits import (
 )
 from engine.grammar.machine import Machine
 from engine.grammar.matcher import GrammarMatcher, reason_of
-from engine.grammar.memory import heap_meter
+from engine.grammar.memory import HeapTrimmer, heap_meter
 from engine.grammar.threads import JobThreads
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._max_live_bytes = max_live_bytes
         self._measure = heap_meter()
+        self._trimmer = HeapTrimmer()
         self._lock = threading.Lock()  # holds for the three tables below
         self._in_flight: dict[Grammar, _InFlight] = {}
         self._compiled = CompiledGrammars(MAX_CACHED, max_cached_bytes, MAX_ENTRY_BYTES)
@@ -158,6 +159,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar, compiled: Compiled) -> None:
         if compiled.set_running_or_notify_cancel():
             self._finish(grammar, compiled, _caught(lambda: self._built(grammar)))
+            self._trimmer.trim()
 
     def _built(self, grammar: Grammar) -> Machine:
         vocabulary = self._vocabulary()

@@ -19,8 +19,8 @@ GRAMMAR_LIMITS = LLParserLimits(
 """initial_lexer_fuel: some 250 bytes a unit, kept by each matcher. max_lexer_states: 1 kB a state, kept by each matcher."""
 
 MAX_CACHED = 64
-MAX_CACHED_BYTES = 2**26
-MAX_ENTRY_BYTES = 2**25
+MAX_CACHED_BYTES = 2**25
+MAX_ENTRY_BYTES = 2**24
 """Of compiled grammars that are kept for further requests: all, and one."""
 MAX_LIVE_BYTES = 2**32
 """Of compiled grammars in use and kept; above, no other one is compiled."""

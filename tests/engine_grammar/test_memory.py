@@ -10,14 +10,14 @@ from contract.errors import OverloadedError
 from contract.requests import Grammar
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.machine import Machine
-from engine.grammar.memory import heap_meter
+from engine.grammar.memory import HeapTrimmer, heap_meter
 from engine.grammar.vocabulary import load_vocabulary
 from tests.engine_grammar.answers import VOCAB_SIZE, asking
 from tests.engine_grammar.attack import ATTACKS, compile_one, named, schema
 from tests.text.tiny_model import END, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_GROWTH_MB = 400
+MAX_GROWTH_MB = 200
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +111,14 @@ def test_what_fails_is_not_kept(model: Path) -> None:
     outcome = compiler.start(asking(Grammar("regex", "(a")), Grammar("regex", "(a"), lambda _: None).result()
     assert isinstance(outcome, Exception) and outcome.__traceback__ is None and outcome.__context__ is None
     compiler.close()
+
+
+def test_free_pages_are_given_back_at_most_once_a_period() -> None:
+    """H1: a trim walks the whole heap, so that many short compilations share one."""
+    now = [0.0]
+    trimmer = HeapTrimmer(period_seconds=1.0, clock=lambda: now[0])
+    trimmed = []
+    for seconds in (0.5, 1.0, 1.5, 2.0, 9.0):
+        now[0] = seconds
+        trimmed.append(trimmer.trim())
+    assert trimmed == [True, False, True, False, True]
