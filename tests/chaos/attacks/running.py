@@ -1,17 +1,18 @@
 """Runs one attack on a fresh service beside a bystander, and measures what it cost."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.attacks.bystander import Bystander, bystander_of, p99
 from tests.chaos.attacks.target import Target, attacked_service
-from tests.chaos.attacks.weapons import WEAPONS
 
+_REPOSITORY = Path(__file__).resolve().parents[3]
 _CALM_SECONDS = 15.0
 _WEAPON_SECONDS = 150.0
 _RECOVERY_SECONDS = 60.0
@@ -94,11 +95,17 @@ async def run_attack(folder: Path, name: str, python: str) -> AttackReport:
 
 async def _strike(target: Target, name: str, too_large: asyncio.Event) -> None:
     """Attack until the weapon is spent, its time is over, or the service takes more than this machine should give."""
-    tasks = {asyncio.ensure_future(WEAPONS[name](target)), asyncio.create_task(too_large.wait())}
+    attacker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.chaos.attacks.weapons", name, target.as_json()), cwd=_REPOSITORY
+    )
+    tasks = {asyncio.create_task(attacker.wait()), asyncio.create_task(too_large.wait())}
     _, pending = await asyncio.wait(tasks, timeout=_WEAPON_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    with suppress(ProcessLookupError):
+        attacker.kill()
     for task in pending:
         task.cancel()
     await asyncio.wait(tasks)
+    await attacker.wait()
 
 
 async def _first_answer(bystander: Bystander, ended: float) -> float:

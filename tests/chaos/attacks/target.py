@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,16 @@ class Target:
     attacker_key: str
     bystander_key: str
     log: Path
+
+    @classmethod
+    def from_json(cls, text: str) -> "Target":
+        """Return the target that ``as_json`` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "log": Path(fields["log"])})
+
+    def as_json(self) -> str:
+        """Return all fields as JSON, for the process of an attacker."""
+        return json.dumps({**asdict(self), "log": str(self.log)})
 
     def roots(self) -> dict[str, int]:
         """Return the process id of the router and of each worker, by name."""

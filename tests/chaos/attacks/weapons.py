@@ -1,8 +1,14 @@
-"""What strangers send: one coroutine an attack. Each ends by itself, whether or not the service has answered."""
+"""What strangers send: one coroutine an attack. Each ends by itself, whether or not the service has answered.
+
+``python -m tests.chaos.attacks.weapons NAME TARGET`` attacks for at least 15 seconds; TARGET is a Target as JSON. An
+attacker is a process of its own with the lowest priority: it stands for another machine, whose work is not the service's.
+"""
 
 import asyncio
 import gzip
 import json
+import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -52,9 +58,9 @@ async def unread_whole_answers(target: Target) -> None:
 
 
 async def long_stop_strings(target: Target) -> None:
-    """Stream 128 answers that repeat one token, beside 64 stop strings of 1,024 characters that almost match them."""
+    """Stream 128 answers that repeat one token, beside 60 stop strings of 64 characters that almost match them."""
     token, text = await _repeated_token(target)
-    stops = [(text * 1024)[: 1023 - number] + "\x01" for number in range(64)]
+    stops = [(text * 64)[: 63 - number % 8] + chr(1 + number) for number in range(60)]
     body = _question(
         stop=stops, allowed_token_ids=[token], max_tokens=1200, ignore_eos=True, n=64, stream=True
     )
@@ -290,3 +296,14 @@ async def _send_and_close(
             await writer.drain()
             await reader.read(2**16)
             writer.transport.abort()
+
+
+async def _attack(name: str, target: Target) -> None:
+    until = time.monotonic() + _HOLD_SECONDS
+    while time.monotonic() < until:
+        await WEAPONS[name](target)
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    asyncio.run(_attack(sys.argv[1], Target.from_json(sys.argv[2])))
