@@ -182,7 +182,8 @@ class Attempt:
     def _bind(self, num_prompt_tokens: int) -> None:
         for leg in self._legs:
             num_answer_tokens = 0 if leg is self._prefill else self._request.num_answer_tokens
-            leg.worker.bind(self._key, partial(self._receive, leg), num_prompt_tokens + num_answer_tokens)
+            num_tokens = num_prompt_tokens + num_answer_tokens
+            leg.worker.bind(self._key, partial(self._receive, leg), num_tokens, self._request.tenant)
 
     def _settle(self) -> None:
         """Release the workers: unbind every leg and cancel those that may still be held."""

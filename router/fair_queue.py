@@ -14,7 +14,7 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -106,10 +106,13 @@ class FairQueue(Generic[_L, _T]):
                 for tickets in tenants.values():
                     yield from tickets
 
-    @property
-    def lanes(self) -> list[_L]:
-        """The lanes in which somebody waits, the one whose head goes first in front."""
-        return sorted(self._lanes, key=lambda lane: self._rank(self.head(lane)))
+    def heads(self, held_back: Callable[[_L], Container[str]] = lambda lane: ()) -> list[Ticket[_L, _T]]:
+        """Return the head of each lane that has one, the one that goes first in front.
+
+        held_back: returns the clients without whom a lane's head is found.
+        """
+        heads = [head for lane in self._lanes if (head := self.head(lane, held_back(lane)))]
+        return sorted(heads, key=self._rank)
 
     def add(self, lane: _L, claim: Claim, item: _T) -> Ticket[_L, _T]:
         """Take a request in."""
@@ -126,16 +129,18 @@ class FairQueue(Generic[_L, _T]):
         self._num_waiting += 1
         return ticket
 
-    def head(self, lane: _L) -> Ticket[_L, _T]:
-        """Return who is next in a lane that has somebody."""
-        priorities = self._lanes[lane]
+    def head(self, lane: _L, held_back: Container[str] = ()) -> Ticket[_L, _T] | None:
+        """Return the request that is next in a lane, without those of the clients in ``held_back``; None without any."""
+        tops = {
+            priority: [tickets[0] for tenant, tickets in tenants.items() if tenant not in held_back]
+            for priority, tenants in self._lanes.get(lane, {}).items()
+        }
         if self._is_aged_turn:
-            aged = [p for p in priorities if p > BACKGROUND_PRIORITY]
-            tops = [tickets[0] for p in aged for tickets in priorities[p].values()]
-            if tops:
-                return min(tops, key=lambda top: (self._virtual_time(top), top.arrival, top.number))
-        tenants = priorities[max(priorities)]
-        return min((tickets[0] for tickets in tenants.values()), key=self._order)
+            aged = [top for priority in tops if priority > BACKGROUND_PRIORITY for top in tops[priority]]
+            if aged:
+                return min(aged, key=lambda top: (self._virtual_time(top), top.arrival, top.number))
+        highest = max((priority for priority, found in tops.items() if found), default=None)
+        return None if highest is None else min(tops[highest], key=self._order)
 
     def take(self, ticket: Ticket[_L, _T]) -> None:
         """Begin a request: its client is charged, unless it was begun before or goes in the background."""

@@ -14,6 +14,7 @@ from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
 from router.inbox import Event
 from router.policy import UNLIMITED, Need, WorkerView, is_full, longest, missing_role
+from router.running_shares import Held, Use
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class AttachedWorker:
     Owns the legs that are bound to it, by what they are for: where its entries go. ``gone`` is set when it is
     detached; from then on it says nothing any more, even if it is still alive. session: names this incarnation's stream, so
     that a late call meant for it starts nothing on the next one. is_leaving: one side has said goodbye.
-    on_change: called when it may have room that it had not.
+    held: what runs here, by client. on_change: called when it may have room that it had not.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class AttachedWorker:
         self.num_tokens = 0
         self.num_stale_entries = 0
         self._on_change = on_change
-        self._legs: dict[LegKey, tuple[Callable[[Event], None], int]] = {}
+        self.held = Held()
+        self._legs: dict[LegKey, tuple[Callable[[Event], None], int, str]] = {}
 
     @property
     def role(self) -> Role:
@@ -58,15 +60,21 @@ class AttachedWorker:
         reg = self.registration
         return (reg.num_blocks - 1) * reg.kv_layout.block_size if reg.num_blocks else UNLIMITED
 
-    def bind(self, key: LegKey, post: Callable[[Event], None], num_tokens: int) -> None:
-        """Send this leg's entries to ``post``, and its end if the worker dies. ``num_tokens`` count as load."""
-        self._legs[key] = post, num_tokens
+    def bind(self, key: LegKey, post: Callable[[Event], None], num_tokens: int, tenant: str = "") -> None:
+        """Send this leg's entries to ``post``, and its end if the worker dies. ``num_tokens`` count as load.
+
+        tenant: the client for which the leg runs.
+        """
+        self._legs[key] = post, num_tokens, tenant
         self.num_tokens += num_tokens
+        self.held.add(tenant, 1, num_tokens)
 
     def unbind(self, key: LegKey) -> None:
         """Forget a leg; what still comes for it is dropped."""
         if leg := self._legs.pop(key, None):
-            self.num_tokens -= leg[1]
+            _, num_tokens, tenant = leg
+            self.num_tokens -= num_tokens
+            self.held.add(tenant, -1, -num_tokens)
             self._on_change()
 
     def deliver(self, step: pb.StepOutput) -> None:
@@ -94,7 +102,7 @@ class AttachedWorker:
     def lose(self, reason: str) -> None:
         """The worker is dead: every leg bound to it ends with WorkerLostError."""
         self.gone.set()
-        for post, _ in list(self._legs.values()):
+        for post, _, _ in list(self._legs.values()):
             post(WorkerLostError(f"worker {self.name} was lost with the request: {reason}"))
 
     def view(self) -> WorkerView:
@@ -160,6 +168,14 @@ class Registry:
     def snapshot(self) -> list[WorkerView]:
         """What a policy decides on."""
         return [worker.view() for worker in self._workers.values()]
+
+    def decoding(self) -> list[Use]:
+        """Return what each worker that decodes takes on, and who holds how much of it."""
+        return [
+            Use(worker.credit.max_requests, worker.credit.max_tokens, worker.held)
+            for worker in self._workers.values()
+            if worker.role is not Role.PREFILL
+        ]
 
     def get(self, worker_id: str) -> AttachedWorker:
         """The current incarnation of a worker of the last snapshot (no await lies between)."""

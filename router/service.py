@@ -33,6 +33,7 @@ from router.readiness import what_is_missing
 from router.registry import Registry
 from router.relay import Relays
 from router.running import RunningRequests
+from router.running_shares import RunningShares
 from router.settings import RouterSettings
 from router.severed import SeveredPairs
 from router.tasks import TaskSet
@@ -92,7 +93,8 @@ class RouterService:
         self._ledger = Ledger(settings.max_queue, self._metrics)
         self._tasks = TaskSet()
         severed = SeveredPairs()
-        self._line = WaitingLine(self._registry, self._changes, severed, settings.worker_wait_seconds)
+        shares = RunningShares(settings.max_key_share)
+        self._line = WaitingLine(self._registry, self._changes, severed, shares, settings.worker_wait_seconds)
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
         relays = Relays(self._registry, self._line, severed, self._tasks, unread, settings.max_replays)
         self._tokenizers = TokenizerThreads()

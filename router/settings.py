@@ -96,6 +96,8 @@ class RouterSettings(Settings):
     """How long a connection may stay open between two requests."""
     max_queue: int = Field(default=1024, ge=1)
     """Requests that wait for workers at once; more are answered 429, but for API keys that hold less than their share."""
+    max_key_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of what the workers decode at once that one API key may hold while other keys are used too; 1: all of it."""
     max_priority: int = Field(default=100, ge=0, lt=2**31)
     """The highest ``priority`` that a request gets; a higher one counts as this."""
     shared_prefix_cache: bool = False

@@ -26,6 +26,7 @@ from router.policy import (
     why_too_long,
 )
 from router.registry import Registry
+from router.running_shares import RunningShares
 from router.severed import SeveredPairs
 
 
@@ -58,14 +59,21 @@ class WaitingLine:
 
     Nobody passes the head of a lane. Heads of other lanes may be bound while it waits, but not to the workers that it waits
     for: so an embedding does not wait for a decode worker, and a request for a small worker not for a large one. A role or a
-    size that no worker has is waited for ``patience_seconds``: one may be starting again.
+    size that no worker has is waited for ``patience_seconds``: one may be starting again. A client that holds its share of
+    what runs (``shares``) is passed by the others.
     """
 
     def __init__(
-        self, registry: Registry, changes: ChangeSignal, severed: SeveredPairs, patience_seconds: float
+        self,
+        registry: Registry,
+        changes: ChangeSignal,
+        severed: SeveredPairs,
+        shares: RunningShares,
+        patience_seconds: float,
     ) -> None:
         self._registry = registry
         self._severed = severed
+        self._shares = shares
         self._patience_seconds = patience_seconds
         self._patience = Patience(patience_seconds, self._serve)
         self._queue: FairQueue[_Lane, _Waiter] = FairQueue()
@@ -83,6 +91,7 @@ class WaitingLine:
         ``patience_seconds``; at once if workers have refused the request for its size and no other is attached.
         """
         waiter = _Waiter(wish, begin, asyncio.get_running_loop().create_future())
+        self._shares.note(claim.tenant)
         workers = self._registry.snapshot()
         ticket = self._queue.add(self._lane_of(waiter, workers), claim, waiter)
         self._serve_if_it_matters(ticket)
@@ -96,7 +105,7 @@ class WaitingLine:
         finally:
             waiter.stop_timer()
             if waiter.is_queued:
-                is_head = self._queue.head(ticket.lane) is ticket
+                is_head = self._is_head(ticket)
                 self._discard(ticket)
                 if is_head:
                     self._serve()
@@ -109,9 +118,17 @@ class WaitingLine:
 
     def _serve_if_it_matters(self, ticket: Ticket[_Lane, _Waiter]) -> None:
         """Do nothing for one that comes behind a head that waits for room: nothing changes for anybody."""
-        is_head = self._queue.head(ticket.lane) is ticket
-        if is_head or self._patience.missing(ticket.item.wish.need):
+        if self._is_head(ticket) or self._patience.missing(ticket.item.wish.need):
             self._serve()
+
+    def _is_head(self, ticket: Ticket[_Lane, _Waiter]) -> bool:
+        return self._queue.head(ticket.lane, self._held_back(ticket.lane)) is ticket
+
+    def _held_back(self, lane: _Lane) -> frozenset[str]:
+        """Return the clients whose requests in this lane wait because others run; embeddings do not decode."""
+        if lane.need is Need.EMBEDDING:
+            return frozenset()
+        return self._shares.held_back(self._registry.decoding())
 
     def _serve(self) -> None:
         """Bind the heads of the lanes for as long as there is room."""
@@ -125,8 +142,8 @@ class WaitingLine:
 
     def _bind_one(self, workers: Sequence[WorkerView], severed: Pairs) -> bool:
         """Bind the first head that has room. Workers that an earlier head waits for are taken as full."""
-        for lane in self._queue.lanes:
-            ticket = self._queue.head(lane)
+        for ticket in self._queue.heads(self._held_back):
+            lane = ticket.lane
             if ticket.item.attempt.done():
                 self._discard(ticket)
                 return True

@@ -12,7 +12,7 @@ LANE = "lane"
 
 
 def take(queue: FairQueue[str, str]) -> str:
-    ticket = queue.head(queue.lanes[0])
+    ticket = queue.heads()[0]
     queue.take(ticket)
     return ticket.item
 
@@ -146,10 +146,10 @@ def test_lanes_have_heads_of_their_own_in_one_order() -> None:
     queue: FairQueue[str, str] = FairQueue()
     queue.add("answers", Claim(arrival=2.0, family="a"), "answer")
     queue.add("embeddings", Claim(arrival=1.0, family="b"), "embedding")
-    assert queue.lanes == ["embeddings", "answers"]
-    ticket = queue.head("answers")
+    assert [head.lane for head in queue.heads()] == ["embeddings", "answers"]
+    ticket = queue.heads()[1]
     queue.move(ticket, "embeddings")
-    assert queue.lanes == ["embeddings"]
+    assert [head.lane for head in queue.heads()] == ["embeddings"]
     assert names(queue) == ["embedding", "answer"]
 
 
@@ -168,8 +168,30 @@ def test_the_queue_holds_what_was_added_and_not_taken(steps: list[tuple[str, str
             queue.add(tenant, claim, str(number))
             held.add(str(number))
         elif queue:
-            ticket = queue.head(queue.lanes[-1])
+            ticket = queue.heads()[-1]
             (queue.take if step == "-" else queue.discard)(ticket)
             held.remove(ticket.item)
         assert {ticket.item for ticket in queue} == held
         assert len(queue) == len(held)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=20),
+    st.sets(st.sampled_from("abc")),
+)
+def test_requests_of_clients_that_are_held_back_are_passed(
+    asked: list[tuple[str, int]], held_back: set[str]
+) -> None:
+    """M3: the others go in their own order, and nobody goes where nobody else waits."""
+    queue: FairQueue[str, str] = FairQueue()
+    others: FairQueue[str, str] = FairQueue()
+    for number, (tenant, priority) in enumerate(asked):
+        claim = Claim(priority=priority, tenant=tenant, family=str(number), arrival=float(number))
+        queue.add(LANE, claim, str(number))
+        if tenant not in held_back:
+            others.add(LANE, claim, str(number))
+    while others:
+        (ticket,) = queue.heads(lambda lane: held_back)
+        queue.take(ticket)
+        assert ticket.item == take(others)
+    assert not queue.heads(lambda lane: held_back)

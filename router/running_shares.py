@@ -1,0 +1,68 @@
+"""How much of what runs one client may hold while others use the service too.
+
+A client that is alone may fill every worker. Without a bound each other client would wait until answers of the first one
+end, however fair the queue is. While others are there, a client that holds its share waits.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+RECENT_SECONDS = 10.0
+"""For how long a client that asks for nothing more counts as one that uses the service."""
+
+
+@dataclass
+class Held:
+    """Requests and tokens that run, by client."""
+
+    num_requests: Counter[str] = field(default_factory=Counter)
+    num_tokens: Counter[str] = field(default_factory=Counter)
+
+    def add(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        """Count what begins, or with negative numbers what ends."""
+        self.num_requests[tenant] += num_requests
+        self.num_tokens[tenant] += num_tokens
+        if not self.num_requests[tenant]:
+            del self.num_requests[tenant], self.num_tokens[tenant]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one worker takes on at most, and what it has taken on."""
+
+    max_requests: int
+    max_tokens: int
+    held: Held
+
+
+class RunningShares:
+    """Owns when each client was seen last. max_share: of all requests, and of all tokens, that run at the same time."""
+
+    def __init__(self, max_share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_share = max_share
+        self._clock = clock
+        self._seen_at: dict[str, float] = {}
+
+    def note(self, tenant: str) -> None:
+        """Record that a client asks for something now."""
+        self._seen_at[tenant] = self._clock()
+
+    def held_back(self, uses: Sequence[Use]) -> frozenset[str]:
+        """Return the clients that hold their share or more; nobody while one client alone uses the service."""
+        num_requests, num_tokens = Counter[str](), Counter[str]()
+        for use in uses:
+            num_requests.update(use.held.num_requests)
+            num_tokens.update(use.held.num_tokens)
+        since = self._clock() - RECENT_SECONDS
+        self._seen_at = {tenant: seen for tenant, seen in self._seen_at.items() if seen > since}
+        if len(self._seen_at.keys() | num_requests.keys()) < 2:
+            return frozenset()
+        requests = self._max_share * sum(use.max_requests for use in uses)
+        tokens = self._max_share * sum(use.max_tokens for use in uses)
+        return frozenset(
+            tenant
+            for tenant, count in num_requests.items()
+            if count >= max(1.0, requests) or num_tokens[tenant] >= tokens
+        )
