@@ -2,16 +2,25 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from contract.errors import InvalidRequestError, SettingError
 from text.chat import Chat
 from text.templates.attempt import Prompt, Render, attempt, attempt_continued
-from text.templates.forms import Form
-from text.templates.probe import Findings, Probe
+from text.templates.forms import Form, shape
+from text.templates.probe import REFUSED, Findings, Probe
 from text.templates.questions_messages import ask_about_messages
-from text.templates.questions_tools import ask_about_documents, ask_about_tools
+from text.templates.questions_tools import ask_about_documents, ask_about_tools, described_tool, document
 from text.templates.report import TemplateReport
-from text.templates.sandbox import DEFAULT, LocalRenderer, Renderer, TemplateLimitError, refusal
+from text.templates.sandbox import (
+    DEFAULT,
+    LocalRenderer,
+    Renderer,
+    TemplateLimitError,
+    TemplateRefusalError,
+    refusal,
+)
+from text.templates.turns import has_neighbours
 
 TOOL_USE = "tool_use"
 RAG = "rag"
@@ -76,13 +85,17 @@ class ChatTemplate:
         name = self._name_for(chat)
         render, make = self._render(name), attempt_continued if chat.continue_final_message else attempt
         first: InvalidRequestError | None = None
+        last: InvalidRequestError | None = None
         for form in _forms_for(chat, self._findings[name].form):
+            if form.merges and not isinstance(last, TemplateRefusalError):
+                continue
             try:
                 return make(render, chat, form)
             except TemplateLimitError:
                 raise
             except InvalidRequestError as error:
                 first = first or error
+                last = error
         assert first is not None
         raise first
 
@@ -101,26 +114,72 @@ class ChatTemplate:
         return lambda variables: _unicode(self._renderer.render(name, {**variables, **self._tokens}))
 
     def _probed(self, name: str) -> Findings:
+        """Probe a template with what it needs: some show no message without tools, or without documents."""
         render = self._render(name)
-        probe = Probe(lambda chat, form: attempt(render, chat, form).text)
-        ask_about_messages(probe)
-        if name != RAG:
-            ask_about_tools(probe)
-        if name != TOOL_USE:
-            ask_about_documents(probe)
-        return probe.findings
+        found: list[Findings] = []
+        for chat_with, form in _settings_of(name):
+            probe = Probe(partial(_attempted, render, chat_with), form)
+            ask_about_messages(probe)
+            if name != RAG:
+                ask_about_tools(probe)
+            if name != TOOL_USE:
+                ask_about_documents(probe)
+            found.append(probe.findings)
+            if probe.findings.abilities["user"] != REFUSED:
+                return probe.findings
+        return found[0]
+
+
+def _attempted(render: Render, chat_with: Callable[[Chat], Chat], chat: Chat, form: Form) -> str:
+    return attempt(render, chat_with(chat), form).text
+
+
+def _settings_of(name: str) -> Iterator[tuple[Callable[[Chat], Chat], Form]]:
+    """Yield what to try a template with: what its conversations always have, and the form to begin with."""
+
+    def with_tools(chat: Chat) -> Chat:
+        return replace(chat, tools=chat.tools or tools)
+
+    def with_documents(chat: Chat) -> Chat:
+        return replace(chat, documents=chat.documents or documents)
+
+    tools, documents = (described_tool(),), (document(),)
+    if name == DEFAULT:
+        yield lambda chat: chat, Form()
+    if name != RAG:
+        yield with_tools, Form()
+        yield with_tools, Form(tools="function")
+    if name != TOOL_USE:
+        yield with_documents, Form()
 
 
 def _forms_for(chat: Chat, form: Form) -> Iterator[Form]:
+    """Yield the forms to try for a conversation, each also with neighbouring messages of one role merged.
+
+    A merged form is for a template that refuses the form before it.
+    """
+    for plainer in _plainer_forms(chat, form):
+        yield plainer
+        if has_neighbours(shape(chat.messages, plainer)):
+            yield replace(plainer, merges=True)
+
+
+def _plainer_forms(chat: Chat, form: Form) -> Iterator[Form]:
     """Yield the forms to try for a conversation: the template's own, then those that any template may show."""
     yield form
     messages = chat.messages
     plainer = form
+    if any(tool["function"].get(key) is None for tool in chat.tools for key in ("description", "parameters")):
+        plainer = replace(plainer, fills=frozenset({"description", "parameters"}))
+        yield plainer
     if any("reasoning_content" in message for message in messages):
         plainer = replace(plainer, reasoning=None)
         yield plainer
     if sum(message["role"] in ("system", "developer") for message in messages) > 1:
         plainer = replace(plainer, apart=frozenset(), later=frozenset())
+        yield plainer
+    if any(len(message.get("tool_calls") or ()) > 1 for message in messages):
+        plainer = replace(plainer, one_call=True)
         yield plainer
     if any(message.get("tool_calls") for message in messages):
         plainer = replace(plainer, splits_calls=True)

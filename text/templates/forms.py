@@ -7,14 +7,16 @@ from typing import Any, Literal
 
 from text.chat import Message
 from text.templates.arguments import as_json, as_object
-from text.templates.systems import merge_systems, system_into_user
+from text.templates.systems import content_text, merge_systems, system_into_user
+from text.templates.turns import merge_neighbours, name_calls, one_call_each
 
 BROKEN_KEY = "arguments"
 """The key under which arguments that are no object stand, for templates that go through the keys of an object."""
 _ID_LENGTH = 9
-Absent = Literal["null", "empty", "missing"]
-"""A content without text, as three different things."""
-ABSENT: tuple[Absent, ...] = ("null", "empty", "missing")
+_EMPTY: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
+Absent = Literal["null", "empty", "missing", "part"]
+"""A content without text, as four different things; "part" is a list of one part without text."""
+ABSENT: tuple[Absent, ...] = ("null", "empty", "missing", "part")
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,10 @@ class Form:
     messages that may follow other messages. arguments: of calls, as an object or JSON text. broken: arguments that are no
     object, as that text, or as the one value of an object. calls: as ``tool_calls``, or as JSON in the text. results: tool
     messages, or user messages. call_contents, bare_contents: contents without text that may stand beside calls, and alone;
-    the first replaces others. splits_calls: text and calls are two messages. call_ids: as sent, or of nine characters.
-    reasoning: the key of earlier reasoning; None leaves it out. tools: as the client sent them, the function alone, or as
-    JSON in the system message. fills_parameters: functions without parameters get an empty schema.
+    the first replaces others. splits_calls: text and calls are two messages. one_call: a message has one call at most,
+    followed by its result. call_ids: as sent, of nine characters, or with the function's name. merges: neighbouring messages
+    of one role are one. reasoning: the key of earlier reasoning; None leaves it out. tools: as the client sent them, the
+    function alone, or as JSON in the system message. fills: keys that functions without them get, empty.
     """
 
     parts: frozenset[str] = frozenset()
@@ -45,10 +48,12 @@ class Form:
     call_contents: tuple[Absent, ...] = ABSENT
     bare_contents: tuple[Absent, ...] = ABSENT
     splits_calls: bool = False
-    call_ids: Literal["sent", "nine"] = "sent"
+    one_call: bool = False
+    call_ids: Literal["sent", "nine", "named"] = "sent"
+    merges: bool = False
     reasoning: str | None = "reasoning_content"
     tools: Literal["sent", "function", "system"] = "sent"
-    fills_parameters: bool = False
+    fills: frozenset[str] = frozenset()
 
 
 def shape(messages: list[Message], form: Form) -> list[Message]:
@@ -57,36 +62,34 @@ def shape(messages: list[Message], form: Form) -> list[Message]:
     shaped = merge_systems(shaped, form.apart, form.later)
     if form.system == "user":
         shaped = system_into_user(shaped)
+    if form.call_ids == "named":
+        shaped = name_calls(shaped)
+    if form.one_call:
+        shaped = one_call_each(shaped)
     shaped = [part for message in shaped for part in _assistant(message, form)]
     shaped = _results(shaped, form)
+    if form.merges:
+        shaped = merge_neighbours(shaped)
     return [_with_content(message, form) for message in shaped]
 
 
 def shape_tools(tools: list[dict[str, Any]], form: Form) -> list[dict[str, Any]] | None:
     """Return the tools as the template gets them; None if it gets none."""
-    if form.fills_parameters:
-        tools = [_filled(tool) for tool in tools]
+    if form.fills:
+        tools = [_filled(tool, form.fills) for tool in tools]
     if form.tools == "system" or not tools:
         return None
     return [tool["function"] for tool in tools] if form.tools == "function" else tools
-
-
-def content_text(content: Any) -> str:
-    """Return the text of a content; parts are joined by newlines."""
-    if isinstance(content, list):
-        return "\n".join(part.get("text", "") for part in content)
-    return content or ""
 
 
 def _with_role(message: Message, form: Form) -> Message:
     return {**message, "role": form.developer} if message["role"] == "developer" else dict(message)
 
 
-def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+def _filled(tool: dict[str, Any], keys: frozenset[str]) -> dict[str, Any]:
     function = tool["function"]
-    if function.get("parameters") is not None:
-        return tool
-    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
+    missing = {key: _EMPTY[key] for key in sorted(keys) if function.get(key) is None}
+    return {**tool, "function": {**function, **missing}} if missing else tool
 
 
 def _assistant(message: Message, form: Form) -> list[Message]:
@@ -132,6 +135,8 @@ def _with_absent(message: Message, allowed: tuple[Absent, ...]) -> Message:
 def _set_absent(message: Message, absent: Absent) -> Message:
     if absent == "missing":
         return {key: value for key, value in message.items() if key != "content"}
+    if absent == "part":
+        return {**message, "content": [{"type": "text", "text": ""}]}
     return {**message, "content": None if absent == "null" else ""}
 
 

@@ -11,6 +11,8 @@ import secrets
 from dataclasses import dataclass, field
 
 _CLOSED_REASONING = re.compile(r"</[\w:|-]*think\w*>|\[/THINK\]|<\|?/?channel\|>")
+_SWITCH = re.compile(r"(?<!\S)/(?:(?:no_?)?think|system_override)(?!\S)")
+"""Words for a template, which it may take out of a text."""
 _JSON_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"')
 
 
@@ -27,14 +29,13 @@ class MarkedText:
     is_answer: bool
 
     def is_written_as(self, written: str) -> bool:
-        """Return whether ``written`` is the text, as it is or escaped; white space does not count."""
-        return written == self.text or any(
-            _bare(written) == _bare(spelling) for spelling in self._spellings()
-        )
+        """Return whether ``written`` is the text, as it is or escaped; white space and switches do not count."""
+        bare = _bare(written)
+        return written == self.text or any(bare == _bare(spelling) for spelling in self._spellings())
 
     def is_within(self, prompt: str) -> bool:
         """Return whether a prompt holds the text, as it is or escaped."""
-        return self.text in prompt or any(spelling in prompt for spelling in self._spellings())
+        return self.text in prompt or any(spelling.strip() in prompt for spelling in self._spellings())
 
     def without_reasoning(self) -> str | None:
         """Return what follows the reasoning that an answer holds in its text, or None if it holds none."""
@@ -44,7 +45,11 @@ class MarkedText:
     def _spellings(self) -> list[str]:
         text = self.text
         found = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1], repr(text)[1:-1]]
-        found += [html.escape(text), json.dumps(found[1], ensure_ascii=False)[1:-1]]
+        escaped = html.escape(text)
+        found += [escaped, escaped.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")]
+        found.append(json.dumps(found[1], ensure_ascii=False)[1:-1])
+        if _SWITCH.search(text):
+            found.append(_SWITCH.sub("", text))
         if "\\" in text and (literal := _unquoted(text)) is not None:
             found += [literal, json.dumps(literal, ensure_ascii=False)[1:-1], repr(literal)[1:-1]]
         return found

@@ -34,9 +34,10 @@ class Findings:
 class Probe:
     """Owns the findings about one template while it is probed."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, form: Form | None = None) -> None:
+        """Begin with a form; by default the plain one."""
         self._attempt = attempt
-        self.findings = Findings()
+        self.findings = Findings(form or Form())
 
     @property
     def form(self) -> Form:
@@ -96,6 +97,11 @@ def word() -> str:
 def say(role: str, content: Any = "", **others: Any) -> Message:
     """Return a message; its content is an unguessable word if none is given."""
     return {"role": role, "content": word() if content == "" else content, **others}
+
+
+def part(text: str) -> Message:
+    """Return a part of a content."""
+    return {"type": "text", "text": text}
 
 
 def chat(*messages: Message, **others: Any) -> Chat:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
-from contract.errors import InternalError, InvalidRequestError, SettingError
+from contract.errors import InternalError, SettingError
 from text.templates.child import HEADER, INVALID, REFUSAL, TEXT, decode_frame, encode_frame
-from text.templates.sandbox import TemplateLimitError
+from text.templates.sandbox import TemplateLimitError, TemplateRefusalError
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from text.templates.child import main; main()"
@@ -58,7 +58,7 @@ class ProcessRenderer:
         if TEXT in answer:
             return str(answer[TEXT])
         if REFUSAL in answer:
-            raise InvalidRequestError(answer[REFUSAL], param="messages")
+            raise TemplateRefusalError(answer[REFUSAL], param="messages")
         raise self._limit_error()
 
     def close(self) -> None:

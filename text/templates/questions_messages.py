@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from text.chat import Chat, Message
+from text.chat import Chat
 from text.templates.forms import Form
-from text.templates.probe import Probe, chat, say, with_parts, word
+from text.templates.probe import Probe, chat, part, say, with_parts, word
 
 _LEADING = (
     ("system", "system"),
@@ -61,13 +61,9 @@ def _keeps_parts(probe: Probe, role: str, around: tuple[str, ...], kept: Form) -
         message = {"role": role, "content": content}
         return chat(*((message, *beside) if role == "system" else (*beside, message)))
 
-    one = probe.written(of([_part(first)]), kept)
-    two = probe.written(of([_part(first), _part(second)]), kept)
+    one = probe.written(of([part(first)]), kept)
+    two = probe.written(of([part(first), part(second)]), kept)
     return one is not None and two is not None and one == probe.written(of(first), probe.form)
-
-
-def _part(text: str) -> Message:
-    return {"type": "text", "text": text}
 
 
 def _ask_developer(probe: Probe) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 from text.chat import Chat, Message
 from text.templates.forms import ABSENT, Form
-from text.templates.probe import Candidate, Probe, chat, say, with_parts, word
+from text.templates.probe import Candidate, Probe, chat, part, say, with_parts, word
+from text.tools import Tool
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_IDS = {"sent": "", "nine": ", short ids", "named": ", ids with names"}
 
 
 def ask_about_tools(probe: Probe) -> None:
@@ -23,8 +25,18 @@ def ask_about_tools(probe: Probe) -> None:
 
 def ask_about_documents(probe: Probe) -> None:
     """Find out whether documents are shown."""
-    document = {"title": word(), "text": word()}
-    probe.choose("documents", [("shown", probe.form)], [chat(say("user"), documents=(document,))])
+    probe.choose("documents", [("shown", probe.form)], [chat(say("user"), documents=(document(),))])
+
+
+def document() -> dict[str, Any]:
+    """Return a document with unguessable texts."""
+    return {"title": word(), "text": word()}
+
+
+def described_tool() -> Tool:
+    """Return a tool with everything that templates read of one."""
+    schema = {"type": "object", "properties": {word(): {"type": "string", "description": word()}}}
+    return _tool(word(), description=word(), parameters=schema)
 
 
 def _tool(name: str, **function: Any) -> dict[str, Any]:
@@ -49,17 +61,28 @@ def _calling(content: Any, *calls: dict[str, Any], **others: Any) -> list[Messag
 def _ask_tools(probe: Probe) -> None:
     form = probe.form
     description, parameter = word(), word()
-    schema = {"type": "object", "properties": {parameter: {"type": "string"}}}
-    tools = (_tool(word(), description=description, parameters=schema), _tool(word(), parameters=schema))
+    schema = {"type": "object", "properties": {parameter: {"type": "string", "description": word()}}}
+    tools = tuple(_tool(word(), description=description, parameters=schema) for _ in range(2))
     chats = [chat(say("user"), tools=tools), chat(say("system"), say("user"), tools=tools)]
     candidates = [("shown", form), ("shown, the functions alone", replace(form, tools="function"))]
     if not probe.choose(
         "tools", candidates, chats, lambda text: (description not in text) + (parameter not in text)
     ):
         probe.choose("tools", [("in the system message", replace(form, tools="system"))], chats)
-    form = probe.form
-    bare = [("as sent", form), ("with an empty schema", replace(form, fills_parameters=True))]
-    probe.choose("tools without parameters", bare, [chat(say("user"), tools=(_tool(word()),))])
+    _ask_bare_tools(probe, schema)
+
+
+def _ask_bare_tools(probe: Probe, schema: dict[str, Any]) -> None:
+    """Find out whether tools may lack their parameters, or their description."""
+    for key, filled, function in (
+        ("parameters", "with an empty schema", {"description": word()}),
+        ("description", "with an empty description", {"parameters": schema}),
+    ):
+        form = probe.form
+        candidates = [("as sent", form), (filled, replace(form, fills=form.fills | {key}))]
+        probe.choose(
+            f"tools without {key}", candidates, [chat(say("user"), tools=(_tool(word(), **function),))]
+        )
 
 
 def _ask_calls(probe: Probe) -> None:
@@ -67,7 +90,11 @@ def _ask_calls(probe: Probe) -> None:
     arguments = f'{{"{key}": "{value}"}}'
     asked = _calling(None, _call(arguments))
     tools = (
-        _tool(asked[1]["tool_calls"][0]["function"]["name"], parameters={"type": "object", "properties": {}}),
+        _tool(
+            asked[1]["tool_calls"][0]["function"]["name"],
+            description=word(),
+            parameters={"type": "object", "properties": {}},
+        ),
     )
     short = chat(*asked, tools=tools)
     long = chat(*asked, say("assistant"), say("user"), tools=tools)
@@ -78,6 +105,7 @@ def _ask_calls(probe: Probe) -> None:
     for chats in ([short, long], [short]):
         if probe.choose("calls", _call_forms(probe.form), chats, num_blemishes):
             _ask_call_contents(probe, short)
+            _ask_result_parts(probe, asked, tools)
             return
     form = probe.form
     in_text = replace(form, calls="text")
@@ -96,11 +124,11 @@ def _call_forms(form: Form) -> Iterator[Candidate]:
         (", results from the user", replace(form, results="user")),
     ]
     for end, shaped in results:
-        for ids in ("sent", "nine"):
+        for ids in ("sent", "nine", "named"):
             for arguments in ("object", "text"):
                 for absent in ABSENT:
                     yield (
-                        f"arguments as {arguments}, content {absent}{', short ids' if ids == 'nine' else ''}{end}",
+                        f"arguments as {arguments}, content {absent}{_IDS[ids]}{end}",
                         replace(shaped, call_ids=ids, arguments=arguments, call_contents=(absent,)),
                     )
 
@@ -115,6 +143,22 @@ def _ask_call_contents(probe: Probe, conversation: Chat) -> None:
         if written is not None and written.count("None") <= best.count("None"):
             allowed.append(absent)
     probe.keep(replace(probe.form, call_contents=(chosen, *(one for one in allowed if one != chosen))))
+
+
+def _ask_result_parts(probe: Probe, asked: list[Message], tools: tuple[Tool, ...]) -> None:
+    """Find out whether a result's parts are written as the same text in a string is."""
+    if "tool" in probe.form.parts or probe.form.results == "user":
+        return
+    *before, result = asked
+    text = result["content"]
+    kept = replace(probe.form, keeps_parts=probe.form.keeps_parts | {"tool"})
+    one, two = ([part(one) for one in texts] for texts in ([text], [text, word()]))
+    written = [
+        probe.written(chat(*before, {**result, "content": content}, tools=tools), kept)
+        for content in (one, two)
+    ]
+    if None not in written and written[0] == probe.written(chat(*asked, tools=tools), probe.form):
+        probe.keep(kept)
 
 
 def _ask_broken_arguments(probe: Probe) -> None:
@@ -163,4 +207,6 @@ def _ask_bare_answers(probe: Probe) -> None:
     tried: list[Candidate] = [(absent, replace(probe.form, bare_contents=(absent,))) for absent in ABSENT]
     written = {label: probe.written(conversation, form) or "" for label, form in tried}
     tried.sort(key=lambda one: (written[one[0]].count("None"), -len(written[one[0]])))
-    probe.choose("reasoning alone", tried, [conversation])
+    empty = chat(say("user"), {"role": "assistant", "content": None}, say("user"))
+    if not probe.choose("reasoning alone", tried, [conversation, empty]):
+        probe.choose("reasoning alone", tried, [conversation])

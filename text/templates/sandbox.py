@@ -35,6 +35,10 @@ class TemplateLimitError(InvalidRequestError):
     """A rendering took too much time or memory, or wrote too much."""
 
 
+class TemplateRefusalError(InvalidRequestError):
+    """A template refuses the messages with words of its own."""
+
+
 class Renderer(Protocol):
     """Renders a model's named templates."""
 
@@ -63,9 +67,9 @@ class LocalRenderer:
         """Do nothing: there is nothing to give back."""
 
 
-def refusal(words: str) -> InvalidRequestError:
+def refusal(words: str) -> TemplateRefusalError:
     """Return the error for messages that the template refuses with these words."""
-    return InvalidRequestError(
+    return TemplateRefusalError(
         f"the model's chat template refuses these messages: {words[:500]}", param="messages"
     )
 
@@ -87,8 +91,16 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2
         raise SettingError(f"the chat template cannot be compiled: {error}", param="model") from error
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> str:

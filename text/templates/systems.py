@@ -1,12 +1,20 @@
 """System and developer messages: neighbouring and later ones are merged for templates that do not take them."""
 
 from itertools import pairwise
+from typing import Any
 
 from text.chat import Message
 
 SEPARATOR = "\n\n"
 """Stands between the texts of merged messages."""
 SYSTEM_ROLES = ("system", "developer")
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a content; parts are joined by newlines."""
+    if isinstance(content, list):
+        return "\n".join(part.get("text", "") for part in content)
+    return content or ""
 
 
 def merge_systems(
@@ -61,10 +69,4 @@ def _merged(messages: list[Message]) -> Message:
 
 
 def _joined(messages: list[Message]) -> str:
-    return SEPARATOR.join(_text(message["content"]) for message in messages)
-
-
-def _text(content: object) -> str:
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return str(content or "")
+    return SEPARATOR.join(text for message in messages if (text := content_text(message["content"])))
