@@ -76,11 +76,21 @@ class ApiKeys:
 
 def first_key(keys: str | None, file: Path | None) -> str | None:
     """One of those that ``ApiKeys`` of the same arguments lets in; None where it asks for none. Raises SettingError."""
-    found = _listed(keys) or (_read(file) if file is not None else [])
+    found = _split(keys) or (_read(file) if file is not None else [])
     return found[0] if found else None
 
 
 def _listed(keys: str | None) -> list[str]:
+    found = _split(keys)
+    if keys is not None and not found:
+        raise SettingError(
+            "api_keys is set, and holds no key: everybody would be let in. Give one, or leave it unset",
+            param="api_keys",
+        )
+    return found
+
+
+def _split(keys: str | None) -> list[str]:
     return _keys((keys or "").split(","), "api_keys")
 
 

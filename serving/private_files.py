@@ -1,7 +1,8 @@
-"""Read files with secrets, and refuse those that other users can read or replace."""
+"""Read small files that a setting names; those with secrets must not be for other users to read or to replace."""
 
 import os
 import stat
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from contract.errors import SettingError
@@ -17,12 +18,25 @@ def read_private_file(path: Path, param: str) -> bytes:
     other user can replace it. Links are followed, and the folders at both ends are checked. One exception: a file of root
     may be readable by a group of this process, which is how Kubernetes mounts a secret for a service that is not root.
     """
+
+    def check(info: os.stat_result) -> None:
+        _check_file(path, info, param)
+        for folder in {path.absolute().parent, path.resolve().parent}:
+            _check_folder(path, folder, param)
+
+    return _read(path, param, check)
+
+
+def read_public_file(path: Path, param: str) -> bytes:
+    """Return the bytes of a regular file that others may read. Raises SettingError where it is none, or too large."""
+    return _read(path, param, lambda info: _check_kind(path, info, param))
+
+
+def _read(path: Path, param: str, check: Callable[[os.stat_result], None]) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         with os.fdopen(descriptor, "rb") as file:
-            _check_file(path, os.fstat(descriptor), param)
-            for folder in {path.absolute().parent, path.resolve().parent}:
-                _check_folder(path, folder, param)
+            check(os.fstat(descriptor))
             data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise SettingError(
@@ -41,9 +55,13 @@ def read_private_text(path: Path, param: str) -> str:
         raise SettingError(f"{param} {path} cannot be read: it is not UTF-8 text", param=param) from error
 
 
-def _check_file(path: Path, info: os.stat_result, param: str) -> None:
+def _check_kind(path: Path, info: os.stat_result, param: str) -> None:
     if not stat.S_ISREG(info.st_mode):
         raise SettingError(f"{param} {path} is not a regular file", param=param)
+
+
+def _check_file(path: Path, info: os.stat_result, param: str) -> None:
+    _check_kind(path, info, param)
     if info.st_uid not in (os.geteuid(), 0):
         raise SettingError(
             f"{param} {path} belongs to user {info.st_uid}; it must belong to user {os.geteuid()} or to root",
@@ -68,3 +86,14 @@ def _check_folder(path: Path, folder: Path, param: str) -> None:
             f" `chmod o-w {folder}`",
             param=param,
         )
+    if who := who_else_may_replace(info, os.geteuid(), {os.getegid(), *os.getgroups()}):
+        raise SettingError(f"{param} {path} is in {folder}, where {who} can replace it", param=param)
+
+
+def who_else_may_replace(info: os.stat_result, own_user: int, own_groups: Collection[int]) -> str | None:
+    """Return who may rename what lies in a folder, beside its user's own groups, this user and root; None for nobody."""
+    if info.st_uid not in (own_user, 0):
+        return f"user {info.st_uid}, to whom it belongs,"
+    if info.st_mode & stat.S_IWGRP and not info.st_mode & stat.S_ISVTX and info.st_gid not in own_groups:
+        return f"group {info.st_gid}"
+    return None

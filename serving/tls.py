@@ -16,7 +16,7 @@ import grpc
 
 from contract.errors import SettingError
 from serving.file_stamp import Stamp, stamp_of
-from serving.private_files import read_private_file
+from serving.private_files import read_private_file, read_public_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
 
 
 def _read_pair(certificate: Path, key: Path) -> _Pair:
-    chain_bytes = _read(certificate, "tls_certificate_file")
+    chain_bytes = read_public_file(certificate, "tls_certificate_file")
     key_bytes = read_private_file(key, "tls_key_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -111,13 +111,6 @@ def _read_pair(certificate: Path, key: Path) -> _Pair:
 
 def _no_password() -> str:
     raise SettingError("tls_key_file is encrypted; give a key without a passphrase", param="tls_key_file")
-
-
-def _read(path: Path, param: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, param, error) from error
 
 
 def _unreadable(path: Path, param: str, error: OSError) -> SettingError:

@@ -83,7 +83,7 @@ class DataPort:
     ) -> None:
         self._transport = transport
         self._sessions, self._patience_seconds = context.sessions, context.read_timeout_seconds
-        self._name, self._talk = name, serve
+        self._name, self._talk, self._on_failed = name, serve, context.on_thread_failed
         self._lock = threading.Lock()
         self._visits: dict[Visit, threading.Thread] = {}
         self._is_closed = False
@@ -91,7 +91,7 @@ class DataPort:
         self.address = format_address(context.advertise_host or context.host, self._listener.port)
         self._wake_in, self._wake_out = socket.socketpair()
         context.sessions.listen(self._end_session)
-        self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -108,6 +108,13 @@ class DataPort:
             thread.join()
         for sock in (self._listener, self._wake_in, self._wake_out):
             sock.close()
+
+    def _run(self) -> None:
+        try:
+            self._accept()
+        except Exception as error:  # the boundary of the thread: without it nobody is let in any more
+            logger.exception("the data port has failed")
+            self._on_failed(self._thread.name, error)
 
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:

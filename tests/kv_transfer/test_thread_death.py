@@ -1,5 +1,6 @@
 """A thread of the connector that ends by a bug ends the engine: a worker must not look healthy and hand nothing over."""
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from engine.client import InProcessClient, ProcessClient
 from engine.mailbox import Mailbox
 from engine.testing import start_fake_executor
 from kv_transfer.connector import TransferFactory
+from kv_transfer.framing import parse_address
 from kv_transfer.leases import Sessions
 from kv_transfer.orders import CommitJob
 from kv_transfer.transport import LeaseName, Read, ReadRequest, ReceiverTransport, Source
@@ -20,6 +22,7 @@ from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.nixl_library import load
 from kv_transfer.transports.nixl_owner import NixlOwner
 from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.tcp_sender import TcpSender
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
 
@@ -116,6 +119,37 @@ def test_the_thread_of_shm(tmp_path: Path) -> None:
     finally:
         opened.receiver.close()
         opened.sender.close()
+
+
+class BuggySeconds(float):
+    """A number of seconds, after which there is a time that cannot be compared."""
+
+    def __radd__(self, other: float) -> float:
+        return BuggySeconds(other)
+
+    def __lt__(self, other: float) -> bool:
+        raise RuntimeError("a bug while strangers are looked at")
+
+
+def test_the_thread_that_accepts_on_a_data_port() -> None:
+    """P4: it ended in silence, and nobody could read any more."""
+    failed = Mailbox[tuple[str, BaseException]]()
+    context = TransportContext(
+        "127.0.0.1",
+        None,
+        0,
+        "b",
+        BuggySeconds(30.0),
+        Sessions(),
+        lambda _: None,
+        on_thread_failed=lambda thread, error: failed.put((thread, error)),
+    )
+    sender = TcpSender(context)
+    try:
+        with socket.create_connection(parse_address(sender.address), 30):
+            assert failed.get(30)[0] == "kv-data-accept"
+    finally:
+        sender.close()
 
 
 def test_the_thread_of_nixl() -> None:

@@ -125,3 +125,10 @@ def test_short_keys_are_logged_by_their_number(caplog: pytest.LogCaptureFixture)
     caplog.clear()
     ApiKeys("b" * 32)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("keys", ["", " ", ",", " , \t,"])
+def test_a_setting_without_a_key_lets_nobody_in_by_accident(keys: str) -> None:
+    """M5: an empty variable opened the service to everybody."""
+    with pytest.raises(SettingError, match="api_keys is set, and holds no key"):
+        ApiKeys(keys)

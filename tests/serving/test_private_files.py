@@ -1,6 +1,7 @@
 """Secrets, API keys and private keys in files: what other users can read or replace is refused."""
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from contract.errors import SettingError
 from contract.identity import MIN_SECRET_CHARACTERS, new_secret
 from router.settings import RouterSettings
 from serving.api_keys import ApiKeys
-from serving.private_files import read_private_file
+from serving.private_files import read_private_file, who_else_may_replace
 from serving.settings import read_secret_file
 from serving.tls import read_tls
 from tests.private_files import write_private
@@ -125,3 +126,24 @@ def test_a_secret_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"\xff" * 40)
     with pytest.raises(SettingError, match="not UTF-8"):
         read_secret_file(file)
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "group", "who"),
+    [
+        (0o755, 7, 3, None),
+        (0o755, 0, 0, None),
+        (0o775, 7, 3, None),
+        (0o1777, 0, 0, None),
+        (0o1775, 0, 99, None),
+        (0o755, 8, 3, "user 8"),
+        (0o1777, 8, 3, "user 8"),
+        (0o775, 0, 99, "group 99"),
+        (0o770, 7, 99, "group 99"),
+    ],
+)
+def test_who_may_rename_what_lies_in_the_folder(mode: int, user: int, group: int, who: str | None) -> None:
+    """M5: only folders that everybody may write to were refused."""
+    info = os.stat_result((stat.S_IFDIR | mode, 0, 0, 0, user, group, 0, 0, 0, 0))
+    found = who_else_may_replace(info, 7, {3, 4})
+    assert found is None if who is None else (found or "").startswith(who)

@@ -23,3 +23,17 @@ def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         settings.size = 5
     assert settings.size == 4
+
+
+class WaitingSettings(Settings):
+    """One time."""
+
+    some_seconds: float = 3.0
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e300", "1000001"])
+def test_a_time_that_no_clock_can_wait_for_is_refused_by_name(value: str) -> None:
+    """It was taken, and ended the first thread that waited for it, or the start, with an OverflowError."""
+    with pytest.raises(ValidationError, match=r"some_seconds\n.*1000000 or less"):
+        WaitingSettings.model_validate({"some_seconds": value})
+    assert WaitingSettings.model_validate({"some_seconds": "1e6"}).some_seconds == 1e6

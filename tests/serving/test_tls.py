@@ -1,5 +1,6 @@
 """Certificate and key: what is wrong with them is said at the start."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,19 @@ def test_an_encrypted_key_is_refused_without_a_question(pair: tuple[Path, Path])
     )
     with pytest.raises(SettingError, match="tls_key_file is encrypted"):
         read_tls(certificate, key)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(
+    pair: tuple[Path, Path], tmp_path: Path, kind: str
+) -> None:
+    """M5: a pipe as the certificate held up the start for ever, a device filled the memory."""
+    certificate = tmp_path / "other.pem"
+    if kind == "pipe":
+        os.mkfifo(certificate)
+    elif kind == "device":
+        certificate.symlink_to("/dev/zero")
+    else:
+        certificate.mkdir()
+    with pytest.raises(SettingError, match=r"tls_certificate_file .* is not a regular file|cannot be read"):
+        read_tls(certificate, pair[1])
