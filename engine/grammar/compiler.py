@@ -7,8 +7,9 @@ nobody waits for any more is not begun.
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -64,6 +65,13 @@ class _InFlight:
     num_waiting: int = 0
 
 
+@dataclass
+class _Growth:
+    """By how many bytes the heap has grown."""
+
+    num_bytes: int = 0
+
+
 class GrammarCompiler:
     """Owns the threads, the vocabulary (loaded at first use) and the compiled grammars (the last ones used).
 
@@ -89,7 +97,7 @@ class GrammarCompiler:
         self._in_flight: dict[Grammar, _InFlight] = {}
         self._compiled = CompiledGrammars(MAX_CACHED, max_cached_bytes, MAX_ENTRY_BYTES)
         self._live: WeakSet[Machine] = WeakSet()
-        self._threads = JobThreads(_STACK_BYTES)
+        self._threads = JobThreads(_STACK_BYTES, after_job=self._trimmer.trim)
 
     @property
     def num_cached_bytes(self) -> int:
@@ -159,13 +167,12 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar, compiled: Compiled) -> None:
         if compiled.set_running_or_notify_cancel():
             self._finish(grammar, compiled, _caught(lambda: self._built(grammar)))
-            self._trimmer.trim()
 
     def _built(self, grammar: Grammar) -> Machine:
         vocabulary = self._vocabulary()
-        before = self._measure()
-        machine = _machine(grammar, vocabulary)
-        return Machine(machine, max(0, self._measure() - before))
+        with self._measured() as growth:
+            machine = _machine(grammar, vocabulary)
+        return Machine(machine, growth.num_bytes)
 
     def _finish(self, grammar: Grammar, compiled: Compiled, found: Machine | KvbatonError) -> None:
         compiled.set_result(found)
@@ -189,11 +196,21 @@ class GrammarCompiler:
     def _matcher(self, asked: EngineRequest, machine: Machine) -> GrammarMatcher:
         ends = self._vocabulary().eos_tokens
         num_before = len(asked.prompt_token_ids) - asked.num_delivered_tokens
-        before = self._measure()
-        matcher = GrammarMatcher(machine, ends, asked, self._vocab_size)
-        matcher.advance(asked.prompt_token_ids[num_before:])
-        machine.num_bytes += max(0, self._measure() - before)
+        with self._measured() as growth:
+            matcher = GrammarMatcher(machine, ends, asked, self._vocab_size)
+            matcher.advance(asked.prompt_token_ids[num_before:])
+        machine.num_bytes += growth.num_bytes
         return matcher
+
+    @contextmanager
+    def _measured(self) -> Iterator[_Growth]:
+        """Measure what the block adds to the heap, also where it fails. Other threads' work counts as well."""
+        growth, before = _Growth(), self._measure()
+        try:
+            yield growth
+        finally:
+            growth.num_bytes = max(0, self._measure() - before)
+            self._trimmer.note(growth.num_bytes)
 
     def _vocabulary(self) -> LLTokenizer:
         with self._loading:

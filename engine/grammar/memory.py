@@ -2,7 +2,6 @@
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 
 HeapMeter = Callable[[], int]
@@ -43,25 +42,29 @@ def heap_meter() -> HeapMeter:
 
 
 class HeapTrimmer:
-    """Gives the free pages of the C heap back to the system, at most once in ``period_seconds``. Thread-safe.
+    """Gives the free pages of the C heap back to the system, once for each ``every_bytes`` that were built. Thread-safe.
 
     The library builds each grammar in the arena of the thread that compiles it, and glibc returns only the top of an arena.
     A trim took up to 14 ms. Does nothing where the C library has no ``malloc_trim``.
     """
 
-    def __init__(self, period_seconds: float = 0.2, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, every_bytes: int = 2**23) -> None:
         self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._period_seconds = period_seconds
-        self._clock = clock
+        self._every_bytes = every_bytes
         self._lock = threading.Lock()
-        self._due_at = clock()
+        self._num_bytes = 0
+
+    def note(self, num_bytes: int) -> None:
+        """Record that so many bytes were built."""
+        with self._lock:
+            self._num_bytes += num_bytes
 
     def trim(self) -> bool:
-        """Trim the heap if it is time. Returns whether it was."""
+        """Trim the heap if enough was built since the last time. Returns whether it was."""
         with self._lock:
-            now = self._clock()
-            if self._trim is None or now < self._due_at:
-                return False
-            self._due_at = now + self._period_seconds
-        self._trim(0)
-        return True
+            is_due = self._trim is not None and self._num_bytes >= self._every_bytes
+            if is_due:
+                self._num_bytes = 0
+        if self._trim and is_due:
+            self._trim(0)
+        return is_due

@@ -22,7 +22,7 @@ class JobThreads:
     """Owns the threads and the queue of jobs. Thread-safe.
 
     num_running: jobs that run at a time. A job that has run for ``stuck_seconds`` is not counted any more, so that others
-    can start, until ``max_threads`` run.
+    can start, until ``max_threads`` run. after_job: called in the thread of each job when what the job held is released.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class JobThreads:
         max_threads: int = 8,
         stuck_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        after_job: Callable[[], object] = lambda: None,
     ) -> None:
+        self._after_job = after_job
         self._stack_bytes = stack_bytes
         self._num_running = num_running
         self._max_threads = max_threads
@@ -75,7 +77,7 @@ class JobThreads:
         return num_counted < self._num_running and len(self._started_at) < self._max_threads
 
     def _start_thread(self, job: Job) -> None:
-        thread = threading.Thread(target=self._run, args=(job,), name="grammar", daemon=True)
+        thread = threading.Thread(target=self._run, args=([job],), name="grammar", daemon=True)
         usual = threading.stack_size(self._stack_bytes)
         try:
             thread.start()
@@ -86,13 +88,16 @@ class JobThreads:
         finally:
             threading.stack_size(0 if usual == self._stack_bytes else usual)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, jobs: list[Job]) -> None:
+        job = jobs.pop()  # the thread's arguments live as long as the thread
         try:
             job()
         finally:
             with self._lock:
                 self._started_at.pop(job, None)
                 self._start_next_if_possible()
+            del job
+            self._after_job()
 
     def _start_next_if_possible(self) -> None:
         try:

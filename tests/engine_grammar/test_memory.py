@@ -13,7 +13,7 @@ from engine.grammar.machine import Machine
 from engine.grammar.memory import HeapTrimmer, heap_meter
 from engine.grammar.vocabulary import load_vocabulary
 from tests.engine_grammar.answers import VOCAB_SIZE, asking
-from tests.engine_grammar.attack import ATTACKS, compile_one, named, schema
+from tests.engine_grammar.attack import ATTACKS, compile_one, named, resident_kb, schema
 from tests.text.tiny_model import END, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -113,12 +113,22 @@ def test_what_fails_is_not_kept(model: Path) -> None:
     compiler.close()
 
 
-def test_free_pages_are_given_back_at_most_once_a_period() -> None:
-    """H1: a trim walks the whole heap, so that many short compilations share one."""
-    now = [0.0]
-    trimmer = HeapTrimmer(period_seconds=1.0, clock=lambda: now[0])
+def test_the_heap_is_trimmed_once_for_what_was_built() -> None:
+    """H1: a trim walks the whole heap, so many small grammars share one."""
+    trimmer = HeapTrimmer(every_bytes=100)
     trimmed = []
-    for seconds in (0.5, 1.0, 1.5, 2.0, 9.0):
-        now[0] = seconds
+    for num_bytes in (99, 1, 99, 0, 5000, 99):
+        trimmer.note(num_bytes)
         trimmed.append(trimmer.trim())
-    assert trimmed == [True, False, True, False, True]
+    assert trimmed == [False, True, False, False, True, False]
+
+
+def test_what_fails_is_given_back_to_the_system(model: Path) -> None:
+    """H1: also what the first mask built before it failed."""
+    compiler = compiler_of(model)
+    compile_one(compiler, Grammar("regex", "[a-z]+"))
+    before = resident_kb()
+    for number in range(8):
+        compile_one(compiler, ATTACKS["counts in counts"](number))
+    compiler.close()
+    assert resident_kb() - before < 60_000

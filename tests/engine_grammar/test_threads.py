@@ -1,7 +1,9 @@
 """Jobs that cannot be interrupted do not keep others waiting for ever, and leave no large stacks behind."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -82,3 +84,18 @@ def test_nothing_is_begun_once_closed(bench: Bench) -> None:
     bench.submit()
     bench.gate.set()
     assert bench.have_begun(2)
+
+
+def test_what_a_job_held_is_released_before_the_call_behind_it() -> None:
+    """H1: the heap is trimmed when the memory of what failed is free."""
+    held, seen, is_over = [threading.Event()], list[bool](), threading.Event()
+    watched = weakref.ref(held[0])
+
+    def after_job() -> None:
+        seen.append(watched() is None)
+        is_over.set()
+
+    threads = JobThreads(2**20, after_job=after_job)
+    threads.submit(partial(threading.Event.set, held.pop()))
+    assert is_over.wait(10)
+    assert seen == [True]
