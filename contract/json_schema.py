@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from contract.errors import InvalidRequestError
-from contract.schema_values import are_disjoint, properties_of, required_of, types_of
+from contract.schema_values import Disjointness, properties_of, required_of, types_of
 
 Pointer = tuple[str, ...]
 Schema = dict[str, Any]
@@ -73,12 +73,17 @@ class _Reducer:
         self._is_lenient = is_lenient
         self._targets: set[Pointer] = set()
         self._ways: set[Pointer] = set()
+        self._ends: dict[str, Any] = {}
+        self._disjointness = Disjointness()
         self._are_all_pointers = True
-        for reference in _references(root):
+        for reference in set(_references(root)):
             self._are_all_pointers &= reference == "#" or reference.startswith("#/")
             pointer = _pointer(reference)
-            self._targets.add(pointer)
-            self._ways.update(pointer[:length] for length in range(1, len(pointer) + 1))
+            if _found(root, pointer) is not None:  # else it leads nowhere, however long it is
+                self._targets.add(pointer)
+                while pointer and pointer not in self._ways:
+                    self._ways.add(pointer)
+                    pointer = pointer[:-1]
 
     def reduced(self, schema: Any, at: Pointer) -> Any:
         """Return what ``schema``, which stands at ``at``, constrains."""
@@ -157,19 +162,21 @@ class _Reducer:
         branches = out.get("oneOf")
         if not isinstance(branches, list) or "anyOf" in out:
             return
-        resolved = [self._resolved(branch) for branch in branches]
-        pairs = ((a, b) for i, a in enumerate(resolved) for b in resolved[i + 1 :])
-        if self._is_lenient or all(are_disjoint(a, b) for a, b in pairs):
+        if self._is_lenient or self._disjointness.are_disjoint([self._resolved(one) for one in branches]):
             out["anyOf"] = out.pop("oneOf")
 
     def _resolved(self, schema: Any) -> Any:
         """Follow references within the document, as far as they lead."""
-        seen: set[str] = set()
+        passed: dict[str, None] = {}
         while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
-            if reference in seen or not reference.startswith("#"):
-                return schema
-            seen.add(reference)
+            if reference in self._ends:
+                schema = self._ends[reference]
+                break
+            if reference in passed or not reference.startswith("#"):
+                break
+            passed[reference] = None
             schema = _found(self._root, _pointer(reference))
+        self._ends |= dict.fromkeys(passed, schema)
         return schema
 
 
@@ -263,7 +270,8 @@ def _make_bounds_plain(out: Schema, at: Pointer) -> None:
             out[key] = 2**63 - 1 if is_integer else MAX_BOUND if value > 0 else -MAX_BOUND
 
 
-_ESCAPES_AND_GROUPS = re.compile(r"\\(.)|\[(?:\\.|[^\]\\])*\]|(\(\?<?[=!])", re.DOTALL)
+_ESCAPES_AND_GROUPS = re.compile(r"\\(.)|\[(?:\\.|[^\]\\])*+\]?|(\(\?<?[=!])", re.DOTALL)
+"""A bracket that is not closed takes the rest, since looking for the end of each would take quadratic time."""
 
 
 def _looking_around(pattern: str) -> str | None:
@@ -281,10 +289,14 @@ def _check_divisors(root: Schema) -> None:
     if not divisors:
         return
     exponent = min(0, *(_exponent(divisor) for divisor in divisors))
-    together = math.lcm(*(int(divisor.scaleb(-exponent)) for divisor in divisors))
     are_combined = any(_IN_PLACE & schema.keys() for schema in schemas)
-    num_states = sum(int(divisor.scaleb(-min(0, _exponent(divisor)))) for divisor in divisors)
-    num_states = max(num_states, together if are_combined else 0)
+    num_states, together = 0, 1
+    for divisor in divisors:
+        num_states += int(divisor.scaleb(-min(0, _exponent(divisor))))
+        together = math.lcm(together, int(divisor.scaleb(-exponent))) if are_combined else 1
+        if max(num_states, together) > MAX_DIVISORS:  # numbers of many digits are not worth their time
+            break
+    num_states = max(num_states, together)
     if num_states > MAX_DIVISORS:
         raise _wrong(
             f"multipleOf: the divisors of this schema have {min(num_states, 10**15)} remainders, and {MAX_DIVISORS} at "
