@@ -1,12 +1,14 @@
 """A planned end of the router: no new requests, time for those that run, then one clear error each.
 
 1. ``begin``: new requests are refused with 503, ``/ready`` fails, ``/health`` does not.
-2. Running answers go on until they end, ``drain_seconds`` have passed, or the operator asks again (a second signal).
+2. Running answers, and everything else that HTTP clients are being answered (uploads and downloads of files among it), go
+   on until they end, ``drain_seconds`` have passed, or the operator asks again (a second signal).
 3. Those that are left end with UnavailableError: an event in a stream, a status elsewhere.
 """
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from contract.errors import UnavailableError
 from router.ledger import Ledger
@@ -19,11 +21,21 @@ _LAST_WORDS_SECONDS = 1.0
 
 
 class Drain:
-    """Owns whether this router drains. ``run`` is called once, when it is to stop."""
+    """Owns whether this router drains. ``run`` is called once, when it is to stop.
 
-    def __init__(self, ledger: Ledger, running: RunningRequests, drain_seconds: float) -> None:
+    until_answered: blocks until HTTP clients have all that they have asked for.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        running: RunningRequests,
+        until_answered: Callable[[], Awaitable[None]],
+        drain_seconds: float,
+    ) -> None:
         self._ledger = ledger
         self._running = running
+        self._until_answered = until_answered
         self._seconds = drain_seconds
         self.is_on = False
 
@@ -41,22 +53,28 @@ class Drain:
 
     async def run(self, at_once: asyncio.Event) -> None:
         """Wait until no request is left, and end those that are left after ``drain_seconds`` or at ``at_once``."""
-        if not self._ledger.is_idle:
-            logger.info("draining: %d requests have up to %g s to end", self._ledger.num_held, self._seconds)
-            await self._until_idle(self._seconds, at_once)
-        if num_left := self._ledger.num_held:
-            logger.warning("%d requests are ended: they were not done when the router had to stop", num_left)
+        logger.info("draining: %d requests have up to %g s to end", self._ledger.num_held, self._seconds)
+        if not await self._is_idle_within(self._seconds, at_once):
+            logger.warning(
+                "%d requests are ended: they were not done when the router had to stop",
+                self._running.num_open,
+            )
             self._running.end_all(
                 UnavailableError("the router stopped before the answer was complete; send the request again")
             )
-            await self._until_idle(_LAST_WORDS_SECONDS, asyncio.Event())
+            await self._is_idle_within(_LAST_WORDS_SECONDS, asyncio.Event())
 
-    async def _until_idle(self, seconds: float, at_once: asyncio.Event) -> None:
-        waits = [
-            asyncio.create_task(self._ledger.wait_idle(), name="wait until no request is left"),
-            asyncio.create_task(at_once.wait(), name="wait for a second signal"),
-        ]
+    async def _is_idle_within(self, seconds: float, at_once: asyncio.Event) -> bool:
+        """Wait until nothing is left, for ``seconds`` or until ``at_once``; whether nothing is."""
+        idle = asyncio.create_task(self._wait_idle(), name="wait until no request is left")
+        waits = [idle, asyncio.create_task(at_once.wait(), name="wait for a second signal")]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        is_idle = idle.done()
         for task in waits:
             task.cancel()
         await asyncio.wait(waits)
+        return is_idle
+
+    async def _wait_idle(self) -> None:
+        await self._ledger.wait_idle()
+        await self._until_answered()

@@ -3,18 +3,13 @@
 from contract.errors import InvalidRequestError
 from protos import inference_pb2 as pb
 from router.answer import Delta
-from router.limits import MAX_PROMPTS
 from router.request import EmbeddingRequest, for_prompts
 
 
 def embeddings_asked(
     request: pb.EmbedRequest, request_id: str, time_remaining: float | None, tenant: str
 ) -> list[EmbeddingRequest]:
-    """One request an input. Raises InvalidRequestError about ``inputs``."""
-    if not 1 <= len(request.inputs) <= MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"inputs has {len(request.inputs)} entries; a request takes 1 to {MAX_PROMPTS}", param="inputs"
-        )
+    """One request an input, of those that ``check_embed`` has counted. Raises InvalidRequestError about one of them."""
     first, *others = (_prompt(each, number) for number, each in enumerate(request.inputs))
     one = EmbeddingRequest(
         request_id=request_id,

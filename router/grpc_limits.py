@@ -3,14 +3,19 @@
 from collections.abc import Sized
 
 from contract.errors import InvalidRequestError
+from contract.requests import MAX_GRAMMAR_BYTES
 from protos import inference_pb2 as pb
 from router.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIASES,
     MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
 )
+
+_MAX_CHOICES = MAX_GRAMMAR_BYTES // 3
+"""Texts of a grammar: each takes two quotes and a comma at least."""
 
 
 def check_generate(request: pb.GenerateRequest, max_model_len: int) -> None:
@@ -22,6 +27,8 @@ def check_generate(request: pb.GenerateRequest, max_model_len: int) -> None:
         ("logit_bias", sampling.logit_bias, MAX_LOGIT_BIASES),
         ("allowed_token_ids", sampling.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
     ]
+    if request.grammar.WhichOneof("kind") == "choice":
+        lists.append(("grammar.choice", request.grammar.choice.texts, _MAX_CHOICES))
     if request.WhichOneof("prompt") == "token_ids":
         lists.append(("prompt", request.token_ids.ids, max(MAX_PROMPT_TOKENS, max_model_len)))
     for name, held, most in lists:
@@ -30,7 +37,11 @@ def check_generate(request: pb.GenerateRequest, max_model_len: int) -> None:
 
 
 def check_embed(request: pb.EmbedRequest, max_model_len: int) -> None:
-    """Raise InvalidRequestError where the inputs hold too many token ids together."""
+    """Raise InvalidRequestError where there are no inputs, too many, or ones with too many token ids together."""
+    if not 1 <= len(request.inputs) <= MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"inputs has {len(request.inputs)} entries; a request takes 1 to {MAX_PROMPTS}", param="inputs"
+        )
     most = max(MAX_PROMPT_TOKENS, max_model_len)
     together = sum(len(one.token_ids.ids) for one in request.inputs)
     if together > most:

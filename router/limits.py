@@ -16,6 +16,8 @@ MAX_ALL_STOP_CHARACTERS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_CACHE_SALT_CHARACTERS = 1024
+"""It goes to workers with every prompt of a request."""
 
 
 def check_limits(asked: GenerationRequest) -> None:
@@ -36,6 +38,12 @@ def check_limits(asked: GenerationRequest) -> None:
     _at_most(MAX_ALLOWED_TOKEN_IDS, asked.allowed_token_ids, "allowed_token_ids", "token ids")
     _at_most(MAX_STOP_TOKEN_IDS, asked.stop_token_ids, "stop_token_ids", "token ids")
     _at_most(MAX_LOGIT_BIASES, asked.logit_bias, "logit_bias", "entries")
+    check_cache_salt(asked.cache_salt)
+
+
+def check_cache_salt(cache_salt: str) -> None:
+    """Raise InvalidRequestError for one that is too long."""
+    _at_most(MAX_CACHE_SALT_CHARACTERS, cache_salt, "cache_salt", "characters")
 
 
 def _at_most(limit: int, held: Sized, param: str, things: str) -> None:

@@ -27,7 +27,7 @@ from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.requests import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
-from router.limits import MAX_PROMPT_TOKENS, check_limits
+from router.limits import MAX_PROMPT_TOKENS, check_cache_salt, check_limits
 from router.model_source import ModelSource
 from router.registry import Registry
 from router.relay import Relay, Relays
@@ -126,6 +126,7 @@ class Pipeline:
 
     def check_embedding(self, asked: EmbeddingRequest) -> PreparedRequest:
         """What ``embed`` would send, after all its checks; from any thread. Raises KvbatonError."""
+        check_cache_salt(asked.cache_salt)
         card = self._models.card_named(asked.model)
         return self._prepared_embedding(asked, tokenize(asked, card, self._max_model_len(card)), card)
 
@@ -194,6 +195,7 @@ class Pipeline:
         return self._prepared(asked, await self._tokenized(asked, card), card)
 
     async def _prepare_embedding(self, asked: EmbeddingRequest, card: ModelCard) -> PreparedRequest:
+        check_cache_salt(asked.cache_salt)
         return self._prepared_embedding(asked, await self._tokenized(asked, card), card)
 
     def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:

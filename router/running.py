@@ -51,6 +51,11 @@ class RunningRequests:
                 raise
             raise self._ending or CancelledError("the request was cancelled by its client") from None
 
+    @property
+    def num_open(self) -> int:
+        """Blocks that are open."""
+        return len(self._open)
+
     def end_all(self, error: KvbatonError) -> None:
         """End every open block with ``error``: the router stops."""
         self._ending = error

@@ -19,6 +19,7 @@ from router.batches.service import BatchService
 from router.changes import ChangeSignal
 from router.draining import Drain
 from router.grpc_api import InferenceServicer
+from router.held_bytes import HeldBytes
 from router.http.app import build_app
 from router.http.endpoints import Endpoints
 from router.http.in_process import BodyAnswers
@@ -44,7 +45,7 @@ from serving.admin import AdminServer
 from serving.api_keys import ApiKeys
 from serving.cluster_tls import router_tls
 from serving.descriptors import connection_caps, num_open_descriptors, raise_descriptor_limit
-from serving.grpc_keys import ApiKeyInterceptor
+from serving.grpc_keys import ApiKeyInterceptor, authorization_of
 from serving.grpc_messages import MessageInterceptor
 from serving.grpc_options import internal_server_options, public_server_options
 from serving.grpc_server import start_grpc
@@ -107,7 +108,8 @@ class RouterService:
             TenantRules(settings.shared_prefix_cache, settings.max_priority),
             settings.request_timeout_seconds,
         )
-        self._drain = Drain(self._ledger, self._running, settings.drain_seconds)
+        self._held = HeldBytes(settings.max_held_bytes)
+        self._drain = Drain(self._ledger, self._running, self._until_answered, settings.drain_seconds)
         self._batches = self._batch_service(clock)
         self._health = health.aio.HealthServicer()
         self._watchers: list[asyncio.Task[None]] = []
@@ -190,6 +192,10 @@ class RouterService:
         self._changes.tell()
         await self._drain.run(at_once)
 
+    async def _until_answered(self) -> None:
+        if self._http:
+            await self._http.until_answered()
+
     async def stop(self) -> None:
         """End running requests, close every port; nothing runs when this returns."""
         for watcher in self._watchers:
@@ -266,6 +272,9 @@ class RouterService:
             _INFERENCE,
             read_seconds=self._settings.body_timeout_seconds,
             stall_seconds=self._settings.client_stall_seconds,
+            hold=lambda metadata, size: self._held.holding(
+                self._keys.tenant(authorization_of(metadata)), size
+            ),
         )
         server = grpc.aio.server(
             interceptors=[ApiKeyInterceptor(self._keys, self._wrong_keys), messages],
@@ -315,12 +324,13 @@ class RouterService:
             self._tokenizers,
             self._collector,
             self._settings,
+            held=self._held,
             batches=self._batches,
             drain=self._drain,
             needs_key=self._keys.are_required,
         )
         self._http = await start_http(
-            build_app(endpoints, self._settings, self._keys, self._wrong_keys, self._drain),
+            build_app(endpoints, self._settings, self._keys, self._wrong_keys, self._running, self._drain),
             self._settings.http,
             shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
             tls=self._tls.context if self._tls else None,
@@ -350,6 +360,8 @@ class RouterService:
             "model": self._models.card().name if self._models.is_known else None,
             "requests": self._ledger.num_by_state(),
             "num_in_line": len(self._line),
+            "num_http_requests": self._http.connections.num_answering if self._http else 0,
+            "num_held_bytes": self._held.num_bytes,
             "num_tasks": len(self._tasks),
             "workers": [worker.debug_state() for worker in self._registry.workers],
         }

@@ -82,6 +82,9 @@ class RouterSettings(Settings):
     """Bytes of a request's body; larger ones are answered 413."""
     max_bodies_bytes: int = Field(default=64 * 2**20, ge=1024)
     """Bytes of all bodies that are being received at once; one more is answered 429."""
+    max_held_bytes: int = Field(default=512 * 2**20, ge=1024)
+    """Bytes of all requests that wait or are answered; more are answered 429, but for API keys that hold less than their
+    share."""
     max_body_values: int = Field(default=2**18, ge=1024)
     """Values (numbers, strings, lists, objects) in one body; with more it is answered 413."""
     max_connections: int = Field(default=8192, ge=1)

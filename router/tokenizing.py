@@ -1,7 +1,7 @@
 """Where texts become token ids: beside the event loop, a bounded number of bytes at a time."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -76,7 +76,7 @@ def size_of(prompt: str | Chat) -> int:
         value = open_values.pop()
         if isinstance(value, str):
             size += len(value)
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict):
             open_values += value.values()
         elif isinstance(value, list | tuple):
             open_values += value

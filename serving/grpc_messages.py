@@ -7,6 +7,7 @@ if, it is wanted. Bytes that are no message are the client's mistake; gRPC itsel
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -17,6 +18,8 @@ from contract.errors import CancelledError, DeadlineError, InvalidRequestError, 
 from serving.grpc_errors import abort
 
 _OPEN_SECONDS = 5.0
+Hold = Callable[[Any, int], AbstractContextManager[None]]
+"""(metadata of a call, bytes of its message) → what lasts as long as the call."""
 _Req = TypeVar("_Req")
 _Res = TypeVar("_Res")
 
@@ -26,15 +29,23 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
 
     service: the full name of the one that clients need a key for, where there are keys. max_reads: of its messages that
     are being received at once; read_seconds: how long each may take. Messages of other services (health) have places
-    and a time of their own. stall_seconds: how long a client may take nothing of an answer.
+    and a time of their own. stall_seconds: how long a client may take nothing of an answer. hold: counts
+    the bytes of a message of the service until its call ends, or raises OverloadedError.
     """
 
     def __init__(
-        self, service: str, *, max_reads: int = 32, read_seconds: float = 60.0, stall_seconds: float = 60.0
+        self,
+        service: str,
+        *,
+        max_reads: int = 32,
+        read_seconds: float = 60.0,
+        stall_seconds: float = 60.0,
+        hold: Hold = lambda _metadata, _size: nullcontext(),
     ) -> None:
         self._prefix = f"/{service}/"
         self._read_seconds = read_seconds
         self._stall_seconds = stall_seconds
+        self._hold = hold
         self._reads = asyncio.Semaphore(max_reads)
         self._open_reads = asyncio.Semaphore(max(1, max_reads // 8))
 
@@ -56,17 +67,20 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
 
     def _answering(self, handler: Any, *, is_ours: bool) -> Callable[[AsyncIterator[bytes], Any], Any]:
         async def answer(messages: AsyncIterator[bytes], context: Any) -> None:
-            try:
-                raw = await self._read(messages, is_ours=is_ours)
-                request = _parsed(handler, raw)
-            except KvbatonError as error:
-                await abort(context, error)
-                return
-            del raw
-            if handler.response_streaming:
-                await _stream(handler.unary_stream, request, context)
-            else:
-                await self._write(context, await handler.unary_unary(request, context))
+            with ExitStack() as held:
+                try:
+                    raw = await self._read(messages, is_ours=is_ours)
+                    if is_ours:
+                        held.enter_context(self._hold(context.invocation_metadata(), len(raw)))
+                    request = _parsed(handler, raw)
+                except KvbatonError as error:
+                    await abort(context, error)
+                    return
+                del raw
+                if handler.response_streaming:
+                    await _stream(handler.unary_stream, request, context)
+                else:
+                    await self._write(context, await handler.unary_unary(request, context))
 
         return answer
 

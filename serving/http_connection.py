@@ -109,6 +109,7 @@ class HttpConnection(web.RequestHandler):
     def begin(self, request: web.BaseRequest) -> None:
         """Note that the headers are complete; called before the request's handler."""
         self._request = request
+        self._book.begin(self)
         self._enter(_Phase.HANDLING, None)
         if request.content.is_eof():
             self._book.work(self)
@@ -126,6 +127,7 @@ class HttpConnection(web.RequestHandler):
             return await super().finish_response(request, resp, start_time)
         finally:
             self._request = None
+            self._book.end(self)
             if self._num_unsent():
                 self._watch_writing()
             elif self._wire is not None:

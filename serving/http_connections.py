@@ -1,5 +1,6 @@
 """Which HTTP connections are open, and which of them has to go when there is no room for one more."""
 
+import asyncio
 import logging
 import socket
 import time
@@ -57,12 +58,20 @@ class Connections:
         self._addresses: dict[Connection, str] = {}
         self._waiting: dict[str, dict[Connection, float]] = {}
         self._num_by_address: dict[str, int] = {}
+        self._answering: set[Connection] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._on_room: Callable[[], None] = lambda: None
 
     @property
     def num_waiting(self) -> int:
         """Connections that may be made to go."""
         return sum(map(len, self._waiting.values()))
+
+    @property
+    def num_answering(self) -> int:
+        """Connections whose request is being answered."""
+        return len(self._answering)
 
     def __len__(self) -> int:
         return len(self._addresses)
@@ -96,6 +105,21 @@ class Connections:
             waiting[connection] = self._clock()
             self._on_room()
 
+    def begin(self, connection: Connection) -> None:
+        """Note that a request begins to be answered."""
+        self._answering.add(connection)
+        self._is_idle.clear()
+
+    def end(self, connection: Connection) -> None:
+        """Note that its answer is written. Does nothing where none was begun."""
+        self._answering.discard(connection)
+        if not self._answering:
+            self._is_idle.set()
+
+    async def until_answered(self) -> None:
+        """Block until no request is being answered."""
+        await self._is_idle.wait()
+
     def work(self, connection: Connection) -> None:
         """Note that the connection has a complete request."""
         if (address := self._addresses.get(connection)) is not None:
@@ -103,6 +127,7 @@ class Connections:
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection; does nothing for one that is not here."""
+        self.end(connection)
         if (address := self._addresses.pop(connection, None)) is None:
             return
         self._forget_waiting(connection, address)

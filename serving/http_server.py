@@ -25,6 +25,10 @@ class HttpServer:
     acceptor: HttpAcceptor
     connections: Connections
 
+    async def until_answered(self) -> None:
+        """Block until no request is being answered."""
+        await self.connections.until_answered()
+
     async def close(self) -> None:
         """Stop listening, end open connections, run the application's clean-up."""
         self.acceptor.close()

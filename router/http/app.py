@@ -6,6 +6,8 @@ from router.draining import Drain
 from router.http.access import Cors, key_check
 from router.http.boundary import boundary
 from router.http.endpoints import Endpoints
+from router.http.lifetime import lifetime
+from router.running import RunningRequests
 from router.settings import RouterSettings
 from serving.api_keys import ApiKeys
 from serving.http_hosts import HostCheck, listed_hosts
@@ -13,17 +15,22 @@ from serving.wrong_keys import WrongKeys
 
 
 def build_app(
-    endpoints: Endpoints, settings: RouterSettings, keys: ApiKeys, wrong: WrongKeys, drain: Drain
+    endpoints: Endpoints,
+    settings: RouterSettings,
+    keys: ApiKeys,
+    wrong: WrongKeys,
+    running: RunningRequests,
+    drain: Drain,
 ) -> web.Application:
     """An application that serves ``endpoints``. Start it with ``serving.http_server.start_http``.
 
-    While ``drain`` is on, connections are closed behind their answers.
+    running: what a drain ends. While ``drain`` is on, connections are closed behind their answers.
     """
     cors = Cors(settings.origins)
     check = key_check(keys, wrong, metrics_need_key=settings.metrics_need_key)
     hosts = HostCheck(settings.http, listed_hosts(settings.allowed_hosts))
     app = web.Application(
-        middlewares=[cors.middleware, boundary, hosts.middleware, check],
+        middlewares=[cors.middleware, boundary, hosts.middleware, check, lifetime(running)],
         client_max_size=settings.max_body_bytes,
     )
     app.on_response_prepare.append(cors.mark)

@@ -1,6 +1,7 @@
 """A request's JSON body, read field by field; what is wrong with a field is said by its name."""
 
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -17,16 +18,21 @@ _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
 
 
-async def read_body(request: web.Request, reader: BodyReader, max_values: int, schema: Json) -> "Body":
+async def read_body(
+    request: web.Request, reader: BodyReader, max_values: int, schema: Json, hold: Callable[[int], object]
+) -> "Body":
     """Return the JSON object of a POST, whose fields ``schema`` describes.
 
+    hold: is called with the number of the body's bytes, and may raise OverloadedError.
     Raises UnsupportedMediaTypeError, PayloadTooLargeError, OverloadedError, InvalidRequestError.
     """
     if request.content_type != "application/json":
         given = request.headers.get("Content-Type") or "missing"
         raise UnsupportedMediaTypeError(f"the content type is {given[:100]}; send application/json")
     with reader.reading() as body:
-        return await decode_body(await body.read(request), max_values, schema)
+        raw = await body.read(request)
+        hold(len(raw))
+        return await decode_body(raw, max_values, schema)
 
 
 async def decode_body(raw: bytes, max_values: int, schema: Json) -> "Body":

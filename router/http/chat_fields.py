@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from contract.errors import InvalidRequestError
-from contract.grammars import reduced
+from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.json_schema import plain_schema
 from contract.requests import Grammar
 from router.http.body import Body
@@ -13,6 +13,8 @@ from text.chat import RESERVED, Chat, parse_messages
 from text.parsing.forced import forced_calls_schema
 from text.tools import Tool, parse_tool_choice, parse_tools
 
+MAX_TOOLS = 4096
+"""Functions of which a call can be asked for."""
 CHAT_FIELDS = (
     "tools",
     "tool_choice",
@@ -67,6 +69,7 @@ def forced_calls(chat: Chat, fields: dict[str, Any]) -> dict[str, Any]:
             param="tool_choice",
         )
     wanted = chat.tool_choice.name
+    _check_size([tool for tool in chat.tools if wanted in (None, tool["function"]["name"])])
     tools = [
         _with_plain_parameters(tool, index) if wanted in (None, tool["function"]["name"]) else tool
         for index, tool in enumerate(chat.tools)
@@ -75,6 +78,22 @@ def forced_calls(chat: Chat, fields: dict[str, Any]) -> dict[str, Any]:
     grammar = reduced(Grammar("json_schema", json.dumps(schema)))
     grammar.check()
     return {**fields, "grammar": grammar, "grammar_field": "tool_choice"}
+
+
+def _check_size(tools: list[Tool]) -> None:
+    """Raise InvalidRequestError for more than is reduced at once: it takes time, also where little is left in the end."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"tools has {len(tools)} functions; where tool_choice asks for a call the limit is {MAX_TOOLS}",
+            param="tools",
+        )
+    num_bytes = sum(len(json.dumps(tool["function"].get("parameters"))) for tool in tools)
+    if num_bytes > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(
+            f"the parameters of the tools have {num_bytes} bytes with their annotations; where tool_choice asks for a call "
+            f"they may have {MAX_SCHEMA_BYTES} at most",
+            param="tools",
+        )
 
 
 def _with_plain_parameters(tool: Tool, index: int) -> Tool:

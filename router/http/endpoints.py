@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -12,13 +13,15 @@ from prometheus_client.registry import Collector
 from contract.errors import DeadlineError, NotFoundError
 from router.batches.service import BatchService
 from router.draining import Drain
-from router.http.access import authorization_of
+from router.held_bytes import HeldBytes
+from router.http.access import authorization_of, tenant_of
 from router.http.body import Body, Json, read_body
 from router.http.boundary import REQUEST_ID, STREAM, name_of, origin_of, request_id_header
 from router.http.embeddings import EmbeddingBodies, EmbeddingEndpoint
 from router.http.exchange import Exchange
 from router.http.file_routes import file_routes
 from router.http.generation import GenerationBodies
+from router.http.lifetime import held_by
 from router.http.messages import MessageBodies, MessageEndpoints
 from router.http.openapi import document
 from router.http.raw_body import BodyReader
@@ -43,7 +46,8 @@ from serving.metrics import CONTENT_TYPE, render
 class Endpoints:
     """One method a path; add them to an application with ``routes``.
 
-    collector: the metrics of this moment. needs_key: whether clients need an API key, for the description of the API.
+    collector: the metrics of this moment. held: the bytes of requests. needs_key: whether clients need an API key, for the
+    description of the API.
     batches: None where the router keeps no files.
     """
 
@@ -57,6 +61,7 @@ class Endpoints:
         collector: Callable[[], Awaitable[Collector]],
         settings: RouterSettings,
         *,
+        held: HeldBytes,
         batches: BatchService | None = None,
         drain: Drain,
         needs_key: bool,
@@ -76,6 +81,7 @@ class Endpoints:
         self._drain = drain
         self._collector = collector
         self._reader = BodyReader(settings.max_body_bytes, settings.max_bodies_bytes)
+        self._held = held
         self._max_values = settings.max_body_values
         self._stall_seconds = settings.client_stall_seconds
         self._body_seconds = min(settings.body_timeout_seconds, settings.request_timeout_seconds)
@@ -154,12 +160,17 @@ class Endpoints:
         await self._models.settled()
         try:
             async with asyncio.timeout(self._body_seconds):
-                body = await read_body(request, self._reader, self._max_values, schema)
+                body = await read_body(
+                    request, self._reader, self._max_values, schema, partial(self._hold, request)
+                )
         except TimeoutError:
             raise DeadlineError(f"the body was not whole after {self._body_seconds} s") from None
         if self._is_strict:
             refuse_unknown(body.fields, schema)
         return body
+
+    def _hold(self, request: web.Request, num_bytes: int) -> None:
+        held_by(request).enter_context(self._held.holding(tenant_of(request), num_bytes))
 
     async def _answer(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         async with (

@@ -58,6 +58,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"priority": "high"}, "priority"),
     ({"priority": 2**31}, "priority"),
     ({"cache_salt": 7}, "cache_salt"),
+    ({"cache_salt": "s" * 1025}, "cache_salt"),
     ({"ignore_eos": "no"}, "ignore_eos"),
     ({"model": 7}, "model"),
     ({"min_p": -0.1}, "min_p"),

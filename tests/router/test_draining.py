@@ -2,10 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
@@ -148,3 +150,60 @@ async def test_a_second_signal_ends_the_drain_at_once() -> None:
     async with running_cluster(STALLED, drain_seconds=600) as cluster:
         async with asyncio.timeout(10):
             await cluster.service.drain(asyncio.Event())
+
+
+async def begun_upload(cluster: Cluster, rest: asyncio.Event) -> aiohttp.ClientResponse:
+    """An upload whose end is sent when ``rest`` is set."""
+    head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    head += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}'
+
+    async def body() -> AsyncIterator[bytes]:
+        yield head
+        await rest.wait()
+        yield b"\r\n--b--\r\n"
+
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    return await cluster.session.post(cluster.url("/v1/files"), data=body(), headers=headers)
+
+
+async def until_data(folder: Path) -> None:
+    """Block until an upload has begun."""
+    async with asyncio.timeout(10):
+        while not list(folder.glob("*.data")):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_upload_ends_before_the_router_does(tmp_path: Path) -> None:
+    """P10: what is no request for tokens is waited for as well."""
+    async with running_cluster(STALLED, (), files_dir=tmp_path, drain_seconds=20) as cluster:
+        rest = asyncio.Event()
+        uploading = asyncio.create_task(begun_upload(cluster, rest))
+        await until_data(tmp_path)
+        draining = asyncio.create_task(cluster.service.drain(asyncio.Event()))
+        await cluster.until(lambda state: not state["is_ready"])
+        rest.set()
+        assert (await uploading).status == 200
+        await draining
+
+
+async def test_an_upload_and_a_body_that_do_not_end_get_a_status(tmp_path: Path) -> None:
+    """P10: their connections were closed without a word."""
+    async with running_cluster(STALLED, (), files_dir=tmp_path, drain_seconds=0.2) as cluster:
+        uploading = asyncio.create_task(begun_upload(cluster, asyncio.Event()))
+        await until_data(tmp_path)
+        host, _, port = cluster.service.addresses.http.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b'Content-Length: 99\r\n\r\n{"prompt": '
+        )
+        writer.write(b'"x')
+        async with asyncio.timeout(10):
+            await cluster.until(lambda state: state["num_http_requests"] == 2)
+            await cluster.service.drain(asyncio.Event())
+            answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 503")
+        response = await uploading
+        assert (response.status, STOPPED in await response.text()) == (503, True)
+        assert not list(tmp_path.glob("*.data"))
+        writer.close()

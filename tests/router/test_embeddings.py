@@ -101,6 +101,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "user": 7}, "user"),
     ({"input": "a", "priority": 2**31}, "priority"),
     ({"input": "a", "cache_salt": 1}, "cache_salt"),
+    ({"input": "a", "cache_salt": "s" * 1025}, "cache_salt"),
 ]
 
 

@@ -56,3 +56,19 @@ def test_what_cannot_be_held_of_a_strict_tool_is_refused_by_its_path(choice: Any
         grammar_for(tools, choice)
     assert found.value.param == "tools"
     assert grammar_for(tools, {"type": "function", "function": {"name": "plain"}}).kind == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ([tool(f"f{i}", {"title": "t" * 2**18}) for i in range(5)], "with their annotations"),
+        ([tool(f"f{i}", {}) for i in range(5000)], "5000 functions; .* the limit is 4096"),
+    ],
+    ids=["long", "many"],
+)
+def test_what_takes_too_long_to_reduce_is_refused_before(tools: list[dict[str, Any]], words: str) -> None:
+    """M2: seven tools with a megabyte each held the event loop for a second, and were refused then."""
+    with pytest.raises(InvalidRequestError, match=words) as found:
+        grammar_for(tools)
+    assert found.value.param == "tools"
+    assert grammar_for(tools, {"type": "function", "function": {"name": "f1"}}).kind == "json_schema"
