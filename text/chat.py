@@ -15,8 +15,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = dict[str, Any]
 """Has a role; content (a string, a list of text parts, or None), reasoning_content, tool_calls and others if sent."""
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""Names under which clients send an answer's reasoning back, the first that is a text counts."""
+"""Names under which clients send an answer's reasoning back, the first that is no empty text counts."""
 _STRINGS = ("name", "tool_call_id", "reasoning_content", "refusal")
+_UNSERVED = ("function_call", "audio")
+"""Keys of a message that say something no template here is given."""
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a content's part → where its text is."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 """Variables of a template that a request sets by fields of their own, or not at all."""
 
@@ -58,6 +62,7 @@ def _parse_message(raw: Any, where: str) -> Message:
         raise InvalidRequestError(
             f"{where}.role is {role!r}; choose one of {', '.join(ROLES)}", param=f"{where}.role"
         )
+    raw = _served(raw, where)
     message: Message = {}
     for key, value in raw.items():
         if key in REASONING_NAMES:
@@ -73,6 +78,17 @@ def _parse_message(raw: Any, where: str) -> Message:
     return message
 
 
+def _served(raw: Message, where: str) -> Message:
+    """Return a message whose keys are served; an empty list of parts is an empty content of answers and results."""
+    if unserved := next((key for key in _UNSERVED if raw.get(key)), None):
+        raise UnsupportedFieldError(
+            f"{where}.{unserved} is not served by this version; calls stand in tool_calls",
+            param=f"{where}.{unserved}",
+        )
+    is_empty = raw["role"] in ("assistant", "tool") and raw.get("content") == []
+    return {**raw, "content": ""} if is_empty else raw
+
+
 def _checked(key: str, value: Any, where: str) -> Any:
     """Return the value of one key of a message; None for a key that is left out since it says nothing."""
     if value is None:
@@ -85,10 +101,11 @@ def _checked(key: str, value: Any, where: str) -> Any:
 
 
 def _reasoning(raw: Message, where: str) -> str | None:
-    for name in REASONING_NAMES:
-        if raw.get(name) is not None:
-            return _string(raw[name], f"{where}.{name}")
-    return None
+    named = [name for name in REASONING_NAMES if raw.get(name) is not None]
+    if not named:
+        return None
+    name = next((name for name in named if raw[name]), named[0])
+    return _string(raw[name], f"{where}.{name}")
 
 
 def _string(raw: Any, where: str) -> str:
@@ -102,13 +119,18 @@ def _checked_content(content: Any, where: str) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list) or not content:
         raise InvalidRequestError(f"{where} must be a string or a list of text parts", param=where)
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
-            is_unserved = isinstance(kind, str) and kind != "text"
-            raise (UnsupportedFieldError if is_unserved else InvalidRequestError)(
-                f"{where}[{index}] is of type {str(kind)[:40]!r}; this version takes parts of type 'text' with a string",
-                param=f"{where}[{index}]",
-            )
-    return content
+    return [_text_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def _text_part(part: Any, where: str) -> dict[str, Any]:
+    """Return a part of type ``text``: as it is, or made of one that other APIs name otherwise."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    name = _PARTS.get(kind) if isinstance(kind, str) else None
+    text = part.get(name) if name else None
+    if not isinstance(text, str):
+        is_unserved = isinstance(kind, str) and name is None
+        raise (UnsupportedFieldError if is_unserved else InvalidRequestError)(
+            f"{where} is of type {str(kind)[:40]!r}; this version takes parts of type 'text' with a string",
+            param=where,
+        )
+    return dict(part) if kind == "text" else {"type": "text", "text": text}

@@ -11,6 +11,7 @@ from router.http.strictness import check_ignored
 
 FOREIGN = (
     "system",
+    "chat_template",
     "instructions",
     "text",
     "json_schema",

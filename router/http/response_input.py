@@ -11,7 +11,7 @@ from text.tools import check_call_name, parse_arguments, parse_tool_choice, pars
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Type of a message's part → where its text is."""
 
 
@@ -96,12 +96,15 @@ class _Conversation:
             raise InvalidRequestError(
                 f"{where}.role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}", param=f"{where}.role"
             )
-        content = _text(item.get("content"), f"{where}.content")
+        raw = item.get("content")
+        content = _text(raw, f"{where}.content")
         last = self._messages[-1] if role == "assistant" and self._is_open else {}
         if last and "content" not in last:
             last["content"] = content
         elif "tool_calls" in last:
             last["content"] = (last["content"] or "") + content
+        elif role != "assistant" and isinstance(raw, list) and len(raw) > 1:
+            self._messages.append({"role": role, "content": _parts(raw)})
         else:
             self._messages.append({"role": role, "content": content})
 
@@ -139,6 +142,11 @@ def _text(content: Any, where: str) -> str:
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a string or a list of parts", param=where)
     return _joined(content, where, _TEXTS)
+
+
+def _parts(parts: list[Any]) -> list[dict[str, str]]:
+    """Return the parts of a message as a chat has them; they were checked."""
+    return [{"type": "text", "text": part[_TEXTS[part["type"]]]} for part in parts]
 
 
 def _joined(parts: list[Any], where: str, texts: dict[str, str]) -> str:
