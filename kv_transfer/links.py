@@ -33,7 +33,14 @@ from kv_transfer.link_orders import LinkOrders
 from kv_transfer.listening import Listener
 from kv_transfer.messages import Message, Ping
 from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric
-from kv_transfer.strangers import MAX_ACCEPTS_AT_ONCE, MAX_STRANGERS, Seldom, giving_way, host_of
+from kv_transfer.strangers import (
+    MAX_ACCEPTS_AT_ONCE,
+    MAX_STRANGERS,
+    Seldom,
+    giving_way,
+    host_of,
+    most_strangers,
+)
 
 logger = logging.getLogger(__name__)
 _PINGS_PER_TIMEOUT = 3
@@ -72,7 +79,7 @@ class LinkLoop:
         self._resolver = resolver or Resolver()
         self._lookups: dict[PeerRef, _Lookup] = {}
         self._is_stopping, self._num_rounds = False, 0
-        self._stranger_log = Seldom()
+        self._most_strangers, self._stranger_log = most_strangers(MAX_STRANGERS), Seldom()
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
 
     def start(self, me: LocalIdentity, events: LinkEvents) -> None:
@@ -182,8 +189,8 @@ class LinkLoop:
             if sock is None:
                 return
             strangers = [link for link in self._links if link.session is None and link.target is None]
-            if len(strangers) >= MAX_STRANGERS:
-                what = f"more than {MAX_STRANGERS} handshakes are not finished"
+            if len(strangers) >= self._most_strangers:
+                what = f"more than {self._most_strangers} handshakes are not finished"
                 self._end(giving_way(strangers), WorkerLostError(what))
             self._add(sock, Accepting(self._me)).host = host_of(sock)
 

@@ -4,6 +4,7 @@ A flood must not cost an honest peer its place before it could answer. So few co
 those that have something to say, and room is made by the address that holds the most, first by a silent connection.
 """
 
+import resource
 import socket
 import time
 from collections import Counter
@@ -11,7 +12,19 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 MAX_STRANGERS = 256
+_SHARE = 8
+_FEWEST = 8
 MAX_ACCEPTS_AT_ONCE = 16
+
+
+def most_strangers(most: int, limit: int | None = None) -> int:
+    """Return how many a listener may hold: ``most``, and no more than an eighth of the descriptors of this process.
+
+    limit: on open descriptors; None is this process's own.
+    """
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if limit == resource.RLIM_INFINITY else min(most, max(_FEWEST, limit // _SHARE))
 
 
 class Stranger(Protocol):

@@ -170,10 +170,10 @@ class RouterService:
         settings = self._settings
         if settings.model:
             await self._models.read_folder(settings.model)
-        self._internal, internal = await self._start_internal()
+        caps = connection_caps(settings.max_connections, raise_descriptor_limit(), num_open_descriptors())
+        self._internal, internal = await self._start_internal(caps.internal)
         http = public = ""
         if has_public_ports:
-            caps = connection_caps(settings.max_connections, raise_descriptor_limit(), num_open_descriptors())
             if self._batches:
                 await self._batches.start()
             self._public, public = await self._start_public(caps.grpc)
@@ -250,8 +250,9 @@ class RouterService:
         if self._batches and self.is_ready:
             self._batches.give_way(self._ledger.num_queued)
 
-    async def _start_internal(self) -> tuple[grpc.aio.Server, str]:
-        server = grpc.aio.server(options=internal_server_options(self._settings.peer_timeout_seconds))
+    async def _start_internal(self, max_connections: int) -> tuple[grpc.aio.Server, str]:
+        options = internal_server_options(self._settings.peer_timeout_seconds, max_connections)
+        server = grpc.aio.server(options=options)
         router_id = f"router-{secrets.token_hex(4)}"
         worker_pb2_grpc.add_MembershipServicer_to_server(
             MembershipServicer(

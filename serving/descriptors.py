@@ -10,15 +10,17 @@ logger = logging.getLogger(__name__)
 _MAX_LIMIT = 2**17
 _MIN_RESERVE = 64
 _MIN_SHARE = 8
+_MAX_INTERNAL = 2**14
 _OWN_DESCRIPTORS = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
 class ConnectionCaps:
-    """How many client connections each public listener may hold at once."""
+    """How many connections each listener may hold at once. internal: of workers, and of who is none."""
 
     http: int
     grpc: int
+    internal: int
 
 
 def raise_descriptor_limit() -> int:
@@ -40,18 +42,28 @@ def num_open_descriptors() -> int:
     return sum(1 for _ in _OWN_DESCRIPTORS.iterdir()) if _OWN_DESCRIPTORS.is_dir() else _MIN_RESERVE
 
 
+def internal_connections(limit: int, num_open: int) -> int:
+    """Return how many connections the internal port of a process without public ports may hold at once."""
+    reserve = _reserve(limit)
+    return min(_MAX_INTERNAL, max(reserve // 2, limit - num_open - 2 * reserve))
+
+
+def _reserve(limit: int) -> int:
+    return max(_MIN_RESERVE, limit // 8)
+
+
 def connection_caps(max_connections: int, limit: int, num_open: int) -> ConnectionCaps:
     """Divide the descriptors that the process does not need itself among its public listeners.
 
     max_connections: the wanted cap of each listener. limit: the process's limit on descriptors. num_open: how many it
     has open. One eighth of the limit (64 at least) stays for workers, operators and files. HTTP gets three quarters of
-    the rest, gRPC one quarter.
+    the rest, gRPC one quarter. The internal port gets what they leave, and half of what stays at least.
     """
-    free = limit - num_open - max(_MIN_RESERVE, limit // 8)
-    caps = ConnectionCaps(
-        http=max(_MIN_SHARE, min(max_connections, free * 3 // 4)),
-        grpc=max(_MIN_SHARE, min(max_connections, free // 4)),
-    )
+    reserve = _reserve(limit)
+    free = limit - num_open - reserve
+    http = max(_MIN_SHARE, min(max_connections, free * 3 // 4))
+    public = max(_MIN_SHARE, min(max_connections, free // 4))
+    caps = ConnectionCaps(http, public, min(_MAX_INTERNAL, max(reserve // 2, free - http - public)))
     if caps.http < max_connections:
         logger.warning(
             "max_connections is %d; the limit of %d open descriptors allows %d for HTTP and %d for gRPC: "

@@ -8,6 +8,8 @@ _INTERNAL_HANDSHAKE_MS = 10_000
 _MAX_CONNECTION_AGE_MS = 3_600_000
 _MAX_METADATA_BYTES = 16 * 2**10
 _NEVER_MS = 2**31 - 1
+_MANY = 2**20
+"""The library takes no 2**31 - 1 for no limit."""
 _MAX_STREAMS = 128
 """Calls at once on one public connection; more wait on the client's side."""
 _PUBLIC_KEEPALIVE_MS = 30_000
@@ -15,14 +17,17 @@ _PUBLIC_KEEPALIVE_MS = 30_000
 Options = list[tuple[str, Any]]
 
 
-def internal_server_options(peer_timeout_seconds: float) -> Options:
+def internal_server_options(peer_timeout_seconds: float, max_connections: int = _MANY) -> Options:
     """A server that our own processes keep streams open to: a silent peer's connection ends within the timeout.
+
+    max_connections: those that have shown no certificate yet included; what comes beyond is closed.
 
     Peers may ping it as often as they like, and no other process can listen on the same port.
     """
     half = max(100, int(peer_timeout_seconds * 500))
     return [
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", _INTERNAL_HANDSHAKE_MS),
         ("grpc.http2.settings_timeout", _INTERNAL_HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", half),

@@ -15,6 +15,7 @@ from engine.client import EngineClient, ProcessClient
 from kv_transfer.connector import TransferFactory
 from protos import worker_pb2_grpc
 from serving.admin import AdminServer
+from serving.descriptors import internal_connections, num_open_descriptors, raise_descriptor_limit
 from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc
 from serving.logs import configure_logs, log_settings
@@ -97,7 +98,8 @@ async def exposed(
     worker: Worker, settings: WorkerSettings, servicer: ServicerFactory
 ) -> AsyncIterator[dict[str, Any]]:
     """A worker's ports: ``grpc`` (as others dial it) and ``admin``. On the way out its requests are aborted."""
-    server = grpc.aio.server(options=internal_server_options(settings.peer_timeout_seconds))
+    most = internal_connections(raise_descriptor_limit(), num_open_descriptors())
+    server = grpc.aio.server(options=internal_server_options(settings.peer_timeout_seconds, most))
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)
     admin = AdminServer(
         settings.admin,

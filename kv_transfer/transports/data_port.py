@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from contract.errors import PeerUnreachableError, TransferError, UnauthenticatedError
 from kv_transfer.framing import format_address, parse_address, read_frame, write_frame
 from kv_transfer.listening import Listener
+from kv_transfer.strangers import most_strangers
 from kv_transfer.transport import Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending, Reading
@@ -87,6 +88,7 @@ class DataPort:
         self._lock = threading.Lock()
         self._visits: dict[Visit, threading.Thread] = {}
         self._is_closed = False
+        self._most_strangers = most_strangers(_MAX_STRANGERS)
         self._listener = Listener(context.host, context.data_port)
         self.address = format_address(context.advertise_host or context.host, self._listener.port)
         self._wake_in, self._wake_out = socket.socketpair()
@@ -146,7 +148,7 @@ class DataPort:
         thread = threading.Thread(target=self._serve, args=(visit,), name=f"{self._name}-serve", daemon=True)
         with self._lock:
             strangers = self._strangers()
-            if len(strangers) >= _MAX_STRANGERS:
+            if len(strangers) >= self._most_strangers:
                 _dismiss(min(strangers, key=lambda stranger: (stranger.names_session, stranger.greet_by)))
             if self._is_closed:
                 sock.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from contract.errors import KvbatonError, TransferError, UnauthenticatedError
 from kv_transfer.framing import FrameBuffer, decode_body, encode_frame
+from kv_transfer.strangers import most_strangers
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending
 from kv_transfer.transports.shm_folder import listen_at
@@ -47,6 +48,7 @@ class ShmServer:
         self._patience_seconds, self._on_failed = context.read_timeout_seconds, context.on_thread_failed
         self._readers: dict[_Reader, None] = {}
         self._is_closed = False
+        self._most_strangers = most_strangers(_MAX_STRANGERS)
         self._resume_at: float | None = None
         self._listener = listen_at(path)
         self._wake_in, self._wake_out = socket.socketpair()
@@ -120,7 +122,7 @@ class ShmServer:
     def _drop_ended(self, now: float) -> None:
         """Readers whose session is over, strangers that took too long or are too many; and accept again when due."""
         strangers = [reader for reader in self._readers if not reader.token]
-        num_surplus = max(0, len(strangers) - _MAX_STRANGERS)
+        num_surplus = max(0, len(strangers) - self._most_strangers)
         for position, reader in enumerate(strangers):
             if position < num_surplus or now - reader.since >= self._patience_seconds:
                 self._drop(reader)

@@ -26,7 +26,7 @@ from kv_transfer.links import LinkLoop
 from kv_transfer.listening import Listener
 from kv_transfer.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric, resolve
-from kv_transfer.strangers import MAX_STRANGERS
+from kv_transfer.strangers import MAX_STRANGERS, most_strangers
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.tcp_sender import TcpSender
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
@@ -218,3 +218,11 @@ def test_numbers_need_no_look_up() -> None:
 
 def test_a_link_loop_that_was_never_started_closes() -> None:
     LinkLoop(LinkSettings("127.0.0.1", 0, None, 30.0, 2**20), Counters()).close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(256, 32), (64, 8), (16, 8), (1024, 128), (2048, 256), (10**5, 256)]
+)
+def test_few_descriptors_are_not_all_for_strangers(limit: int, expected: int) -> None:
+    """P3: with 256 descriptors the strangers of one port could hold each of them."""
+    assert most_strangers(MAX_STRANGERS, limit) == expected

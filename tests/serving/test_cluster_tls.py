@@ -1,5 +1,6 @@
 """Internal gRPC on real sockets, against strangers on either end."""
 
+import asyncio
 import datetime
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,6 +23,8 @@ from serving.cluster_tls import (
     worker_name,
     worker_tls,
 )
+from serving.grpc_options import Options, internal_server_options
+from serving.settings import split_address
 
 SECRET, OTHER = "the secret of this cluster, 32+ chars", "the secret of another cluster, 32+"
 WORKER = worker_name("w", "boot")
@@ -48,9 +51,11 @@ class Recorder(worker_pb2_grpc.WorkerServicer):
 
 
 @asynccontextmanager
-async def listening(credentials: grpc.ServerCredentials | None) -> AsyncIterator[tuple[str, Recorder]]:
+async def listening(
+    credentials: grpc.ServerCredentials | None, options: Options | None = None
+) -> AsyncIterator[tuple[str, Recorder]]:
     """A server with these credentials; None: without TLS."""
-    server, recorder = grpc.aio.server(), Recorder()
+    server, recorder = grpc.aio.server(options=options), Recorder()
     worker_pb2_grpc.add_WorkerServicer_to_server(recorder, server)
     port = (
         server.add_insecure_port("127.0.0.1:0")
@@ -155,3 +160,28 @@ def test_names_of_workers_are_host_names_and_differ() -> None:
     names = {worker_name(*ids) for ids in (("a", "b"), ("a\0b", ""), ("ab", ""), ("", "ab"), ("ä *.", "b"))}
     assert len(names) == 5
     assert all(name.isascii() and " " not in name and name.count(".") == 3 for name in names)
+
+
+async def test_silent_connections_take_no_more_descriptors_than_they_may() -> None:
+    """H7: silent connections to an internal port took every descriptor of a process for 10 s, its admin port's too."""
+    credentials = worker_tls(SECRET, "w", "boot").server_credentials
+    async with (
+        listening(credentials, internal_server_options(3.0, 4)) as (address, recorder),
+        router_tls(SECRET).channel(address, WORKER, []) as channel,
+    ):
+        stub: Any = worker_pb2_grpc.WorkerStub(channel)
+        await stub.Cancel(pb.CancelRequest(), timeout=20)
+        host, port = split_address(address)
+        opened = [await asyncio.open_connection(host, port) for _ in range(20)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in opened]
+        try:
+            for _ in range(17):
+                await next(asyncio.as_completed([end for end in ends if not end.done()], timeout=9))
+            await stub.Cancel(pb.CancelRequest(), timeout=20)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+            for _, writer in opened:
+                writer.close()
+    assert len(recorder.received) == 2

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from serving.descriptors import connection_caps, num_open_descriptors
+from serving.descriptors import connection_caps, internal_connections, num_open_descriptors
 
 
 @given(st.integers(1, 10**5), st.integers(256, 2**17), st.integers(0, 128))
@@ -21,6 +21,14 @@ def test_clients_leave_descriptors_for_the_service_itself(
     assert 1 <= caps.grpc <= max(8, max_connections)
     assert 1 <= caps.http <= max(8, max_connections)
     assert num_open + caps.http + caps.grpc + 40 <= limit
+    assert caps.internal >= 32
+    assert num_open + caps.http + caps.grpc + caps.internal + 8 <= limit
+
+
+@given(st.integers(256, 2**17), st.integers(0, 128))
+def test_strangers_on_an_internal_port_leave_descriptors_too(limit: int, num_open: int) -> None:
+    """H7: nothing bounded the connections of internal gRPC."""
+    assert 32 <= internal_connections(limit, num_open) <= limit - num_open - 32
 
 
 def test_a_low_limit_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
