@@ -6,15 +6,16 @@ at all is refused by its path. What matches the result matches the schema.
 """
 
 import json
-import math
-import re
 from collections.abc import Iterator
-from decimal import Decimal
 from typing import Any
-from urllib.parse import unquote
 
 from contract.errors import InvalidRequestError
-from contract.schema_values import Disjointness, properties_of, required_of, types_of
+from contract.schema_divisors import MAX_DIVISORS, num_remainders
+from contract.schema_patterns import NotHeldError, respelled
+from contract.schema_references import References
+from contract.schema_spelling import closed_names, plainly_spelled, well_formed
+from contract.schema_unions import Unions
+from contract.schema_values import TYPES, properties_of, required_of, spelled, types_of
 
 Pointer = tuple[str, ...]
 Schema = dict[str, Any]
@@ -25,8 +26,8 @@ FORMATS = frozenset(
 """The formats that are enforced; others are annotations."""
 MAX_BOUND = 2**63 - 1024
 """The largest number up to which the library holds bounds, and which a double holds exactly."""
-MAX_DIVISORS = 20_000
-"""What all ``multipleOf`` may be together, in units of their last digits: the library makes a state for each remainder."""
+MIN_BOUND = 1e-30
+"""The smallest number above 0 by which the library bounds others."""
 
 _ONE_SCHEMA = ("additionalProperties", "items", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -55,11 +56,11 @@ def plain_schema(text: str, *, is_lenient: bool = False) -> str:
     ``grammar`` for what is no schema, and for what cannot be held.
     """
     try:
-        root = json.loads(text)
+        root = json.loads(text, parse_constant=_no_number)
         if not isinstance(root, dict):
             return json.dumps(root)
         reduced = _Reducer(root, is_lenient=is_lenient).reduced(root, ())
-        _check_divisors(reduced)
+        _settle_divisors(reduced, is_lenient=is_lenient)
         return json.dumps(reduced, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
         raise _wrong(f"the json_schema is not valid JSON, or too deep: {error}"[:300]) from error
@@ -69,42 +70,49 @@ class _Reducer:
     """Reduces the schemas of one document. Keeps what its references point to, wherever that stands."""
 
     def __init__(self, root: Schema, *, is_lenient: bool) -> None:
-        self._root = root
         self._is_lenient = is_lenient
-        self._targets: set[Pointer] = set()
-        self._ways: set[Pointer] = set()
-        self._ends: dict[str, Any] = {}
-        self._disjointness = Disjointness()
-        self._are_all_pointers = True
-        for reference in set(_references(root)):
-            self._are_all_pointers &= reference == "#" or reference.startswith("#/")
-            pointer = _pointer(reference)
-            if _found(root, pointer) is not None:  # else it leads nowhere, however long it is
-                self._targets.add(pointer)
-                while pointer and pointer not in self._ways:
-                    self._ways.add(pointer)
-                    pointer = pointer[:-1]
+        self._references = References(root)
+        self._unions = Unions(self._references.resolved)
+        for schema in schemas_within(root):
+            self._unions.tell_apart(schema)
 
     def reduced(self, schema: Any, at: Pointer) -> Any:
         """Return what ``schema``, which stands at ``at``, constrains."""
         if not isinstance(schema, dict):
             return schema
+        own = id(schema)
+        spelled_out = plainly_spelled(schema)
+        if isinstance(spelled_out, bool):
+            return spelled_out
+        if self._is_lenient:
+            spelled_out = well_formed(spelled_out)
+        if "propertyNames" in spelled_out:
+            names = self._references.resolved(spelled_out["propertyNames"])
+            spelled_out = closed_names(spelled_out, names) or spelled_out
         out: Schema = {}
-        for key, value in schema.items():
-            place = (*at, key)
-            if key in _DEFINITIONS and self._are_all_pointers:
-                out |= {key: self._way(value, place)} if place in self._ways else {}
+        for key, value in spelled_out.items():
+            place, is_way = (*at, key), self._references.is_way(own, key)
+            if key in _DEFINITIONS and self._references.are_all_pointers:
+                out |= {key: self._way(own, key, value, place)} if is_way else {}
             elif key in _KEPT:
                 out[key] = self._kept(key, value, place)
-            elif place in self._ways:
-                out[key] = self._way(value, place)
+            elif is_way:
+                out[key] = self._way(own, key, value, place)
+        self._settle(spelled_out, out, at)
+        return out
+
+    def _settle(self, schema: Schema, out: Schema, at: Pointer) -> None:
+        """Hold, drop or refuse each constraint of ``out``, which ``schema`` was reduced to."""
         self._refuse(schema, out, at)
-        _make_bounds_plain(out, at)
+        self._settle_types(out, at)
+        self._settle_bounds(out, at)
         _drop_what_forbids_nothing(out)
-        self._refuse_patterns(out, at)
+        self._settle_patterns(out, at)
         self._refuse_counts(out, at)
         self._settle_one_of(out)
-        return out
+        reference = out.get("$ref")
+        if self._is_lenient and isinstance(reference, str) and not self._references.lead_within(reference):
+            del out["$ref"]
 
     def _kept(self, key: str, value: Any, place: Pointer) -> Any:
         if key in _LISTS and isinstance(value, list):
@@ -113,14 +121,14 @@ class _Reducer:
             return {name: self.reduced(one, (*place, name)) for name, one in value.items()}
         return self.reduced(value, place) if key in _ONE_SCHEMA else value
 
-    def _way(self, value: Any, place: Pointer) -> Any:
+    def _way(self, parent: int, key: str, value: Any, at: Pointer) -> Any:
         """Reduce a part of the document that is no keyword but leads to the target of a reference."""
-        if place in self._targets or not isinstance(value, dict):
-            return self.reduced(value, place)
+        if self._references.is_target(parent, key) or not isinstance(value, dict):
+            return self.reduced(value, at)
         return {
-            key: self._way(inner, (*place, key))
-            for key, inner in value.items()
-            if (*place, key) in self._ways
+            name: self._way(id(value), name, inner, (*at, name))
+            for name, inner in value.items()
+            if self._references.is_way(id(value), name)
         }
 
     def _refuse(self, schema: Schema, out: Schema, at: Pointer) -> None:
@@ -129,21 +137,66 @@ class _Reducer:
             out["additionalProperties"] = False
             return
         for key in schema:
-            if key in _CANNOT_HOLD and not _forbids_nothing(key, schema) and not self._is_lenient:
+            if key in _CANNOT_HOLD and not self._forbids_nothing(key, schema) and not self._is_lenient:
                 raise _wrong(
                     f"{shown((*at, key))}: the constraint {key} cannot be held while an answer is written; remove it"
                 )
 
-    def _refuse_patterns(self, out: Schema, at: Pointer) -> None:
+    def _forbids_nothing(self, key: str, schema: Schema) -> bool:
+        if key != "not":
+            return _forbids_nothing(key, schema)
+        others = {name: value for name, value in schema.items() if name != "not"}
+        return self._unions.are_apart([others, schema["not"]])
+
+    def _settle_types(self, out: Schema, at: Pointer) -> None:
+        if "type" not in out:
+            return
+        given = out["type"] if isinstance(out["type"], list) else [out["type"]]
+        if all(isinstance(one, str) and one in TYPES for one in given):
+            return
+        if not self._is_lenient:
+            raise _wrong(f"{shown((*at, 'type'))}: {str(out['type'])[:40]!r} is no type of JSON Schema")
+        types = [spelled(one) if isinstance(one, str) else "" for one in given]
+        del out["type"]
+        if all(one in TYPES for one in types):
+            out["type"] = types if len(types) > 1 else types[0]
+
+    def _settle_bounds(self, out: Schema, at: Pointer) -> None:
+        for key in _COUNTS:
+            value = out.get(key)
+            if isinstance(value, float) and value.is_integer():
+                out[key] = int(value)
+        for key in (*_UPPER, *_LOWER):
+            value = out.get(key)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            bound = _held_bound(value, is_upper=key in _UPPER, is_integer=out.get("type") == "integer")
+            if bound is not None:
+                out[key] = bound
+            elif self._is_lenient:
+                del out[key]
+            else:
+                raise _wrong(f"{shown((*at, key))}: bounds are held between -{MAX_BOUND} and {MAX_BOUND}")
+
+    def _settle_patterns(self, out: Schema, at: Pointer) -> None:
+        """Write patterns as the library does."""
+        key = "pattern"
         patterns = out.get("patternProperties")
-        given = [("pattern", out.get("pattern"))]
-        given += [("patternProperties", one) for one in (patterns if isinstance(patterns, dict) else ())]
-        for key, pattern in given:
-            found = _looking_around(pattern) if isinstance(pattern, str) else None
-            if found and self._is_lenient:
-                out.pop(key, None)
-            elif found:
-                raise _wrong(f"{shown((*at, key))}: {found} in a pattern cannot be held; write it without")
+        try:
+            if isinstance(out.get(key), str):
+                out[key] = respelled(out[key])
+            key = "patternProperties"
+            if isinstance(patterns, dict):
+                out[key] = {respelled(pattern): one for pattern, one in patterns.items()}
+        except NotHeldError as error:
+            if not self._is_lenient:
+                raise _wrong(
+                    f"{shown((*at, key))}: {error} in a pattern cannot be held; write it without"
+                ) from error
+            del out[key]
+            if key == "patternProperties":
+                out.pop("additionalProperties", None)
+            self._settle_patterns(out, at)
 
     def _refuse_counts(self, out: Schema, at: Pointer) -> None:
         """The library counts properties only where all named ones are required, or to tell none from some."""
@@ -160,24 +213,13 @@ class _Reducer:
     def _settle_one_of(self, out: Schema) -> None:
         """Turn oneOf into anyOf where no value can match two of its branches."""
         branches = out.get("oneOf")
-        if not isinstance(branches, list) or "anyOf" in out:
+        if not isinstance(branches, list) or not (self._is_lenient or self._unions.are_apart(branches)):
             return
-        if self._is_lenient or self._disjointness.are_disjoint([self._resolved(one) for one in branches]):
-            out["anyOf"] = out.pop("oneOf")
-
-    def _resolved(self, schema: Any) -> Any:
-        """Follow references within the document, as far as they lead."""
-        passed: dict[str, None] = {}
-        while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
-            if reference in self._ends:
-                schema = self._ends[reference]
-                break
-            if reference in passed or not reference.startswith("#"):
-                break
-            passed[reference] = None
-            schema = _found(self._root, _pointer(reference))
-        self._ends |= dict.fromkeys(passed, schema)
-        return schema
+        del out["oneOf"]
+        if "anyOf" not in out:
+            out["anyOf"] = branches
+        elif isinstance(out.get("allOf", []), list):
+            out["allOf"] = [*out.get("allOf", []), {"anyOf": branches}]
 
 
 def schemas_within(root: Any) -> Iterator[Schema]:
@@ -214,8 +256,6 @@ def _forbids_nothing(key: str, schema: Schema) -> bool:
     match key:
         case "uniqueItems":
             return value in (False, None) or schema.get("maxItems") in (0, 1)
-        case "not":
-            return value is False
         case "if":
             return all(schema.get(branch, True) in (True, {}) for branch in ("then", "else"))
         case "dependentRequired" | "dependentSchemas" | "dependencies":
@@ -255,93 +295,34 @@ def _drop_counts_of_properties(out: Schema) -> None:
         del out["maxProperties"]
 
 
-def _make_bounds_plain(out: Schema, at: Pointer) -> None:
-    for key in _COUNTS:
-        value = out.get(key)
-        if isinstance(value, float) and value.is_integer():
-            out[key] = int(value)
-    for key in (*_UPPER, *_LOWER):
-        value = out.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > MAX_BOUND:
-            is_upper = key in _UPPER
-            if is_upper != (value > 0):
-                raise _wrong(f"{shown((*at, key))}: bounds are held between -{MAX_BOUND} and {MAX_BOUND}")
-            is_integer = out.get("type") == "integer" and is_upper
-            out[key] = 2**63 - 1 if is_integer else MAX_BOUND if value > 0 else -MAX_BOUND
+def _held_bound(value: float, *, is_upper: bool, is_integer: bool) -> float | None:
+    """Return the bound itself, or the next tighter one that the library holds; None where there is none."""
+    if 0 < abs(value) < MIN_BOUND and is_upper == (value < 0):
+        return MIN_BOUND if value > 0 else -MIN_BOUND
+    if abs(value) <= MAX_BOUND:
+        return value
+    if is_upper != (value > 0):
+        return None
+    if is_integer and is_upper:
+        return 2**63 - 1
+    return MAX_BOUND if value > 0 else -MAX_BOUND
 
 
-_ESCAPES_AND_GROUPS = re.compile(r"\\(.)|\[(?:\\.|[^\]\\])*+\]?|(\(\?<?[=!])", re.DOTALL)
-"""A bracket that is not closed takes the rest, since looking for the end of each would take quadratic time."""
-
-
-def _looking_around(pattern: str) -> str | None:
-    """Return what looks around in a pattern, or back at what was matched: no automaton does that."""
-    for match in _ESCAPES_AND_GROUPS.finditer(pattern):
-        escaped, group = match.groups()
-        if group or (escaped and escaped in "bBk123456789"):
-            return group or f"\\{escaped}"
-    return None
-
-
-def _check_divisors(root: Schema) -> None:
+def _settle_divisors(root: Schema, *, is_lenient: bool) -> None:
     schemas = list(schemas_within(root))
-    divisors = [divisor for schema in schemas if (divisor := _divisor(schema.get("multipleOf")))]
-    if not divisors:
-        return
-    exponent = min(0, *(_exponent(divisor) for divisor in divisors))
-    are_combined = any(_IN_PLACE & schema.keys() for schema in schemas)
-    num_states, together = 0, 1
-    for divisor in divisors:
-        num_states += int(divisor.scaleb(-min(0, _exponent(divisor))))
-        together = math.lcm(together, int(divisor.scaleb(-exponent))) if are_combined else 1
-        if max(num_states, together) > MAX_DIVISORS:  # numbers of many digits are not worth their time
-            break
-    num_states = max(num_states, together)
-    if num_states > MAX_DIVISORS:
+    num_states = num_remainders(schemas)
+    if num_states > MAX_DIVISORS and is_lenient:
+        for schema in schemas:
+            schema.pop("multipleOf", None)
+    elif num_states > MAX_DIVISORS:
         raise _wrong(
             f"multipleOf: the divisors of this schema have {min(num_states, 10**15)} remainders, and {MAX_DIVISORS} at "
             "most can be held"
         )
 
 
-def _divisor(value: Any) -> Decimal | None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        return None
-    return abs(Decimal(repr(value))).normalize() or None
-
-
-def _exponent(number: Decimal) -> int:
-    return int(number.as_tuple().exponent)
-
-
-def _references(root: Any) -> Iterator[str]:
-    waiting = [root]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-            reference = value.get("$ref")
-            if isinstance(reference, str):
-                yield reference
-
-
-def _pointer(reference: str) -> Pointer:
-    parts = unquote(reference.removeprefix("#")).split("/")[1:]
-    return tuple(part.replace("~1", "/").replace("~0", "~") for part in parts)
-
-
-def _found(root: Any, pointer: Pointer) -> Any:
-    """Return what stands there; None where nothing does."""
-    for part in pointer:
-        if isinstance(root, dict):
-            root = root.get(part)
-        elif isinstance(root, list) and part.isdecimal() and int(part) < len(root):
-            root = root[int(part)]
-        else:
-            return None
-    return root
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _wrong(message: str) -> InvalidRequestError:

@@ -52,7 +52,7 @@ _OUR_WORDS = {
         "properties show; write anyOf"
     )
 }
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 _MAX_ERROR_LENGTH = 1_000
 _STACK_BYTES = MAX_GRAMMAR_BYTES * 2**11
 

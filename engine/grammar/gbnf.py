@@ -101,13 +101,17 @@ def _names_in(group: Group) -> Iterable[str]:
 
 
 def _productive(rules: dict[str, Group]) -> set[str]:
-    """Return the names of the rules that some text matches."""
+    """Return the names of the rules that some text matches. A rule is looked at anew where one that it names was found."""
+    naming: dict[str, list[str]] = {name: [] for name in rules}
+    for name, group in rules.items():
+        for named in set(_names_in(group)):
+            naming[named].append(name)
     found: set[str] = set()
-    has_grown = True
-    while has_grown:
-        new = {name for name in rules.keys() - found if _is_productive(rules[name], found)}
+    waiting = set(rules)
+    while waiting:
+        new = {name for name in waiting if _is_productive(rules[name], found)}
         found |= new
-        has_grown = bool(new)
+        waiting = {other for name in new for other in naming[name]} - found
     return found
 
 

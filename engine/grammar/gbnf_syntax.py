@@ -45,9 +45,10 @@ class Group:
 Item = Characters | Reference | Repetition | Group
 ANY = Characters((), is_negated=True)
 
+# Each repetition is possessive: no text makes the search try a second way.
 _TOKENS = re.compile(
-    r"""(?P<space>(?:\s|\#[^\r\n]*)+) | (?P<rule>[\w-]+(?:\s|\#[^\r\n]*)*::=) | (?P<name>[\w-]+)
-    | "(?P<literal>(?:[^"\\]|\\.)*)" | \[(?P<characters>\^?(?:[^\]\\]|\\.)*)\]
+    r"""(?P<space>(?:\s|\#[^\r\n]*+)++) | (?P<rule>[\w-]++(?:\s|\#[^\r\n]*+)*+::=) | (?P<name>[\w-]++)
+    | "(?P<literal>(?:[^"\\]|\\.)*+)" | \[(?P<characters>\^?(?:[^\]\\]|\\.)*+)\]
     | (?P<times>[*+?] | \{\s*\d*\s*(?:,\s*\d*\s*)?\}) | (?P<mark>[().|])
     | (?P<token>!?<[^\s>]*>)""",
     re.VERBOSE | re.DOTALL,

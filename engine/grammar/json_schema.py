@@ -19,12 +19,13 @@ def with_closed_objects(text: str) -> str:
     """The schema where objects with named properties have no others, unless it says so (``additionalProperties``).
 
     What matches it matches ``text``. One that puts an object together from several schemas stays as it is, since each of
-    them would forbid the others' properties; so does what is no JSON.
+    them would forbid the others' properties; so does one where a oneOf is left, which more values would match if its
+    branches were closed; so does what is no JSON.
     """
     try:
         root = json.loads(text)
         schemas = list(schemas_within(root))
-        if any(_num_rules(schema) > 1 for schema in schemas):
+        if any(_num_rules(schema) > 1 or "oneOf" in schema for schema in schemas):
             return text
         for schema in filter(_is_open, schemas):
             schema["additionalProperties"] = False

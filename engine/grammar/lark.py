@@ -7,9 +7,10 @@ from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schema
 
 _DIRECTIVES = re.compile(
-    r"""\"(?:[^"\\\n]|\\.)*\" | //[^\n]* | \#[^\n]* | /(?:[^/\\\n]|\\.)+/ | (?P<json>%json\s*)(?=\{)""",
+    r"""\"(?:[^"\\\n]|\\.)*+\"? | //[^\n]* | \#[^\n]* | /(?:[^/\\\n]|\\.)++/? | (?P<json>%json\s*+)(?=\{)""",
     re.VERBOSE,
 )
+"""Texts and patterns that do not end are taken as far as their line goes, so that no character is looked at twice."""
 
 
 def with_plain_schemas(text: str) -> str:

@@ -13,7 +13,7 @@ from contract.errors import InternalError, InvalidRequestError
 from contract.requests import EngineRequest
 from engine.grammar.machine import Machine
 
-_INTERNALS = re.compile(r"\s*<(?:non-verbose/|state|backtrace)>")
+_INTERNALS = re.compile("<(?:non-verbose/|state|backtrace)>")
 _MAX_REASON_LENGTH = 400
 
 

@@ -16,7 +16,13 @@ from contract.errors import InvalidRequestError
 from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.json_schema import plain_schema
 from contract.requests import Grammar
-from contract.schema_values import Disjointness, Schema
+from contract.schema_unions import Unions
+from contract.schema_values import Schema
+
+
+def unions(max_steps: int = 2**18) -> Unions:
+    return Unions(lambda schema: schema, max_steps)
+
 
 _NAMES = ("a", "b", "c")
 _VALUES = st.sampled_from([1, 1.0, 2, "a", "b", None, True])
@@ -36,8 +42,8 @@ _OBJECTS = st.builds(
 @given(st.lists(_PLAIN | _OBJECTS, max_size=4))
 def test_all_are_disjoint_where_each_pair_is(schemas: list[Any]) -> None:
     """Looking at all at once finds what looking at pairs finds."""
-    in_pairs = all(Disjointness().are_disjoint(pair) for pair in combinations(schemas, 2))
-    assert Disjointness().are_disjoint(schemas) == in_pairs
+    in_pairs = all(unions().are_apart(pair) for pair in combinations(schemas, 2))
+    assert unions().are_apart(schemas) == in_pairs
 
 
 @pytest.mark.parametrize(
@@ -66,10 +72,21 @@ def test_what_would_take_too_long_to_compare_stays_one_of() -> None:
         {"type": ["object", "null"] if number % 2 else "object", "properties": {}, "required": []}
         for number in range(8000)
     ]
-    few = Disjointness(max_work=100)
-    assert not few.are_disjoint(schemas)
-    assert not few.are_disjoint([{"const": 1}, {"const": 2}]), "the budget is that of a whole document"
-    assert Disjointness().are_disjoint([{"const": 1}, {"const": 2}])
+    few = unions(max_steps=100)
+    assert not few.are_apart(schemas)
+    assert not few.are_apart([{"const": 1}, {"const": 2}]), "the budget is that of a whole document"
+    assert unions().are_apart([{"const": 1}, {"const": 2}])
+
+
+def test_properties_of_properties_are_looked_at_within_the_budget() -> None:
+    """Each of the properties that all branches have may tell them apart, by each of its own, and so on."""
+    inner: Any = {}
+    for name in "abcdefgh":
+        inner = {"type": "object", "required": [f"{name}{i}" for i in range(40)]}
+        inner["properties"] = {f"{name}{i}": {"$ref": "#/$defs/next"} for i in range(40)}
+    branches = [{**inner, "title": str(number)} for number in range(40)]
+    schema = {"oneOf": branches, "$defs": {"next": inner}}
+    assert "oneOf" in json.loads(plain_schema(json.dumps(schema)))
 
 
 def test_chains_of_references_are_followed_once() -> None:
@@ -98,8 +115,13 @@ def test_a_pointer_that_leads_nowhere_costs_no_more_than_its_length() -> None:
 @pytest.mark.parametrize("end", ["", "\\", "a]"])
 def test_a_pattern_of_open_brackets_is_read_once(end: str) -> None:
     """Each bracket was looked for its end, to the pattern's end."""
-    pattern = "[" * (MAX_SCHEMA_BYTES // 2) + end
-    assert json.loads(plain_schema(json.dumps({"pattern": pattern}))) == {"pattern": pattern}
+    number = MAX_SCHEMA_BYTES // 2
+    text = json.dumps({"pattern": "[" * number + end})
+    if end == "a]":
+        assert json.loads(plain_schema(text)) == {"pattern": "[" + "\\[" * (number - 1) + end}
+        return
+    with pytest.raises(InvalidRequestError, match="a class without its end"):
+        plain_schema(text)
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)", "[a](?!b)", "a\\1", "[a]\\b", "[]](?<=a)"])

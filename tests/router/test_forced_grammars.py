@@ -72,3 +72,47 @@ def test_what_takes_too_long_to_reduce_is_refused_before(tools: list[dict[str, A
         grammar_for(tools)
     assert found.value.param == "tools"
     assert grammar_for(tools, {"type": "function", "function": {"name": "f1"}}).kind == "json_schema"
+
+
+LOOSE: dict[str, Any] = {
+    "types of other languages": {
+        "a": {"type": "float"},
+        "b": {"type": ["str", "None"]},
+        "c": {"type": "any"},
+    },
+    "references that lead nowhere": {
+        "a": {"$ref": "#/components/schemas/A"},
+        "b": {"$ref": "https://example.com/b"},
+        "c": {"$ref": "#anchor"},
+    },
+    "bounds and divisors": {"a": {"type": "integer", "minimum": 2**70}, "b": {"multipleOf": 123_457}},
+    "two unions": {"a": {"anyOf": [{"type": "string"}], "oneOf": [{"minLength": 1}, {}]}},
+    "patterns": {"a": {"type": "object", "patternProperties": {"(?!a)": {}}, "additionalProperties": False}},
+    "other forms": {
+        "a": {"type": "object", "properties": [], "required": "a", "additionalProperties": "no"},
+        "b": {"type": "string", "minLength": "1", "maxLength": -1, "pattern": 7, "enum": []},
+        "c": {"type": "array", "items": "string", "minItems": 1.5},
+        "d": "string",
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_a_loose_schema_of_one_tool_does_not_refuse_the_request(name: str) -> None:
+    """F14: what people write, and what converters leave, is left out."""
+    parameters = {"type": "dict", "properties": LOOSE[name]}
+    grammar = grammar_for([tool("plain", {"type": "object"}), tool("loose", parameters)])
+    properties = json.loads(grammar.text)["$defs"]["loose"]["properties"]
+    assert properties.keys() >= LOOSE[name].keys() - {"d"}
+    assert "(?!" not in grammar.text and "minLength" not in properties.get("b", {})
+
+
+def test_types_of_other_languages_are_those_that_are_meant() -> None:
+    """F11: the reader of bare text takes them so as well."""
+    parameters = {"type": "dict", "properties": LOOSE["types of other languages"]}
+    grammar = grammar_for([tool("f", parameters)])
+    found = json.loads(grammar.text)["$defs"]["f"]
+    assert found["type"] == "object"
+    assert found["properties"] == {"a": {"type": "number"}, "b": {"type": ["string", "null"]}, "c": {}}
+    with pytest.raises(InvalidRequestError, match="#/properties/a/type: 'float' is no type of JSON Schema"):
+        grammar_for([tool("f", parameters, strict=True)])

@@ -14,6 +14,8 @@ from text.parsing.reader import Steps
 from text.tools import Tool, ToolChoice
 
 Schema = dict[str, Any]
+_Place = tuple[()] | tuple["_Place", str]
+"""Where a schema stands: the keys on the way there, the last one outermost."""
 _VALUES = ("const", "enum", "default", "examples")
 """Keywords whose values are no schemas, but JSON as it is."""
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -112,16 +114,25 @@ def _moved(schema: Schema, root: str) -> Schema:
     return {key: value for key, value in moved.items() if key not in ("$id", "$schema")}
 
 
-def _anchors(value: Any, place: str) -> Iterator[tuple[str, str]]:
+def _anchors(root_schema: Any, root: str) -> Iterator[tuple[str, str]]:
     """Yield the anchors within, each with the pointer to its schema."""
-    if isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _anchors(inner, f"{place}/{index}")
-    if isinstance(value, dict):
-        if isinstance(value.get("$anchor"), str):
-            yield f"#{value['$anchor']}", place
-        for key, inner in value.items():
-            yield from _anchors(inner, f"{place}/{quote(key.replace('~', '~0').replace('/', '~1'))}")
+    waiting: list[tuple[Any, _Place]] = [(root_schema, ())]
+    while waiting:
+        value, place = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(inner, (place, str(index))) for index, inner in enumerate(value)]
+        if isinstance(value, dict):
+            if isinstance(value.get("$anchor"), str):
+                yield f"#{value['$anchor']}", root + _pointer(place)
+            waiting += [(inner, (place, key)) for key, inner in value.items()]
+
+
+def _pointer(place: _Place) -> str:
+    parts: list[str] = []
+    while place:
+        place, key = place
+        parts.append(quote(key.replace("~", "~0").replace("/", "~1")))
+    return "".join(f"/{part}" for part in reversed(parts))
 
 
 def _with_references(value: Any, root: str, anchors: dict[str, str]) -> Any:

@@ -9,23 +9,12 @@ from functools import partial, reduce
 from typing import Any
 from urllib.parse import unquote
 
+from contract.schema_values import spelled
 from text.parsing.allowed_values import ANY, Allowed, type_of
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_DEPTH = 64
 """References and schemas within schemas that are followed; what lies deeper restricts nothing."""
-_SPELLINGS = {
-    "str": "string",
-    "text": "string",
-    "int": "integer",
-    "float": "number",
-    "double": "number",
-    "bool": "boolean",
-    "dict": "object",
-    "list": "array",
-    "none": "null",
-}
-"""Names of types that are no JSON Schema, and are written all the same."""
 _IMPLIED = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"),
@@ -147,7 +136,7 @@ def _own(schema: dict[str, Any]) -> Allowed | None:
 
 
 def _named_type(name: str) -> frozenset[str]:
-    name = _SPELLINGS.get(name.lower(), name.lower())
+    name = spelled(name)
     return frozenset({"number", "integer"}) if name == "number" else ANY & {name}
 
 
