@@ -175,9 +175,12 @@ async def test_silent_connections_take_no_more_descriptors_than_they_may() -> No
         opened = [await asyncio.open_connection(host, port) for _ in range(20)]
         ends = [asyncio.create_task(reader.read()) for reader, _ in opened]
         try:
-            for _ in range(17):
-                await next(asyncio.as_completed([end for end in ends if not end.done()], timeout=9))
+            while sum(end.done() for end in ends) < 17:
+                await asyncio.wait(
+                    [end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED
+                )
             await stub.Cancel(pb.CancelRequest(), timeout=20)
+            assert sum(end.done() for end in ends) == 17, "the others wait for their handshake's end"
         finally:
             for end in ends:
                 end.cancel()
