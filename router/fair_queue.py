@@ -14,7 +14,7 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -53,6 +53,9 @@ class Ticket(Generic[_L, _T]):
     claim: Claim = field(compare=False)
     lane: _L = field(compare=False)
     item: _T = field(compare=False)
+
+
+MayGo = Callable[[Ticket[_L, _T]], bool]
 
 
 @dataclass
@@ -106,14 +109,6 @@ class FairQueue(Generic[_L, _T]):
                 for tickets in tenants.values():
                     yield from tickets
 
-    def heads(self, held_back: Callable[[_L], Container[str]] = lambda lane: ()) -> list[Ticket[_L, _T]]:
-        """Return the head of each lane that has one, the one that goes first in front.
-
-        held_back: returns the clients without whom a lane's head is found.
-        """
-        heads = [head for lane in self._lanes if (head := self.head(lane, held_back(lane)))]
-        return sorted(heads, key=self._rank)
-
     def add(self, lane: _L, claim: Claim, item: _T) -> Ticket[_L, _T]:
         """Take a request in."""
         tenant = self._tenants.setdefault(claim.tenant, _Tenant(virtual_time=self._time))
@@ -129,10 +124,18 @@ class FairQueue(Generic[_L, _T]):
         self._num_waiting += 1
         return ticket
 
-    def head(self, lane: _L, held_back: Container[str] = ()) -> Ticket[_L, _T] | None:
-        """Return the request that is next in a lane, without those of the clients in ``held_back``; None without any."""
+    def heads(self, may_go: MayGo[_L, _T] = lambda ticket: True) -> list[Ticket[_L, _T]]:
+        """Return the head of each lane that has one, the one that goes first in front."""
+        heads = [head for lane in self._lanes if (head := self.head(lane, may_go))]
+        return sorted(heads, key=self._rank)
+
+    def head(self, lane: _L, may_go: MayGo[_L, _T] = lambda ticket: True) -> Ticket[_L, _T] | None:
+        """Return the request that is next in a lane; None where nobody may go.
+
+        may_go: whether a client's first request may be begun now; where it may not, other clients pass.
+        """
         tops = {
-            priority: [tickets[0] for tenant, tickets in tenants.items() if tenant not in held_back]
+            priority: [top for tickets in tenants.values() if may_go(top := tickets[0])]
             for priority, tenants in self._lanes.get(lane, {}).items()
         }
         if self._is_aged_turn:

@@ -67,16 +67,17 @@ class Wish:
     """What a request asks of its workers.
 
     num_prompt_tokens: with the tokens that were delivered already. num_answer_tokens: kept free beside them on the decode
-    side. max_length: tokens that prompt and answer have together at the most; with may_be_cut a worker that ends the answer
-    earlier will do where no other is attached for a while. prefer: the prefill worker whose prefix
-    cache holds the prompt. avoid: workers where an earlier attempt failed; they are asked only for what no other worker
-    does, even if it has no room just now. too_small: workers that refused the request for its length. is_replay: an
-    earlier attempt was begun, so where no prefill worker is left the decode worker computes the prompt itself. is_local:
-    it shall, because handing KV over has failed again and again. is_embedding: nothing is decoded.
+    side. num_choices: answers to the prompt that begin together. max_length: tokens that prompt and answer have together at
+    the most; with may_be_cut a worker that ends the answer earlier will do where no other is attached for a while. prefer:
+    the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed; they are asked
+    only for what no other worker does, even if it has no room just now. too_small: workers that refused the request for its
+    length. is_replay: an earlier attempt was begun, so where no prefill worker is left the decode worker computes the prompt
+    itself. is_local: it shall, because handing KV over has failed again and again. is_embedding: nothing is decoded.
     """
 
     num_prompt_tokens: int
     num_answer_tokens: int
+    num_choices: int = 1
     max_length: int = 0
     may_be_cut: bool = False
     prefer: str | None = None

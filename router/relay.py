@@ -141,6 +141,7 @@ class Relay:
         return Wish(
             num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
             num_answer_tokens=request.num_answer_tokens * (1 + len(self._followers)),
+            num_choices=1 + len(self._followers),
             max_length=request.max_length,
             may_be_cut=request.fills_model or bool(self._delivered),
             prefer=failures.prefer,

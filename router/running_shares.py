@@ -49,20 +49,21 @@ class RunningShares:
         """Record that a client asks for something now."""
         self._seen_at[tenant] = self._clock()
 
-    def held_back(self, uses: Sequence[Use]) -> frozenset[str]:
-        """Return the clients that hold their share or more; nobody while one client alone uses the service."""
-        num_requests, num_tokens = Counter[str](), Counter[str]()
-        for use in uses:
-            num_requests.update(use.held.num_requests)
-            num_tokens.update(use.held.num_tokens)
+    def may_begin(self, tenant: str, num_requests: int, num_tokens: int, uses: Sequence[Use]) -> bool:
+        """Return whether a client may begin requests of ``num_tokens`` together beside what it holds.
+
+        Always where it holds nothing, or while it alone uses the service.
+        """
+        held_requests = sum(use.held.num_requests[tenant] for use in uses)
+        if not held_requests or self._is_alone(tenant, uses):
+            return True
+        held_tokens = sum(use.held.num_tokens[tenant] for use in uses)
+        return held_requests + num_requests <= self._max_share * sum(
+            use.max_requests for use in uses
+        ) and held_tokens + num_tokens <= self._max_share * sum(use.max_tokens for use in uses)
+
+    def _is_alone(self, tenant: str, uses: Sequence[Use]) -> bool:
         since = self._clock() - RECENT_SECONDS
-        self._seen_at = {tenant: seen for tenant, seen in self._seen_at.items() if seen > since}
-        if len(self._seen_at.keys() | num_requests.keys()) < 2:
-            return frozenset()
-        requests = self._max_share * sum(use.max_requests for use in uses)
-        tokens = self._max_share * sum(use.max_tokens for use in uses)
-        return frozenset(
-            tenant
-            for tenant, count in num_requests.items()
-            if count >= max(1.0, requests) or num_tokens[tenant] >= tokens
-        )
+        self._seen_at = {name: seen for name, seen in self._seen_at.items() if seen > since}
+        others = self._seen_at.keys() | {name for use in uses for name in use.held.num_requests}
+        return others <= {tenant}

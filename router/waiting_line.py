@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from contract.errors import UnavailableError
 from router.attempt import Attempt
 from router.changes import ChangeSignal
-from router.fair_queue import Claim, FairQueue, Ticket
+from router.fair_queue import Claim, FairQueue, MayGo, Ticket
 from router.patience import Patience
 from router.policy import (
     Need,
@@ -26,7 +26,7 @@ from router.policy import (
     why_too_long,
 )
 from router.registry import Registry
-from router.running_shares import RunningShares
+from router.running_shares import RunningShares, Use
 from router.severed import SeveredPairs
 
 
@@ -122,13 +122,19 @@ class WaitingLine:
             self._serve()
 
     def _is_head(self, ticket: Ticket[_Lane, _Waiter]) -> bool:
-        return self._queue.head(ticket.lane, self._held_back(ticket.lane)) is ticket
+        return self._queue.head(ticket.lane, self._may_go(self._registry.decoding())) is ticket
 
-    def _held_back(self, lane: _Lane) -> frozenset[str]:
-        """Return the clients whose requests in this lane wait because others run; embeddings do not decode."""
-        if lane.need is Need.EMBEDDING:
-            return frozenset()
-        return self._shares.held_back(self._registry.decoding())
+    def _may_go(self, uses: Sequence[Use]) -> MayGo[_Lane, _Waiter]:
+        """Return the rule by which a client that holds its share is passed; embeddings do not decode."""
+
+        def may_go(ticket: Ticket[_Lane, _Waiter]) -> bool:
+            wish = ticket.item.wish
+            num_tokens = wish.num_prompt_tokens + wish.num_answer_tokens
+            return wish.is_embedding or self._shares.may_begin(
+                ticket.claim.tenant, wish.num_choices, num_tokens, uses
+            )
+
+        return may_go
 
     def _serve(self) -> None:
         """Bind the heads of the lanes for as long as there is room."""
@@ -142,7 +148,7 @@ class WaitingLine:
 
     def _bind_one(self, workers: Sequence[WorkerView], severed: Pairs) -> bool:
         """Bind the first head that has room. Workers that an earlier head waits for are taken as full."""
-        for ticket in self._queue.heads(self._held_back):
+        for ticket in self._queue.heads(self._may_go(self._registry.decoding())):
             lane = ticket.lane
             if ticket.item.attempt.done():
                 self._discard(ticket)

@@ -27,18 +27,26 @@ def use_of(max_requests: int, max_tokens: int, **held: tuple[int, int]) -> Use:
 def test_a_client_alone_may_hold_everything() -> None:
     shares = RunningShares(0.5)
     shares.note("alice")
-    assert shares.held_back([use_of(4, 100, alice=(4, 100))]) == frozenset()
+    assert shares.may_begin("alice", 1, 1, [use_of(4, 100, alice=(4, 100))])
 
 
 @pytest.mark.parametrize(
-    ("held", "expected"),
-    [((1, 10), False), ((4, 10), True), ((5, 10), True), ((1, 99), False), ((1, 100), True)],
+    ("held", "asked", "expected"),
+    [
+        ((0, 0), (8, 200), True),
+        ((1, 10), (3, 10), True),
+        ((1, 10), (4, 10), False),
+        ((4, 10), (1, 10), False),
+        ((1, 90), (1, 10), True),
+        ((1, 90), (1, 11), False),
+    ],
 )
-def test_requests_and_tokens_of_all_workers_count(held: tuple[int, int], expected: bool) -> None:
+def test_requests_and_tokens_of_all_workers_count(
+    held: tuple[int, int], asked: tuple[int, int], expected: bool
+) -> None:
     shares = RunningShares(0.5)
     shares.note("bob")
-    uses = [use_of(4, 100), use_of(4, 100, alice=held)]
-    assert shares.held_back(uses) == (frozenset({"alice"}) if expected else frozenset())
+    assert shares.may_begin("alice", *asked, [use_of(4, 100), use_of(4, 100, alice=held)]) == expected
 
 
 def test_a_client_counts_as_present_for_a_while_and_while_it_runs() -> None:
@@ -46,10 +54,10 @@ def test_a_client_counts_as_present_for_a_while_and_while_it_runs() -> None:
     shares = RunningShares(0.5, lambda: now[0])
     shares.note("bob")
     alone = [use_of(4, 100, alice=(4, 0))]
-    assert shares.held_back(alone) == {"alice"}
+    assert not shares.may_begin("alice", 1, 1, alone)
     now[0] = RECENT_SECONDS
-    assert not shares.held_back(alone)
-    assert shares.held_back([use_of(4, 100, alice=(4, 0), bob=(1, 0))]) == {"alice"}
+    assert shares.may_begin("alice", 1, 1, alone)
+    assert not shares.may_begin("alice", 1, 1, [use_of(4, 100, alice=(4, 0), bob=(1, 0))])
 
 
 @given(
@@ -57,14 +65,14 @@ def test_a_client_counts_as_present_for_a_while_and_while_it_runs() -> None:
     st.integers(1, 8),
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 50)), max_size=20),
 )
-def test_a_client_that_holds_nothing_is_never_held_back(
+def test_a_client_that_holds_nothing_may_always_begin(
     share: float, max_requests: int, running: list[tuple[str, int]]
 ) -> None:
     shares, held = RunningShares(share), Held()
     shares.note("c")
     for tenant, num_tokens in running:
         held.add(tenant, 1, num_tokens)
-    assert "c" not in shares.held_back([Use(max_requests, 100, held)])
+    assert shares.may_begin("c", 1000, 1000, [Use(max_requests, 100, held)])
     for tenant, num_tokens in running:
         held.add(tenant, -1, -num_tokens)
     assert not held.num_requests and not held.num_tokens

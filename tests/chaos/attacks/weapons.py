@@ -62,7 +62,7 @@ async def long_stop_strings(target: Target) -> None:
     token, text = await _repeated_token(target)
     stops = [(text * 64)[: 63 - number % 8] + chr(1 + number) for number in range(60)]
     body = _question(
-        stop=stops, allowed_token_ids=[token], max_tokens=1200, ignore_eos=True, n=64, stream=True
+        stop=stops, allowed_token_ids=[token], max_tokens=200, ignore_eos=True, n=64, stream=True
     )
     await _post_all(target, "/v1/completions", [body] * 2, at_once=2)
 
