@@ -25,12 +25,13 @@ class MessageEncoder:
         self._special = special
         self._ids = frozenset(backend.token_to_id(content) for content in special)
         longest_first = sorted(map(re.escape, special), key=len, reverse=True)
-        self._pattern = re.compile("|".join(longest_first) or "(?!)")
+        self.pattern = re.compile("|".join(longest_first) or "(?!)")
+        """Matches a special token."""
         self._plain: FastTokenizer | None = None
 
     def has_typed(self, prompt: str, texts: Sequence[Span]) -> bool:
         """Return whether a special token is written, wholly or in part, within one of ``texts`` (in order)."""
-        return any(_overlaps(match.span(), texts) for match in self._pattern.finditer(prompt))
+        return any(_overlaps(match.span(), texts) for match in self.pattern.finditer(prompt))
 
     def encode(self, prompt: str, texts: Sequence[Span]) -> list[int]:
         """Return the ids of a prompt; only special tokens outside of ``texts`` count as such.
@@ -41,7 +42,7 @@ class MessageEncoder:
         begin = done = 0
         before: str | None = None
         is_typed = False
-        ends = [*self._pattern.finditer(prompt), None]
+        ends = [*self.pattern.finditer(prompt), None]
         for match in ends:
             if match is not None and _overlaps(match.span(), texts):
                 is_typed = True
@@ -70,7 +71,7 @@ class MessageEncoder:
         start = "" if before is None else _SENTINEL
         ids = self._as_text(start + text)
         if not self._ids.isdisjoint(ids):
-            broken = self._pattern.sub(lambda match: f"{match[0][0]}{_SENTINEL}{match[0][1:]}", text)
+            broken = self.pattern.sub(lambda match: f"{match[0][0]}{_SENTINEL}{match[0][1:]}", text)
             ids = self._as_text(start + broken)
         if not self._ids.isdisjoint(ids):
             raise InvalidRequestError(

@@ -196,5 +196,6 @@ def _chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         eos_token=tokenizer.eos_token,
         named=named,
         tokens=tokenizer.named_tokens,
+        special=tokenizer.special_tokens,
         make_renderer=ProcessRenderer,
     )

@@ -1,6 +1,7 @@
 """Text → token ids → text, from a model folder's ``tokenizer.json``, by the ``tokenizers`` library alone."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,11 @@ class Tokenizer:
             return self.encode(prompt, add_special_tokens=False)
         with panics_as_errors():
             return self._messages.encode(prompt, texts)
+
+    @property
+    def special_tokens(self) -> re.Pattern[str]:
+        """What matches the model's special tokens in a text."""
+        return self._messages.pattern
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of ``encode(text)`` begins and ends in ``text``; (0, 0) for one that was added."""

@@ -6,6 +6,7 @@ the prompt instead.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from contract.errors import InvalidRequestError
 from text.chat import Chat, Message
 from text.templates.forms import Form, shape, shape_tools
 from text.templates.marking import mark_documents, mark_messages
-from text.templates.marks import MarkedText, Marks, Written
+from text.templates.marks import MarkedText, Marks, TypedMarks, Written
 from text.templates.sandbox import TemplateLimitError
 from text.templates.systems import add_to_system
 
@@ -30,8 +31,8 @@ class Prompt:
     texts: tuple[tuple[int, int], ...] | None
 
 
-def attempt(render: Render, chat: Chat, form: Form) -> Prompt:
-    """Return the prompt of a conversation in this form.
+def attempt(render: Render, chat: Chat, form: Form, special: re.Pattern[str] | None = None) -> Prompt:
+    """Return the prompt of a conversation in this form. special: matches the model's special tokens.
 
     Raises InvalidRequestError if the template refuses the form, or names what the prompt would not show.
     """
@@ -46,18 +47,38 @@ def attempt(render: Render, chat: Chat, form: Form) -> Prompt:
         raise _lost(lost)
     if written is None or written.plain != text:
         _check_all_within(marks.texts, text)
-        return Prompt(text, None)
-    spans = sorted(span for found in written.spans.values() for span in found)
-    return Prompt(text, tuple(spans))
+        return Prompt(text, _typed(render, chat, form, text, special))
+    return Prompt(text, marks.spans(written))
 
 
-def attempt_continued(render: Render, chat: Chat, form: Form) -> Prompt:
+def _typed(
+    render: Render, chat: Chat, form: Form, text: str, special: re.Pattern[str] | None
+) -> tuple[tuple[int, int], ...] | None:
+    """Return where the prompt has special tokens that the client sent, for a template that reads what texts begin with.
+
+    If it also reads special tokens in answers, those of other messages alone. None if the template reads these too.
+    """
+    if special is None:
+        return None
+    for with_answers in (True, False):
+        marks = TypedMarks(special, with_answers=with_answers)
+        marked = mark_messages(chat.messages, marks)
+        documents = mark_documents(list(chat.documents), marks)
+        written = _written(render, marks, _variables(chat, form, marked, documents)) if marks.texts else None
+        if written is not None and written.plain == text:
+            return marks.spans(written)
+    return None
+
+
+def attempt_continued(
+    render: Render, chat: Chat, form: Form, special: re.Pattern[str] | None = None
+) -> Prompt:
     """Return the prompt up to the end of the last message's content, as the template writes it.
 
     Raises InvalidRequestError as ``attempt`` does, and if the template does not write that content as it is.
     """
     _check_continued(chat.messages)
-    prompt = attempt(render, chat, form)
+    prompt = attempt(render, chat, form, special)
     for keeps_space in (True, False):
         marks = Marks()
         marked = mark_messages(chat.messages, marks, is_continued=keeps_space)

@@ -1,5 +1,6 @@
 """A model's chat template: probed once, then each conversation in the form in which it is proven whole."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -42,16 +43,19 @@ class ChatTemplate:
         tool_source: str | None = None,
         named: Mapping[str, str] | None = None,
         tokens: Mapping[str, str] | None = None,
+        special: re.Pattern[str] | None = None,
         make_renderer: Callable[[Mapping[str, str]], Renderer] | None = None,
     ) -> None:
         """Compile and probe the templates.
 
         tool_source: the template for conversations with tools. named: others by name. tokens: more special tokens.
+        special: matches special tokens of the model, which stay text where a client typed them.
         make_renderer: sources by name → what renders them; by default in this process, without bounds.
         """
         self._sources = {**(named or {}), DEFAULT: source}
         if tool_source is not None:
             self._sources[TOOL_USE] = tool_source
+        self._special = special
         self._tokens = {**(tokens or {}), "bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._renderer = (make_renderer or LocalRenderer)(self._sources)
         try:
@@ -90,7 +94,7 @@ class ChatTemplate:
             if form.merges and not isinstance(last, TemplateRefusalError):
                 continue
             try:
-                return make(render, chat, form)
+                return make(render, chat, form, self._special)
             except TemplateLimitError:
                 raise
             except InvalidRequestError as error:

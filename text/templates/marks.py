@@ -118,6 +118,14 @@ class Marks:
         written.plain = "".join(pieces)
         return written
 
+    def spans(self, written: Written) -> tuple[tuple[int, int], ...]:
+        """Return where the texts stand, in order; of an answer without its reasoning, what is left of it."""
+        found = [span for spans in written.spans.values() for span in spans]
+        for number, ends in written.ends.items():
+            if rest := self.texts[number].without_reasoning():
+                found += [(end - len(rest), end) for end in ends if written.plain.endswith(rest, 0, end)]
+        return tuple(sorted(found))
+
     def lost(self, written: Written) -> MarkedText | None:
         """Return the first required text that was not written whole."""
         for number, text in enumerate(self.texts):
@@ -133,6 +141,33 @@ class Marks:
         rest = text.without_reasoning()
         ends = [*written.ends.get(number, ()), *(end for _, end in written.spans.get(number, ()))]
         return rest is not None and any(plain.endswith(rest, 0, end) for end in ends)
+
+
+class TypedMarks(Marks):
+    """Marks around special tokens within texts alone, for templates that look at what a text begins or ends with."""
+
+    def __init__(self, special: re.Pattern[str], *, with_answers: bool) -> None:
+        super().__init__()
+        self._special, self._with_answers = special, with_answers
+
+    def wrap(
+        self,
+        text: str,
+        where: str,
+        *,
+        is_required: bool = True,
+        is_answer: bool = False,
+        ends_with_space: bool = False,
+    ) -> str:
+        """Return ``text`` with marks around its special tokens."""
+        if is_answer and not self._with_answers:
+            return text
+        mark = super().wrap
+        return self._special.sub(lambda match: mark(match[0], where, is_required=False), text)
+
+    def wrap_json(self, text: str, where: str) -> str:
+        """Return the text of a JSON object with marks around its special tokens."""
+        return self.wrap(text, where)
 
 
 def _bare(text: str) -> str:
