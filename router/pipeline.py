@@ -18,12 +18,13 @@
 A client that goes away cancels (or closes) the generator: that is step 7 from wherever the request is.
 """
 
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, aclosing
+from functools import partial
 from itertools import chain
 from typing import Any
 
-from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
 from contract.requests import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
@@ -185,7 +186,7 @@ class Pipeline:
         return prepared
 
     def _max_model_len(self, card: ModelCard) -> int:
-        return self._registry.max_model_len(card.max_model_len)
+        return self._registry.recent_max_model_len(card.max_model_len)
 
     async def _tokenized(self, asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
         return await self._tokenizers.tokenize(asked, card, self._max_model_len(card))
@@ -199,14 +200,24 @@ class Pipeline:
         return self._prepared_embedding(asked, await self._tokenized(asked, card), card)
 
     def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
-        length = self._registry.max_model_len(card.max_model_len)
-        return self._rules.apply(prepare(asked, prompt_ids, card, length, self._timeout_seconds))
+        make = partial(prepare, asked, prompt_ids, card, timeout_seconds=self._timeout_seconds)
+        return self._rules.apply(self._within_length(make, card))
 
     def _prepared_embedding(
         self, asked: EmbeddingRequest, prompt_ids: list[int], card: ModelCard
     ) -> PreparedRequest:
-        length = self._registry.max_model_len(card.max_model_len)
-        return self._rules.apply(prepare_embedding(asked, prompt_ids, card, length, self._timeout_seconds))
+        make = partial(prepare_embedding, asked, prompt_ids, card, timeout_seconds=self._timeout_seconds)
+        return self._rules.apply(self._within_length(make, card))
+
+    def _within_length(self, make: Callable[..., PreparedRequest], card: ModelCard) -> PreparedRequest:
+        """Prepare what fits an attached worker for those, and what fitted one that has gone a moment ago for that one."""
+        now, recent = self._registry.max_model_len(card.max_model_len), self._max_model_len(card)
+        try:
+            return make(max_model_len=now)
+        except ContextLengthError:
+            if recent <= now:
+                raise
+        return make(max_model_len=recent)
 
 
 def _usage(relay: Relay, answer: Answer) -> Usage:

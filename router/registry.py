@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -151,11 +152,19 @@ class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
     ``changes`` is told when a worker comes or goes, or may have room that it had not. The first worker decides which
-    model this router serves, for the router's whole life.
+    model this router serves, for the router's whole life. memory_seconds: how long the size of a worker that has gone is
+    remembered: it may be starting again.
     """
 
-    def __init__(self, changes: ChangeSignal) -> None:
+    def __init__(
+        self,
+        changes: ChangeSignal,
+        memory_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._workers: dict[str, AttachedWorker] = {}
+        self._gone: dict[str, tuple[float, WorkerView]] = {}
+        self._memory_seconds, self._clock = memory_seconds, clock
         self._model_fingerprint: str | None = None
         self._embeds_only = False
         self._changes = changes
@@ -194,6 +203,12 @@ class Registry:
         """Tokens that a request may have on the largest of the attached workers (of a pair: on both)."""
         return longest(worker.view() for worker in self._workers.values()) or otherwise
 
+    def recent_max_model_len(self, otherwise: int) -> int:
+        """The same with the workers that have gone a moment ago."""
+        now = self._clock()
+        self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
+        return longest([*self.snapshot(), *(view for _, view in self._gone.values())]) or otherwise
+
     def meet(self, registration: pb.Registration, calls: WorkerCalls) -> AttachedWorker:
         """A worker that wants to attach."""
         return AttachedWorker(registration, calls, self._changes.tell)
@@ -222,6 +237,7 @@ class Registry:
             former.lose(f"it registered again with boot id {new.boot_id}")
         self._model_fingerprint, self._embeds_only = new.model_fingerprint, new.embeds_only
         self._workers[new.worker_id] = worker
+        self._gone.pop(new.worker_id, None)
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
         self._changes.tell()
 
@@ -229,6 +245,7 @@ class Registry:
         """The worker's stream has closed; does nothing for an incarnation that was replaced."""
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
+            self._gone[worker.name] = self._clock() + self._memory_seconds, worker.view()
             if worker.is_leaving:
                 logger.info("worker %s has left", worker.name)
             else:

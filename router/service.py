@@ -84,7 +84,7 @@ class RouterService:
         self._settings = settings
         self._cluster = router_tls(settings.read_secret())
         self._changes = ChangeSignal()
-        self._registry = Registry(self._changes)
+        self._registry = Registry(self._changes, settings.worker_wait_seconds)
         self._models = ModelSource(self._changes, settings.served_model_name, settings.parsers)
         self._metrics = RouterMetrics()
         self._keys = ApiKeys(settings.api_keys, settings.api_keys_file)

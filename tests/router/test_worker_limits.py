@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from contract.errors import SIZE_PARAM, InvalidRequestError
 from contract.identity import Role
 from protos import worker_pb2 as pb
+from router.changes import ChangeSignal
 from router.policy import Wish, WorkerView, candidates, fits, place
-from router.testing import Script
+from router.registry import Registry
+from router.testing import Script, kv_layout
 from tests.router.cluster import running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_waiting_line import grant_one
@@ -139,6 +142,52 @@ async def test_a_new_request_that_fits_no_worker_any_more_is_told_how_long_it_ma
         assert status == 503
         assert "no attached worker takes 66 tokens" in answer["error"]["message"]
         assert "the limit is 40" in answer["error"]["message"]
+
+
+async def test_a_request_for_the_large_worker_waits_while_that_is_started_again() -> None:
+    """P5: with a smaller one attached it was refused with 400, as if the model could never take it."""
+    async with running_cluster(Script(tokens=TOKENS), worker_wait_seconds=30) as cluster:
+        await cluster.add(D, "small", max_model_len=40)
+        await cluster.workers["decode-0"].die()
+        await cluster.until(lambda state: len(state["workers"]) == 2)
+        status, _ = await cluster.post(TEXT, {"prompt": "x", "max_tokens": 5})
+        assert status == 200, "what fits the small one goes there"
+        status, _ = await cluster.post(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
+        )
+        assert status == 200, "a length that nobody has asked for is that of the small one"
+        asking = [
+            asyncio.create_task(cluster.post(TEXT, body))
+            for body in ({"prompt": LONG}, {"prompt": "x", "max_tokens": 100})
+        ]
+        await cluster.until(lambda state: state["num_in_line"] == 2)
+        await cluster.add(D, "decode-0")
+        answers = await asyncio.gather(*asking)
+        assert [status for status, _ in answers] == [200, 200]
+        await nothing_is_left(cluster)
+
+
+async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
+    """P5: then the limit is that of the workers which are there."""
+    now = 0.0
+    registry = Registry(ChangeSignal(), 30.0, lambda: now)
+    for name, length in (("decode-0", 100), ("decode-1", 40)):
+        registration = pb.Registration(
+            protocol_min=1,
+            protocol_max=1,
+            worker_id=name,
+            boot_id="b",
+            role="decode",
+            address="a:1",
+            model_fingerprint="m@float32",
+            kv_layout=kv_layout(),
+            max_model_len=length,
+        )
+        registry.attach(registry.meet(registration, cast(Any, "nothing is called")))
+    registry.detach(registry.get("decode-0"), "its stream closed")
+    assert (registry.max_model_len(7), registry.recent_max_model_len(7)) == (40, 100)
+    now = 31.0
+    assert registry.recent_max_model_len(7) == 40
 
 
 def _view(number: int, role: Role, length: int, pool: int) -> WorkerView:
