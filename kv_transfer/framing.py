@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from contract.decoding import decode_outside
+from contract.decoding import decode_outside, shown
 from contract.errors import TransferError
 
 HEADER = struct.Struct("<II")
@@ -47,6 +47,8 @@ def check_body(header: bytes | bytearray, body: bytes | bytearray) -> None:
         raise TransferError(f"a frame of {len(body)} bytes does not fit its checksum")
 
 
+_MAX_PORT = 65535
+_MAX_HOST_CHARACTERS = 255
 BACKLOG = 1024
 """Of a listener. Where it is full the kernel drops what dials, and the dialer tries again after seconds."""
 
@@ -141,8 +143,12 @@ def _after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
 def parse_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port" or "[v6]:port". Raises TransferError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise TransferError(f"{address!r} is no address; it must read host:port")
+    is_port = (
+        port.isascii() and port.isdigit() and len(port) <= len(str(_MAX_PORT)) and int(port) <= _MAX_PORT
+    )
+    is_host = 0 < len(host) <= _MAX_HOST_CHARACTERS and host.isprintable()
+    if not is_host or not is_port:
+        raise TransferError(f"{shown(address)!r} is no address; it must read host:port")
     return host.strip("[]"), int(port)
 
 

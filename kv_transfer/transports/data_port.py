@@ -224,7 +224,10 @@ def leave_unpaced(sock: socket.socket) -> None:
 
 def dial(sock: socket.socket, source: Source) -> None:
     """Connect to a peer's data port, and prove the session to each other. Raises PeerUnreachableError (refused), OSError."""
-    sock.connect(parse_address(source.address))
+    try:
+        sock.connect(parse_address(source.address))
+    except UnicodeError as error:  # no host can be called so
+        raise PeerUnreachableError(f"worker {source.worker_id} cannot be dialed: {error}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     reading = Reading(source)
     write_frame(sock, reading.hello, MAX_DATA_FRAME_BYTES)

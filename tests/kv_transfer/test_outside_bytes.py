@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from contract.decoding import decode_outside
 from contract.errors import TransferError
-from kv_transfer.framing import FrameBuffer, as_frame, decode_body, encode_frame
+from kv_transfer.framing import FrameBuffer, as_frame, decode_body, encode_frame, parse_address
 from kv_transfer.messages import AnyMessage, decode_message
 from kv_transfer.transport import ReadRequest
 from kv_transfer.transports.block_grants import BlockGrant, decode_grant
@@ -141,3 +141,23 @@ def test_a_frame_that_is_whole_and_good_is_decoded() -> None:
     frame = encode_frame(DataHello("t", "shm", "n"), MAX_SHM_FRAME_BYTES)
     (body,) = FrameBuffer(MAX_SHM_FRAME_BYTES).feed(frame)
     assert decode_body(body, DataHello) == DataHello("t", "shm", "n")
+
+
+ADDRESSES = st.builds(
+    lambda host, colon, port: host + colon + port,
+    st.text(max_size=300) | st.sampled_from(["127.0.0.1", "[::1]", "h"]),
+    st.sampled_from(["", ":"]),
+    st.text(max_size=8) | st.sampled_from(["²", "١", "1" * 5000, "-1", "65536", "65535", "+1", "1_0", " 1"]),
+)
+
+
+@given(address=ADDRESSES)
+def test_an_address_that_a_peer_has_given_is_one_or_a_transfer_error(address: str) -> None:
+    """M1: "h:²" ended the thread of the links with a ValueError, and with it the worker."""
+    try:
+        host, port = parse_address(address)
+    except TransferError as error:
+        assert len(error.message) < 400
+    else:
+        assert 0 <= port <= 65535
+        assert 0 < len(host) + 2 <= 257

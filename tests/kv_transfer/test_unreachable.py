@@ -69,6 +69,16 @@ def test_a_link_whose_first_packet_is_dropped_is_a_peer_out_of_reach() -> None:
         assert kind_of_failure(Pair(pair.prefill, decode), peer_control=address) == UNREACHABLE
 
 
+@pytest.mark.parametrize(
+    "address", ["h:²", "h:" + "1" * 5000, "a\0b:1", "a..b:1", "\ud800:1", "é" * 300 + ":1", ""]
+)
+def test_an_address_that_is_none_is_a_peer_out_of_reach(address: str) -> None:
+    """M1: "h:²", which comes with a task, ended the thread of all links, and with it the worker."""
+    with pair_of() as pair:
+        assert kind_of_failure(pair, peer_control=address) == UNREACHABLE
+        hand_over(pair, "after")
+
+
 @pytest.mark.parametrize("way", [Way.REJECT, Way.SWALLOW, Way.SWALLOW_BACK])
 def test_a_link_that_breaks_under_transfers_fails_all_of_them(way: Way) -> None:
     """P6: in the middle of transfers every one ends by the link's end, not by a deadline of its own."""
