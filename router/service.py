@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _STOP_GRACE_SECONDS = 1.0
+_FILES_OF_A_BATCH = 3
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,9 @@ class RouterService:
         settings = self._settings
         if settings.model:
             await self._models.read_folder(settings.model)
-        caps = connection_caps(settings.max_connections, raise_descriptor_limit(), num_open_descriptors())
+        num_files = _FILES_OF_A_BATCH * settings.batches_max_open if self._batches else None
+        limit = raise_descriptor_limit()
+        caps = connection_caps(settings.max_connections, limit, num_open_descriptors(), num_files)
         self._internal, internal = await self._start_internal(caps.internal)
         http = public = ""
         if has_public_ports:

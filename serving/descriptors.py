@@ -52,18 +52,25 @@ def _reserve(limit: int) -> int:
     return max(_MIN_RESERVE, limit // 8)
 
 
-def connection_caps(max_connections: int, limit: int, num_open: int) -> ConnectionCaps:
+def connection_caps(
+    max_connections: int, limit: int, num_open: int, num_files: int | None = None
+) -> ConnectionCaps:
     """Divide the descriptors that the process does not need itself among its public listeners.
 
     max_connections: the wanted cap of each listener. limit: the process's limit on descriptors. num_open: how many it
-    has open. One eighth of the limit (64 at least) stays for workers, operators and files. HTTP gets three quarters of
-    the rest, gRPC one quarter. The internal port gets what they leave, and half of what stays at least.
+    has open. One eighth of the limit (64 at least) stays for workers and operators. HTTP gets three quarters of the rest,
+    gRPC one quarter. The internal port gets what they leave, and half of what stays at least. num_files: files that
+    batches have open, for which up to a third of the rest stays; where it is given, each HTTP client may have a file open
+    as well, which it sends or reads.
     """
     reserve = _reserve(limit)
     free = limit - num_open - reserve
-    http = max(_MIN_SHARE, min(max_connections, free * 3 // 4))
+    free -= min(num_files or 0, free // 3)
+    per_client = 1 if num_files is None else 2
+    http = max(_MIN_SHARE, min(max_connections, free * 3 // 4 // per_client))
     public = max(_MIN_SHARE, min(max_connections, free // 4))
-    caps = ConnectionCaps(http, public, min(_MAX_INTERNAL, max(reserve // 2, free - http - public)))
+    left = free - per_client * http - public
+    caps = ConnectionCaps(http, public, min(_MAX_INTERNAL, max(reserve // 2, left)))
     if caps.http < max_connections:
         logger.warning(
             "max_connections is %d; the limit of %d open descriptors allows %d for HTTP and %d for gRPC: "

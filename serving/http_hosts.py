@@ -44,7 +44,7 @@ class HostCheck:
                 raise web.HTTPMisdirectedRequest(
                     reason="the Host header names another host; see the setting allowed_hosts"
                 )
-            if self._refuses_origins and not self._is_own_origin(request.headers.get(hdrs.ORIGIN)):
+            if self._refuses_origins and not self.is_own_origin(request.headers.get(hdrs.ORIGIN)):
                 raise web.HTTPForbidden(reason="web pages of other sites may not ask this port")
             return await handler(request)
 
@@ -57,14 +57,17 @@ class HostCheck:
         host = _host_of(header)
         return host in self._names or (not self._is_local and _is_ip_address(host))
 
-    def _is_own_origin(self, origin: str | None) -> bool:
-        if origin is None:
+    def is_own_origin(self, origin: str | None) -> bool:
+        """Whether a request with this Origin header, or without one, comes from no page of another site."""
+        return origin is None or _origin_host(origin) in self._names
+
+    def is_same_site(self, request: web.Request) -> bool:
+        """Whether the page that sends the request, where it is one, was served under the name that it asks."""
+        origin = request.headers.get(hdrs.ORIGIN)
+        if self.is_own_origin(origin):
             return True
-        try:
-            host = urlsplit(origin).hostname or ""
-        except ValueError:
-            return False
-        return host in self._names
+        host = _host_of(request.headers.get(hdrs.HOST, ""))
+        return host != "" and _origin_host(origin or "") == host
 
 
 def _host_of(header: str) -> str:
@@ -76,6 +79,13 @@ def _host_of(header: str) -> str:
     except ValueError:
         return ""
     return "" if parts.path or parts.query or parts.username is not None else host.removesuffix(".")
+
+
+def _origin_host(origin: str) -> str:
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_ip_address(host: str) -> bool:

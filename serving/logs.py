@@ -36,7 +36,7 @@ class LineFormatter(logging.Formatter):
 def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None = None) -> None:
     """Send every record of this process at ``level`` and above to ``stream`` (standard error) as single lines.
 
-    Replaces the handlers of the root logger. Call once, when the process starts.
+    Replaces the handlers of the root logger; Python's warnings are records too. Call once, when the process starts.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(process_name))
@@ -46,6 +46,7 @@ def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
+    logging.captureWarnings(True)
 
 
 def log_settings(logger: logging.Logger, settings: Settings) -> None:

@@ -6,6 +6,7 @@ A name is an id that this service made: nothing that a client wrote is ever part
 
 import fcntl
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,9 @@ from router.batches.records import VERSION, BatchRecord, FileRecord
 FILE_PREFIX = "file-"
 BATCH_PREFIX = "batch_"
 _RECORD, _DATA, _ASIDE = ".json", ".data", ".tmp"
+_OWN_NAME = re.compile(
+    rf"(?P<id>({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{32}})(?P<kind>\{_DATA}|\{_RECORD}\{_ASIDE})"
+)
 Record = TypeVar("Record", FileRecord, BatchRecord)
 
 
@@ -86,10 +90,13 @@ class Folder:
         return self._path / f"{record_id}{_DATA}"
 
     def remove_leftovers(self, expected: Collection[str]) -> None:
-        """Remove what a crash has left: halves of records, and data whose id is not in ``expected``. Raises OSError."""
+        """Remove what a crash has left: halves of records, and data whose id is not in ``expected``. Raises OSError.
+
+        Files whose names this service does not make are not its own, and stay.
+        """
         for path in self._path.iterdir():
-            is_stray = path.suffix == _DATA and path.name.removesuffix(_DATA) not in expected
-            if is_stray or path.suffix == _ASIDE:
+            own = _OWN_NAME.fullmatch(path.name)
+            if own and (own["kind"] != _DATA or own["id"] not in expected):
                 self._disk.remove(path)
 
     def _read(self, path: Path, kind: type[Record]) -> Record:
@@ -97,6 +104,10 @@ class Folder:
             record = msgspec.json.decode(path.read_bytes(), type=kind)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._unusable(f"holds {path.name}, which cannot be read: {error}") from error
+        if record.id != path.name.removesuffix(_RECORD):
+            raise self._unusable(
+                f"holds {path.name}, the record of {record.id[:80]!r}: one is a copy of the other"
+            )
         if record.version != VERSION:
             raise self._unusable(
                 f"holds {path.name} of version {record.version}; this router reads version {VERSION}"

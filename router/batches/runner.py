@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from contract.errors import UnavailableError
 from router.batches.answering import AnswerBody
 from router.batches.desk import NewBatch
 from router.batches.gate import LineGate
@@ -18,7 +19,10 @@ _SWEEP_SECONDS = 600.0
 
 
 class BatchRunner:
-    """Owns the task of every batch that is not over, between ``start`` and ``close``."""
+    """Owns the task of every batch that is not over, between ``start`` and ``close``.
+
+    pause, sweep_pause: wait so many seconds, between two tries and between two looks for old files.
+    """
 
     def __init__(
         self,
@@ -28,8 +32,10 @@ class BatchRunner:
         count_result: CountResult,
         *,
         pause: Pause = asyncio.sleep,
+        sweep_pause: Pause = asyncio.sleep,
     ) -> None:
         self._library = library
+        self._sweep_pause = sweep_pause
         self._room = ChangeSignal()
         self._parts = RunParts(
             library=library,
@@ -98,6 +104,9 @@ class BatchRunner:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
-            await self._library.run(self._library.store.sweep)
+            await self._sweep_pause(_SWEEP_SECONDS)
+            try:
+                await self._library.run(self._library.store.sweep)
+            except UnavailableError as error:
+                logger.error("old files are not removed: %s; this is tried again", error.message)
             self._room.tell()

@@ -7,6 +7,7 @@ from aiohttp.typedefs import Middleware
 
 from contract.errors import UnauthenticatedError
 from serving.api_keys import ApiKeys
+from serving.http_hosts import HostCheck
 from serving.wrong_keys import WrongKeys
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
@@ -53,6 +54,21 @@ class Cors:
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins)
+
+    def refuse_forms(self, hosts: HostCheck) -> Middleware:
+        """Refuses what a page of any site can send without asking before: what is no JSON. For ports without API keys.
+
+        A browser lets each page send forms, and keeps the answer from it only.
+        """
+
+        @web.middleware
+        async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            is_form = request.method == hdrs.METH_POST and request.content_type != "application/json"
+            if is_form and not self._allowed(request) and not hosts.is_same_site(request):
+                raise web.HTTPForbidden(reason="a page of another site may not send this; see cors_origins")
+            return await handler(request)
+
+        return check
 
     @property
     def middleware(self) -> Middleware:

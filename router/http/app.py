@@ -29,8 +29,9 @@ def build_app(
     cors = Cors(settings.origins)
     check = key_check(keys, wrong, metrics_need_key=settings.metrics_need_key)
     hosts = HostCheck(settings.http, listed_hosts(settings.allowed_hosts))
+    forms = [] if keys.are_required else [cors.refuse_forms(hosts)]  # a key is nothing that a page can send
     app = web.Application(
-        middlewares=[cors.middleware, boundary, hosts.middleware, check, lifetime(running)],
+        middlewares=[cors.middleware, boundary, hosts.middleware, check, *forms, lifetime(running)],
         client_max_size=settings.max_body_bytes,
     )
     app.on_response_prepare.append(cors.mark)

@@ -7,6 +7,7 @@ from router.batches.service import BatchService
 from router.http.batches import BatchEndpoints
 from router.http.files import FileEndpoints
 from router.http.tokenizing import ReadBody
+from router.http.uploads import ignore_odd_names
 from router.settings import RouterSettings
 
 
@@ -16,6 +17,7 @@ def file_routes(
     """Return every path of files and batches; all of them are refused where ``service`` is None."""
     if service is None:
         return [web.route(method, path, _refuse) for method, path in _PATHS]
+    ignore_odd_names()
     files = FileEndpoints(
         service.library, service.runner, settings.request_timeout_seconds, settings.client_stall_seconds
     )

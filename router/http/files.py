@@ -108,7 +108,7 @@ class FileEndpoints:
 
 
 def _check_fields(fields: dict[str, str]) -> None:
-    if unknown := next((name for name in fields if name not in _FORM_FIELDS), None):
+    if (unknown := next((name for name in fields if name not in _FORM_FIELDS), None)) is not None:
         raise InvalidRequestError(
             f"Unknown parameter: {unknown[:60]!r}", param=unknown[:60], code="unknown_parameter"
         )

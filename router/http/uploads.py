@@ -1,8 +1,10 @@
 """The body of an upload: multipart/form-data, its file written to the disk as it comes."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import aiohttp
 from aiohttp import BodyPartReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -17,6 +19,15 @@ _MAX_FIELDS = 16
 _FORM_BYTES = _MAX_FIELDS * 2**14
 """What a form may have beside the file: the fields, and the headers of its parts."""
 _MAX_NAME_CHARACTERS = 255
+
+
+def ignore_odd_names() -> None:
+    """Have aiohttp say nothing of a file name that it cannot read; such a file is called "file".
+
+    It warns of each in its sender's words, on standard error, and Python keeps the text of every warning.
+    """
+    warnings.filterwarnings("ignore", category=aiohttp.BadContentDispositionHeader)
+    warnings.filterwarnings("ignore", category=aiohttp.BadContentDispositionParam)
 
 
 @dataclass

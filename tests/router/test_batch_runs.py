@@ -15,10 +15,14 @@ from contract.errors import ErrorKind, PayloadTooLargeError, UnavailableError
 from router.batches.answering import Answered
 from router.batches.desk import NewBatch
 from router.batches.disk import Disk
+from router.batches.folder import Folder
+from router.batches.gate import LineGate
+from router.batches.library import Library
 from router.batches.quota import Bounds
 from router.batches.records import BatchRecord, BatchStatus
+from router.batches.runner import BatchRunner
 from router.batches.service import BatchService
-from router.batches.store import Upload
+from router.batches.store import Store, Upload
 from tests.router.batch_cluster import TEXT, prompts
 
 OK = Answered(request_id="cmpl-1", status_code=200, body=b'{"object":"text_completion"}')
@@ -281,3 +285,51 @@ async def test_a_batch_is_cancelled_before_it_is_validated(tmp_path: Path) -> No
         batch = await over(service, made)
         await service.library.run(service.library.desk.check_integrity)
     assert batch.status is BatchStatus.CANCELLED
+
+
+class StuckDisk(Disk):
+    """Removes nothing the first time."""
+
+    def __init__(self) -> None:
+        self.num_tries = 0
+
+    def remove(self, path: Path) -> None:
+        self.num_tries += 1
+        if self.num_tries == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        super().remove(path)
+
+
+async def test_old_files_are_removed_after_the_disk_failed_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P2: one error of the disk ended the task that removes them, and the folder filled up."""
+    seconds = [1000.0]
+    library = Library(Store(Folder(tmp_path, Disk()), Disk(), BOUNDS, lambda: seconds[0]))
+    turns: asyncio.Queue[None] = asyncio.Queue()
+
+    async def pause(_: float) -> None:
+        await turns.get()
+
+    runner = BatchRunner(
+        library,
+        Bench(tmp_path).answer,
+        LineGate(1, lambda: True),
+        lambda _what, _number: None,
+        sweep_pause=pause,
+    )
+    await library.open()
+    await runner.start()
+    upload = await library.run(Upload, library.store, "")
+    await library.run(upload.write, b"x")
+    file = await library.run(upload.finish, "a", 3600)
+    seconds[0] += 3600
+    library.store.folder = Folder(tmp_path, disk := StuckDisk())
+    turns.put_nowait(None)
+    turns.put_nowait(None)
+    async with asyncio.timeout(10):
+        while (tmp_path / f"{file.id}.data").exists():
+            await asyncio.sleep(0.01)
+    assert disk.num_tries > 1 and "old files are not removed: " in caplog.text
+    await runner.close()
+    await library.close()

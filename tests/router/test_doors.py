@@ -21,7 +21,7 @@ from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.testing import Script
-from tests.router.cluster import running_cluster
+from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END
 
 HELLO = Script(tokens=[END])
@@ -51,6 +51,54 @@ async def test_a_page_of_another_site_does_not_read_the_admin_port() -> None:
         for origin, status in (("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 200)):
             async with cluster.session.get(admin, headers={"Origin": origin}) as response:
                 assert response.status == status, origin
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=b"}
+UPLOAD = (
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+)
+
+
+async def status_of(cluster: Cluster, path: str, headers: dict[str, str], data: bytes = b"") -> int:
+    async with cluster.session.post(cluster.url(path), data=data, headers=headers) as response:
+        return response.status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "https://[evil"}, 403),
+        ({"Origin": "https://app.example"}, 200),
+    ],
+)
+async def test_a_page_of_another_site_sends_no_forms(
+    headers: dict[str, str], status: int, tmp_path: Path
+) -> None:
+    """M9: without a key any page could fill the folder of files: a form needs no leave of the router."""
+    async with running_cluster(
+        HELLO, (Role.BOTH,), files_dir=tmp_path, cors_origins="https://app.example"
+    ) as cluster:
+        assert await status_of(cluster, "/v1/files", {**headers, **FORM}, UPLOAD) == status
+        cancel = "/v1/batches/batch_1/cancel"
+        assert await status_of(cluster, cancel, headers) == (404 if status == 200 else 403)
+        asks = {**headers, "Content-Type": "application/json"}
+        assert await status_of(cluster, "/v1/completions", asks, b'{"prompt": "x"}') == 200, "a program may"
+
+
+async def test_a_page_that_the_service_s_own_name_serves_sends_forms(tmp_path: Path) -> None:
+    """M9: behind a proxy that serves a page as well; and where a key is needed, which no page can send by itself."""
+    own = {"Origin": "https://chat.example", "Host": "chat.example"}
+    async with running_cluster(HELLO, (), files_dir=tmp_path / "a", allowed_hosts="*") as cluster:
+        assert await status_of(cluster, "/v1/files", {**own, **FORM}, UPLOAD) == 200
+        assert await status_of(cluster, "/v1/files", {**own, **FORM, "Host": "b.example"}, UPLOAD) == 403
+    async with running_cluster(HELLO, (), files_dir=tmp_path / "b", api_keys="k" * 32) as cluster:
+        with_key = {"Origin": "https://evil.example", "Authorization": f"Bearer {'k' * 32}", **FORM}
+        assert await status_of(cluster, "/v1/files", with_key, UPLOAD) == 200
 
 
 async def test_configured_names_pass() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import stat
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,8 @@ async def test_files_survive_a_restart_and_an_expired_one_does_not(tmp_path: Pat
         kept, gone = await upload(cluster, b"kept"), await upload(cluster, b"gone")
     record = tmp_path / f"{gone}.json"
     record.write_text(re.sub(r'"expires_at":\d+', '"expires_at":1', record.read_text()))
-    (tmp_path / "file-half.data").write_bytes(b"an upload that was not whole")
-    (tmp_path / "file-half.json.tmp").write_bytes(b"{")
+    (tmp_path / f"file-{'a' * 32}.data").write_bytes(b"an upload that was not whole")
+    (tmp_path / f"file-{'a' * 32}.json.tmp").write_bytes(b"{")
     async with filing_cluster(tmp_path, roles=()) as cluster:
         assert await ids(cluster) == [kept]
         assert await content_of(cluster, kept) == b"kept"
@@ -253,6 +254,47 @@ async def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, name: str, 
         await service.start()
     await service.stop()
     assert (tmp_path / name).read_bytes() == content
+
+
+async def test_a_copy_of_a_record_is_named(tmp_path: Path) -> None:
+    """Whatever a record says of its id, its data lies beside it."""
+    async with filing_cluster(tmp_path, roles=()) as cluster:
+        file_id = await upload(cluster, b"x")
+    record = tmp_path / f"{file_id}.json"
+    (tmp_path / "file-copy.json").write_bytes(record.read_bytes())
+    service = service_at(tmp_path)
+    with pytest.raises(SettingError, match=rf"holds file-copy.json, the record of '{file_id}'"):
+        await service.start()
+    await service.stop()
+
+
+async def test_files_that_are_not_the_services_own_stay(tmp_path: Path) -> None:
+    """A folder that was in use before: what ended in .data or .tmp was removed at the start."""
+    foreign = ["model.data", "download.tmp", "file-1.data", "file-list.json.tmp", f"file-{'0' * 32}.data.bak"]
+    strays = [f"file-{'0' * 32}.data", f"batch_{'1' * 32}.json.tmp"]
+    for name in foreign + strays:
+        (tmp_path / name).write_bytes(b"x")
+    async with filing_cluster(tmp_path, roles=()):
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*foreign, "lock"])
+
+
+@pytest.mark.parametrize(
+    "name", ["filename*=foo''%e2", "filename*=utf-8''%ff", 'filename="a"; ;=', "filename*=x"]
+)
+async def test_a_name_that_cannot_be_read_is_no_warning_in_its_senders_words(
+    tmp_path: Path, name: str
+) -> None:
+    """L1: Python keeps the text of every warning, and writes it to standard error as it is."""
+    body = (
+        f'--b\r\nContent-Disposition: form-data; name="file"; {name}\r\n\r\n{{}}\r\n'
+        '--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+    )
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    async with filing_cluster(tmp_path, roles=()) as cluster:
+        with warnings.catch_warnings(record=True) as caught:
+            status, _ = await call(cluster, "POST", "/v1/files", headers, data=body.encode())
+        assert status in (200, 400)
+        assert not caught
 
 
 async def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:

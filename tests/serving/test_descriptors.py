@@ -31,6 +31,18 @@ def test_strangers_on_an_internal_port_leave_descriptors_too(limit: int, num_ope
     assert 32 <= internal_connections(limit, num_open) <= limit - num_open - 32
 
 
+@given(st.integers(1, 10**5), st.integers(256, 2**17), st.integers(0, 128), st.integers(0, 3000))
+def test_files_have_descriptors_of_their_own(
+    max_connections: int, limit: int, num_open: int, num_files: int
+) -> None:
+    """P2: a client that is sent a file, or sends one, takes two; batches have theirs open all the time."""
+    caps = connection_caps(max_connections, limit, num_open, num_files)
+    assert caps.http >= 1 <= caps.grpc
+    clients = 2 * caps.http + caps.grpc
+    assert num_open + min(num_files, 16) + clients + 32 <= limit
+    assert num_open + clients + caps.internal <= limit
+
+
 def test_a_low_limit_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """P2: an operator reads why there are fewer connections than were asked for."""
     caps = connection_caps(8192, 256, 40)
