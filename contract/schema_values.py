@@ -1,28 +1,29 @@
 """What a JSON schema shows of the values that match it: their types, constants and required properties."""
 
 import json
+import re
 from typing import Any
 
 Schema = dict[str, Any]
 
 TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 _SPELLINGS = {
-    "str": "string",
-    "text": "string",
-    "int": "integer",
-    "float": "number",
-    "double": "number",
-    "bool": "boolean",
-    "dict": "object",
-    "list": "array",
-    "none": "null",
+    "string": r"str|text|(var)?char(\(\d+\))?|enum",
+    "array": r"[^\[\]]*\[\]|(list|array|arr|tuple|set|sequence|vector)\b.*",
+    "integer": r"u?int\d*|(un)?signed( int| long)?|long( long| int)?|short|(big|small|tiny)int",
+    "number": r"num(eric)?|float\d*|double|decimal|real",
+    "boolean": r"bool",
+    "object": r"(dict|dictionary|map|object|record|struct|hash)\b.*",
+    "null": r"none|nil|void",
 }
-"""Names of types that are no JSON Schema, and are written all the same."""
+"""Names of types that are no JSON Schema, and are written all the same: those of other languages."""
 
 
 def spelled(name: str) -> str:
     """Return the name of a type as JSON Schema writes it, where it is one."""
-    return _SPELLINGS.get(name.lower(), name.lower())
+    name = name.lower()
+    found = (one for one, others in _SPELLINGS.items() if re.fullmatch(others, name, re.DOTALL))
+    return name if name in TYPES else next(found, name)
 
 
 def types_of(schema: Schema) -> set[str]:

@@ -7,7 +7,7 @@ Followed are references within the schema (by pointer, ``$anchor`` and ``$id``),
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
 
 from contract.schema_values import spelled
 from text.parsing.allowed_values import ANY, Allowed, type_of
@@ -73,15 +73,25 @@ class ToolSchema:
     def _target(self, reference: str) -> Any:
         """The schema that a reference names; None where it is none of this document's."""
         base, _, fragment = reference.partition("#")
-        document = self._root if not base else self._named().get(base)
+        document = self._root if not base else self._named().get(self._absolute(base))
         if fragment and not fragment.startswith("/"):
             return self._named().get(f"#{fragment}")
         for step in unquote(fragment).split("/")[1:]:
             document = _within(document, step.replace("~1", "/").replace("~0", "~"))
         return document
 
+    def _absolute(self, uri: str) -> str:
+        """A name, as it is meant within the document that the root's own names."""
+        if uri.startswith("#") or not isinstance(self._root, dict):
+            return uri
+        own = next((self._root[key] for key in ("$id", "id") if isinstance(self._root.get(key), str)), "")
+        try:
+            return urljoin(own, uri)
+        except ValueError:
+            return uri
+
     def _named(self) -> dict[str, Any]:
-        """The schemas that have a name: ``$id`` as it is, anchors behind a ``#``."""
+        """The schemas that have a name: ``$id`` as it is meant, anchors behind a ``#``."""
         if self._places is None:
             self._places = {}
             waiting = [self._root]
@@ -90,8 +100,8 @@ class ToolSchema:
                 waiting += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
                 if isinstance(node, dict):
                     self._places |= {
-                        f"{sign}{node[name]}".removesuffix("#"): node
-                        for name, sign in (("$id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#"))
+                        self._absolute(f"{sign}{node[name]}".removesuffix("#")): node
+                        for name, sign in (("$id", ""), ("id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#"))
                         if isinstance(node.get(name), str)
                     }
         return self._places

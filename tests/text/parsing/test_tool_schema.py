@@ -113,6 +113,56 @@ def test_the_parameters_themselves_may_be_spelled_otherwise(name: str) -> None:
     assert arguments_of(parameters, "5") == {"value": 5}
 
 
+NAMES: dict[str, Any] = {
+    "relative to the root": "value.json",
+    "absolute": "https://example.com/tools/value.json",
+    "the root's own": "https://example.com/tools/f.json#/$defs/Value",
+    "the root's own, relative": "f.json#/$defs/Value",
+    "an old id": "https://example.com/old",
+    "an old anchor": "#old",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_schemas_are_relative_to_the_documents(name: str) -> None:
+    """F11: a reference was found only where it was written just as the id."""
+    parameters = {
+        "$id": "https://example.com/tools/f.json",
+        "properties": {"value": {"$ref": NAMES[name]}},
+        "$defs": {
+            "Value": {"$id": "value.json", "type": "integer"},
+            "Old": {"id": "https://example.com/old", "type": "integer"},
+            "Anchor": {"id": "#old", "type": "integer"},
+        },
+    }
+    assert arguments_of(parameters, "5") == {"value": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("int32", "5", 5),
+        ("long", "5", 5),
+        ("unsigned int", "5", 5),
+        ("INTEGER", "5", 5),
+        ("decimal", "1.5", 1.5),
+        ("list[str]", '["a"]', ["a"]),
+        ("string[]", '["a"]', ["a"]),
+        ("Array<string>", '["a"]', ["a"]),
+        ("tuple", "[1]", [1]),
+        ("dict[str, int]", '{"a": 1}', {"a": 1}),
+        ("map", '{"a": 1}', {"a": 1}),
+        ("Boolean", "True", True),
+        ("varchar(10)", "5", "5"),
+        ("date", "5", "5"),
+        ("interval", "5", "5"),
+    ],
+)
+def test_types_may_be_named_as_other_languages_name_them(name: str, text: str, value: Any) -> None:
+    """F11: schemas made from signatures have the names of types that their language has."""
+    assert arguments_of({"type": "dict", "properties": {"value": {"type": name}}}, text) == {"value": value}
+
+
 def test_many_references_cost_no_more_than_they_are_long() -> None:
     """F11: each schema is read once, where reading it anew at each reference would take 2^60 steps."""
     defs: dict[str, Any] = {
