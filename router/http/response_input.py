@@ -56,6 +56,8 @@ class _Conversation:
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
+        self._behind_calls: dict[int, list[str]] = {}
+        """Texts that follow the calls of a message, by its index."""
 
     def messages(self) -> list[Message]:
         """Return all of them. Raises InvalidRequestError where there is none."""
@@ -63,6 +65,9 @@ class _Conversation:
             raise InvalidRequestError(
                 "input has no message, no call and no readable reasoning", param="input"
             )
+        for index, texts in self._behind_calls.items():
+            message = self._messages[index]
+            message["content"] = "".join([message["content"] or "", *texts])
         return [{**message, "content": message.get("content")} for message in self._messages]
 
     def add(self, item: Any, where: str) -> None:
@@ -102,7 +107,7 @@ class _Conversation:
         if last and "content" not in last:
             last["content"] = content
         elif "tool_calls" in last:
-            last["content"] = (last["content"] or "") + content
+            self._behind_calls.setdefault(len(self._messages) - 1, []).append(content)
         elif role != "assistant" and isinstance(raw, list) and len(raw) > 1:
             self._messages.append({"role": role, "content": _parts(raw)})
         else:

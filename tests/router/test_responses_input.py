@@ -155,3 +155,22 @@ async def test_what_asks_for_nothing_is_taken_under_strict_api_too() -> None:
     assert events[-1]["response"]["kvbaton"]["timings"]["end_to_end"] > 0
     assert (sampling.seed, sampling.top_k) == (7, 5)
     assert (status, answer["error"]["param"]) == (400, "text.formt")
+
+
+class Counted(str):
+    """A text that counts the characters in front of which it is put."""
+
+    num_copied = 0
+
+    def __radd__(self, before: str) -> str:
+        Counted.num_copied += len(before)
+        return Counted(f"{before}{self}")
+
+
+def test_texts_behind_a_call_are_joined_once() -> None:
+    """H6: each of 4,095 texts was joined to all before it, on the event loop: 7 s for 8 MB."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    texts = [{"role": "assistant", "content": Counted(f"{number:04d}")} for number in range(4000)]
+    (message,) = response_chat(Body({"input": [call, *texts]})).messages
+    assert message["content"] == "".join(f"{number:04d}" for number in range(4000))
+    assert Counted.num_copied <= len(message["content"])

@@ -10,6 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from contract.errors import InvalidRequestError
 from text.chat import Chat, parse_messages
 from text.templates.chat_template import ChatTemplate
+from text.templates.turns import one_call_each
 from text.tools import parse_tools
 
 USER = {"role": "user", "content": "What is the weather?"}
@@ -271,3 +272,13 @@ def test_an_empty_system_message_adds_nothing_to_the_user() -> None:
     assert (
         rendered(source, [{"role": "system", "content": ""}, USER]) == "<user>What is the weather?<assistant>"
     )
+
+
+def test_many_results_of_many_calls_stay_in_their_order() -> None:
+    """H6: calls and results are paired in one pass."""
+    calls = [call(f"id_{number}") for number in range(300)]
+    results = [result(f"id_{number}", f"r{number};") for number in reversed(range(0, 300, 2))]
+    parted = one_call_each([calling(*calls), *results, result("x", "rx;"), result("y", "ry;")])
+    assert len(parted) == 300 + 150 + 2
+    assert [message["content"] for message in parted[:6]] == [None, "r0;", None, "rx;", None, "r2;"]
+    assert [len(message["tool_calls"]) for message in parted if "tool_calls" in message] == [1] * 300

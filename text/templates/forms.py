@@ -8,7 +8,7 @@ from typing import Any, Literal
 from text.chat import Message
 from text.templates.arguments import as_json, as_object
 from text.templates.systems import content_text, merge_systems, system_into_user
-from text.templates.turns import merge_neighbours, name_calls, one_call_each
+from text.templates.turns import merge_neighbours, merged, name_calls, one_call_each
 
 BROKEN_KEY = "arguments"
 """The key under which arguments that are no object stand, for templates that go through the keys of an object."""
@@ -180,19 +180,19 @@ def _calls_in_text(message: Message) -> Message:
 def _results(messages: list[Message], form: Form) -> list[Message]:
     if form.results == "tool":
         return [_with_short_id(message, form) for message in messages]
-    out: list[Message] = []
+    runs: list[list[Message]] = []
     after_result = False
     for message in messages:
         is_result = message["role"] == "tool"
         if is_result:
             message = {"role": "user", "content": f"Tool result:\n{content_text(message.get('content'))}"}
-        if after_result and message["role"] == "user":
-            texts = (content_text(out[-1]["content"]), content_text(message["content"]))
-            out[-1] = {**out[-1], "content": "\n\n".join(texts)}
+        is_user = message["role"] == "user"
+        if after_result and is_user:
+            runs[-1].append(message)
         else:
-            out.append(message)
-        after_result = is_result or (after_result and message["role"] == "user")
-    return out
+            runs.append([message])
+        after_result = is_result or (after_result and is_user)
+    return [merged(run) for run in runs]
 
 
 def _with_short_id(message: Message, form: Form) -> Message:

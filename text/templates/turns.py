@@ -1,6 +1,8 @@
 """Turns in the order and number that templates take: neighbours of one role, several calls at once, ids of calls."""
 
 import re
+from collections import deque
+from collections.abc import Iterator
 from itertools import pairwise
 
 from text.chat import REASONING_NAMES, Message
@@ -17,27 +19,29 @@ def has_neighbours(messages: list[Message]) -> bool:
 
 def merge_neighbours(messages: list[Message]) -> list[Message]:
     """Return the messages with neighbours of one role merged: users, and assistants without calls."""
-    merged: list[Message] = []
+    runs: list[list[Message]] = []
     for message in messages:
-        if merged and _are_one(merged[-1], message):
-            merged[-1] = _joined(merged[-1], message)
+        if runs and _are_one(runs[-1][-1], message):
+            runs[-1].append(message)
         else:
-            merged.append(message)
-    return merged
+            runs.append([message])
+    return [merged(run) for run in runs]
+
+
+def merged(run: list[Message]) -> Message:
+    """Return the messages as one, with their texts separated by empty lines; a single one as it is."""
+    if len(run) == 1:
+        return run[0]
+    one = dict(run[0])
+    for key in ("content", *REASONING_NAMES):
+        if texts := [text for message in run if (text := content_text(message.get(key)))]:
+            one[key] = SEPARATOR.join(texts)
+    return one
 
 
 def _are_one(first: Message, second: Message) -> bool:
     is_calling = first.get("tool_calls") or second.get("tool_calls")
     return first["role"] == second["role"] and first["role"] in _MERGED and not is_calling
-
-
-def _joined(first: Message, second: Message) -> Message:
-    joined = {**second, **first}
-    for key in ("content", *REASONING_NAMES):
-        texts = [text for message in (first, second) if (text := content_text(message.get(key)))]
-        if texts:
-            joined[key] = SEPARATOR.join(texts)
-    return joined
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
@@ -54,22 +58,31 @@ def one_call_each(messages: list[Message]) -> list[Message]:
         end = index
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
-        results = messages[index:end]
+        parted += _parted(message, calls, messages[index:end])
         index = end
-        bare = {key: value for key, value in message.items() if key not in (*REASONING_NAMES, "content")}
-        for number, call in enumerate(calls):
-            head = message if number == 0 else {**bare, "content": None}
-            own = results if number == len(calls) - 1 else _results_of(call, results)
-            results = [result for result in results if not any(result is one for one in own)]
-            parted += [{**head, "tool_calls": [call]}, *own]
     return parted
 
 
-def _results_of(call: Message, results: list[Message]) -> list[Message]:
-    """Return the results of a call: those with its id, else the first one."""
-    call_id = call.get("id")
-    own = [result for result in results if call_id is not None and result.get("tool_call_id") == call_id]
-    return own or results[:1]
+def _parted(message: Message, calls: list[Message], results: list[Message]) -> Iterator[Message]:
+    """Yield each call with its results: those with its id, else the next one that is no other call's."""
+    ids = {str(call["id"]) for call in calls if call.get("id") is not None}
+    own: dict[str, list[Message]] = {}
+    others: deque[Message] = deque()
+    for result in results:
+        call_id = result.get("tool_call_id")
+        if call_id in ids:
+            own.setdefault(call_id, []).append(result)
+        else:
+            others.append(result)
+    bare = {key: value for key, value in message.items() if key not in (*REASONING_NAMES, "content")}
+    for number, call in enumerate(calls):
+        head = message if number == 0 else {**bare, "content": None}
+        yield {**head, "tool_calls": [call]}
+        if found := own.pop(str(call.get("id")), []):
+            yield from found
+        elif others:
+            yield others.popleft()
+    yield from others
 
 
 def name_calls(messages: list[Message]) -> list[Message]:
