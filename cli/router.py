@@ -1,7 +1,7 @@
 """``kvbaton router``."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +14,12 @@ from contract.identity import Role
 from router.settings import RouterSettings
 from serving.logs import log_settings
 from serving.settings import Address
+from worker.loop_watch import LoopWatch
 
 logger = logging.getLogger(__name__)
+
+HANG_SECONDS = 30.0
+"""How long the router's event loop may do nothing."""
 
 
 class RouterCommand(ServiceSettings, RouterSettings):
@@ -43,4 +47,12 @@ def router(arguments: Sequence[str]) -> None:
     log_settings(logger, settings)
     from router.service import serve
 
-    run_service(settings, lambda told, ready: serve(told, lambda addresses: ready(addresses.as_dict())))
+    run_service(
+        settings, lambda told, ready: watched(serve(told, lambda addresses: ready(addresses.as_dict())))
+    )
+
+
+async def watched(work: Awaitable[None], patience_seconds: float = HANG_SECONDS) -> None:
+    """Do the work, and end the process if its event loop hangs meanwhile: its ports would accept, and nobody be answered."""
+    with LoopWatch(patience_seconds):
+        await work
