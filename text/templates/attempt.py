@@ -17,6 +17,7 @@ from text.templates.forms import Form, shape, shape_tools
 from text.templates.marking import mark_documents, mark_messages
 from text.templates.marks import MarkedText, Marks, TypedMarks, Written
 from text.templates.sandbox import TemplateLimitError
+from text.templates.search import Search
 from text.templates.systems import add_to_system
 
 Render = Callable[[Mapping[str, Any]], str]
@@ -139,8 +140,9 @@ def _written(render: Render, marks: Marks, variables: Mapping[str, Any]) -> Writ
 
 
 def _check_tools(chat: Chat, text: str) -> None:
+    search = Search(text)
     for index, tool in enumerate(chat.tools):
-        if tool["function"]["name"] not in text:
+        if not search.has([tool["function"]["name"]]):
             raise InvalidRequestError(
                 f"the model's chat template does not show tools[{index}]: the model cannot be offered tools this way",
                 param=f"tools[{index}]",
@@ -148,16 +150,13 @@ def _check_tools(chat: Chat, text: str) -> None:
 
 
 def _check_all_within(texts: list[MarkedText], prompt: str) -> None:
-    position = 0
+    search = Search(prompt)
     for text in texts:
         if not text.is_required:
             continue
         rest = text.without_reasoning()
         wanted = text if rest is None else replace(text, text=rest)
-        found = prompt.find(wanted.text, position)
-        if found >= 0:
-            position = found + len(wanted.text)
-        elif not wanted.is_within(prompt):
+        if not search.has([wanted.text, *wanted.spellings()]):
             raise _lost(text)
 
 

@@ -31,18 +31,15 @@ class MarkedText:
     def is_written_as(self, written: str) -> bool:
         """Return whether ``written`` is the text, as it is or escaped; white space and switches do not count."""
         bare = _bare(written)
-        return written == self.text or any(bare == _bare(spelling) for spelling in self._spellings())
-
-    def is_within(self, prompt: str) -> bool:
-        """Return whether a prompt holds the text, as it is or escaped."""
-        return self.text in prompt or any(spelling.strip() in prompt for spelling in self._spellings())
+        return written == self.text or any(bare == _bare(spelling) for spelling in self.spellings())
 
     def without_reasoning(self) -> str | None:
         """Return what follows the reasoning that an answer holds in its text, or None if it holds none."""
         closed = list(_CLOSED_REASONING.finditer(self.text)) if self.is_answer else []
         return self.text[closed[-1].end() :].strip() if closed else None
 
-    def _spellings(self) -> list[str]:
+    def spellings(self) -> list[str]:
+        """Return the text as templates may write it."""
         text = self.text
         found = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1], repr(text)[1:-1]]
         escaped = html.escape(text)
