@@ -172,6 +172,11 @@ class Chooser:
                 if isinstance(error, PeerSilentError):  # each further try could take as long, and reads wait
                     break
                 continue
+            except Exception as error:  # the boundary of a trial: reads wait for its end
+                logger.exception("trying worker %s over %s failed", candidate.worker_id, candidate.transport)
+                why_not.append(f"{candidate.transport} failed: {error!r}")
+                self.alternatives.rule_out(candidate)
+                continue
             return candidate, "; ".join(why_not)
         return probe.candidates[-1], "; ".join(why_not)
 

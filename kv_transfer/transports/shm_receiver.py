@@ -218,7 +218,7 @@ class _MappedPeer:
     def _map_file(self, descriptor: int, num_bytes: int) -> memoryview:
         try:
             mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except ValueError as error:  # the file is smaller than was said
+        except (ValueError, OverflowError) as error:  # the file is smaller than was said
             raise TransferError(f"the pool of {self._who} cannot be mapped: {error}") from error
         self._undo.callback(mapping.close)
         view = memoryview(mapping)

@@ -8,6 +8,8 @@ Which blocks a lease lends comes by the control link, in a BlockGrant per publis
 the pool and compares the generation before and afterwards; the sender never learns of that and never waits for it.
 """
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
 
@@ -25,5 +27,5 @@ class ShmWelcome(msgspec.Struct, frozen=True):
     status: DataStatus
     message: str = ""
     nonce: int = 0
-    num_blocks: int = 0
-    block_bytes: int = 0
+    num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    block_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
