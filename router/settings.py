@@ -193,5 +193,6 @@ class RouterSettings(Settings):
             )
         if not self.secret:
             return read_secret_file(self.secret_file)
-        check_secret(self.secret, "secret (KVBATON_SECRET)", "secret")
-        return self.secret
+        secret = self.secret.strip()  # as a file's: workers read theirs there
+        check_secret(secret, "secret (KVBATON_SECRET)", "secret")
+        return secret

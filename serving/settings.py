@@ -67,10 +67,18 @@ def read_secret_file(path: Path | None) -> str:
 
 
 def check_secret(secret: str, what: str, param: str) -> None:
-    """Raise SettingError for a cluster secret that can be guessed offline. what: names it without showing it."""
-    if len(secret) < MIN_SECRET_CHARACTERS:
+    """Raise SettingError for a cluster secret that can be guessed offline, or is no text.
+
+    what: names it without showing it.
+    """
+    try:
+        secret.encode()
+    except UnicodeEncodeError as error:
+        raise SettingError(f"{what} is not UTF-8 text", param=param) from error
+    num_characters = sum(map(str.isprintable, secret))
+    if num_characters < MIN_SECRET_CHARACTERS:
         raise SettingError(
-            f"{what} holds {len(secret)} characters; a cluster secret has {MIN_SECRET_CHARACTERS} or more:"
+            f"{what} holds {num_characters} characters; a cluster secret has {MIN_SECRET_CHARACTERS} or more:"
             " make one with `openssl rand -hex 32`",
             param=param,
         )

@@ -5,12 +5,17 @@ from collections.abc import Iterable
 
 from contract.errors import SettingError
 
+_MAX_DIGITS = 6
+"""Of a core's number: a range is made whole before it is compared with those that are there."""
+
 
 def parse_cores(text: str) -> tuple[int, ...]:
     """Cores in taskset's words, as "0-3,8", in order, each once. Raises ValueError for other text."""
     cores: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
+        if max(len(first), len(last)) > _MAX_DIGITS:
+            raise ValueError(f"cores is {text[:80]!r}; no machine has a core of that number")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise ValueError(f"cores is {text!r}; give numbers and ranges, as 0-3,8")
         cores += range(int(first), int(last or first) + 1)

@@ -147,3 +147,24 @@ def test_who_may_rename_what_lies_in_the_folder(mode: int, user: int, group: int
     info = os.stat_result((stat.S_IFDIR | mode, 0, 0, 0, user, group, 0, 0, 0, 0))
     found = who_else_may_replace(info, 7, {3, 4})
     assert found is None if who is None else (found or "").startswith(who)
+
+
+@pytest.mark.parametrize("secret", [" " * 40, "\n" * 40, "x" * 31 + "\n\n", "\0" * 40, "x" * 31 + "\x07" * 9])
+def test_what_is_not_printed_does_not_make_a_secret_longer(tmp_path: Path, secret: str) -> None:
+    """M5: 40 spaces in KVBATON_SECRET, and 40 NULs in a file, were taken."""
+    with pytest.raises(SettingError, match=r"holds \d+ characters.*32 or more"):
+        RouterSettings(secret=secret).read_secret()
+    with pytest.raises(SettingError, match=r"32 or more|is empty"):
+        read_secret_file(write_private(tmp_path / "secret", secret))
+
+
+def test_a_secret_is_the_same_in_a_variable_and_in_a_file(tmp_path: Path) -> None:
+    """M5: the end of a line counted in the variable and not in the file, so workers were refused."""
+    secret = new_secret()
+    in_file = read_secret_file(write_private(tmp_path / "secret", f"{secret}\n"))
+    assert RouterSettings(secret=f"{secret}\n").read_secret() == in_file == secret
+
+
+def test_a_variable_that_is_no_text_is_refused_by_name() -> None:
+    with pytest.raises(SettingError, match=r"KVBATON_SECRET. is not UTF-8"):
+        RouterSettings(secret="\udcff" * 40).read_secret()

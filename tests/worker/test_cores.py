@@ -27,6 +27,12 @@ def test_other_words_are_refused(tmp_path: Path, text: str) -> None:
         WorkerSettings(model=tmp_path, cores=text)
 
 
+@pytest.mark.parametrize("text", ["0-99999999999", "9" * 5000])
+def test_a_number_that_no_core_has_is_refused_at_once(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValidationError, match="no machine has a core of that number"):
+        WorkerSettings(model=tmp_path, cores=text)
+
+
 def test_there_is_a_core_for_each_thread(tmp_path: Path) -> None:
     settings = WorkerSettings(model=tmp_path, cores="1-2", num_threads=2)
     assert settings.engine().cores == (1, 2)
