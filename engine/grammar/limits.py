@@ -9,14 +9,14 @@ from llguidance import LLParserLimits
 GRAMMAR_LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=100_000,
-    step_lexer_fuel=100_000,
+    step_lexer_fuel=40_000,
     step_max_items=10_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     precompute_large_lexemes=True,
     verbose_errors=False,
 )
-"""initial_lexer_fuel: some 250 bytes a unit, kept by each matcher. max_lexer_states: 1 kB a state, kept by each matcher."""
+"""initial_lexer_fuel, step_lexer_fuel: some 200 bytes a unit, and max_lexer_states: 1 kB a state; kept by each matcher."""
 
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 2**25
