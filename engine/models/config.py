@@ -71,6 +71,18 @@ _FEW_LAYERS = 128
 """So many are made at no cost worth a check."""
 _NUM_LAYERS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
 _COUNTS = ("layer", "expert", "head", "block")
+_SIZES = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    }
+)
+"""Where a library's own words about a wrong one do not name it."""
 
 
 def check_counts(raw: RawConfig, num_tensors: int) -> None:
@@ -82,6 +94,8 @@ def check_counts(raw: RawConfig, num_tensors: int) -> None:
         if isinstance(value, Mapping):
             check_counts(value, num_tensors)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and name in _SIZES and not 1 <= value <= MAX_SIZE:
+            raise bad_config(f"{name} is {value!r:.40}; it must be a whole number within 1..{MAX_SIZE}")
         if is_number and any(count in name for count in _COUNTS) and not -MAX_SIZE <= value <= MAX_SIZE:
             raise bad_config(f"{name} is {value!r:.40}; it must lie within 1..{MAX_SIZE}")
         if is_number and "layer" in name and "size" not in name and value > MAX_LAYERS:

@@ -137,6 +137,11 @@ def test_a_hostile_folder_is_refused_by_name(
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 4096"),
         ({"num_attention_heads": 2**40}, "num_attention_heads is 1099511627776"),
+        ({"hidden_size": -1}, "config.json: hidden_size is -1"),
+        ({"intermediate_size": 10**30}, "config.json: intermediate_size is 1000000000"),
+        ({"vocab_size": 0}, "config.json: vocab_size is 0"),
+        ({"head_dim": -4}, "config.json: head_dim is -4"),
+        ({"max_position_embeddings": -7}, "config.json: max_position_embeddings is -7"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000; at most 4096"),
     ],
 )
