@@ -61,7 +61,9 @@ def plain_schema(text: str, *, is_lenient: bool = False) -> str:
             return json.dumps(root)
         reduced = _Reducer(root, is_lenient=is_lenient).reduced(root, ())
         _settle_divisors(reduced, is_lenient=is_lenient)
-        return json.dumps(reduced, ensure_ascii=False, separators=(",", ":"))
+        plain = json.dumps(reduced, ensure_ascii=False, separators=(",", ":"))
+        plain.encode()
+        return plain
     except (ValueError, RecursionError) as error:
         raise _wrong(f"the json_schema is not valid JSON, or too deep: {error}"[:300]) from error
 

@@ -60,7 +60,7 @@ class Grammar(msgspec.Struct, frozen=True):
     def _decoded(self) -> Any:
         try:
             return msgspec.json.decode(self.text)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise _wrong_grammar(f"the {self.kind} is not valid JSON: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Closes the objects of a JSON schema: an answer has the properties that are named, and no others.
+"""Closes the objects of a JSON schema: an answer has the properties that are named, or match a pattern, and no others.
 
 JSON Schema allows others wherever ``additionalProperties`` is missing; people who write (or generate) schemas seldom mean
 that, and a small model goes on with made-up ones. XGrammar and outlines close them as well; OpenAI wants it written.
@@ -16,7 +16,7 @@ _SAYS_IT = {"additionalProperties", "unevaluatedProperties", "minProperties"}
 
 
 def with_closed_objects(text: str) -> str:
-    """The schema where objects with named properties have no others, unless it says so (``additionalProperties``).
+    """The schema where objects that name properties or patterns of them have no others, but for ``additionalProperties``.
 
     What matches it matches ``text``. One that puts an object together from several schemas stays as it is, since each of
     them would forbid the others' properties; so does one where a oneOf is left, which more values would match if its
@@ -43,6 +43,8 @@ def _num_rules(schema: _Schema) -> int:
 
 def _is_open(schema: _Schema) -> bool:
     named, required = schema.get("properties"), schema.get("required", [])
+    if named is None and schema.get("patternProperties"):
+        named = {}
     if not isinstance(named, dict) or not isinstance(required, list) or _SAYS_IT & schema.keys():
         return False
     return all(isinstance(name, str) and name in named for name in required)

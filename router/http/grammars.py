@@ -158,7 +158,10 @@ def _text(value: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeError as error:
+        raise InvalidRequestError(f"it holds text that is no Unicode: {error}") from error
 
 
 _Reader = Callable[[Any], Grammar | None]

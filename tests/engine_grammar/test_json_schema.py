@@ -29,6 +29,11 @@ CLOSED: dict[str, tuple[Any, str, str]] = {
         '{"x":{"a":1},"y":{}}',
         '{"x":{"b',
     ),
+    "names by a pattern": (
+        {"type": "object", "patternProperties": {"^[a-z]$": NUMBER}},
+        '{"a":1,"b":2}',
+        '{"A',
+    ),
     "a property called properties": (
         {"type": "object", "properties": {"properties": A}},
         '{"properties":{"a":1}}',
@@ -41,6 +46,10 @@ OPEN: dict[str, tuple[Any, str]] = {
     "it names none": ({"type": "object"}, '{"a":1}'),
     "it needs what it does not name": ({**A, "required": ["c"]}, '{"a":1,"c":2}'),
     "it needs more than it names": ({**A, "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}'),
+    "it needs a name that may match": (
+        {"type": "object", "patternProperties": {"^a": NUMBER}, "required": ["b"]},
+        '{"b":"c","a":1}',
+    ),
     "it is two together": ({"allOf": [A, B]}, '{"a":1,"b":2}'),
     "it has alternatives beside": ({**A, "anyOf": [B, {"type": "object"}]}, '{"a":1,"b":2}'),
     "it adds to another": ({**A, "$ref": "#/$defs/B", "$defs": {"B": B}}, '{"a":1,"b":2}'),

@@ -119,6 +119,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": 7}, "guided_json"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": '{"a": ' * 5000}, "guided_json"),
+    ({"guided_json": '{"const": "\\ud800"}'}, "guided_json"),
+    ({"structured_outputs": {"json": '{"properties": {"\\udfff": {}}}'}}, "structured_outputs"),
     ({"guided_regex": ["a"]}, "guided_regex"),
     ({"guided_regex": ""}, "guided_regex"),
     ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex"),
