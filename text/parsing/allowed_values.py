@@ -1,6 +1,7 @@
 """Sets of JSON values as schemas describe them, and the JSON text of a bare text that stands for one of those."""
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,16 @@ ANY = frozenset({"null", "boolean", "object", "array", "number", "integer", "str
 _SPELLED = {"True": "true", "False": "false", "None": "null"}
 
 
+MAX_CONSTANTS = 256
+"""Values that are kept of a list. Of a longer one only the types are known, so that sets of many schemas cost little."""
+
+
 @dataclass(frozen=True)
 class Allowed:
-    """The values of some types; only ``constants`` of them where a schema lists those."""
+    """The values of some types; only ``constants`` of them, by their keys, where a schema lists those."""
 
     types: frozenset[str] = ANY
-    constants: tuple[Any, ...] | None = None
+    constants: Mapping[Any, Any] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -26,20 +31,19 @@ class Allowed:
     def both(self, other: "Allowed") -> "Allowed":
         """What is in this set and in the other one."""
         types = self.types & other.types
-        constants = self.constants if other.constants is None else other.constants
-        if constants is None:
+        known = [one for one in (self.constants, other.constants) if one is not None]
+        if not known:
             return Allowed(types)
-        if self.constants is not None:
-            constants = tuple(one for one in constants if _is_in(one, self.constants))
-        constants = tuple(one for one in constants if type_of(one) in types)
-        return Allowed(frozenset(map(type_of, constants)), constants)
+        constants = {key: known[0][key] for key in known[0] if all(key in one for one in known)}
+        return one_of(value for value in constants.values() if type_of(value) in types)
 
     def either(self, other: "Allowed") -> "Allowed":
         """What is in this set or in the other one."""
         types = self.types | other.types
         if self.constants is None or other.constants is None:
             return Allowed(types)
-        return Allowed(types, self.constants + other.constants)
+        constants = {**self.constants, **other.constants}
+        return Allowed(types, constants if len(constants) <= MAX_CONSTANTS else None)
 
     def written(self, text: str) -> str:
         """The JSON text of the value that ``text`` stands for.
@@ -51,7 +55,8 @@ class Allowed:
         value = decoded(bare)
         if value is None and bare != "null":
             return quoted(text)
-        if self.constants and not _is_in(text, self.constants) and _is_in(value, self.constants):
+        listed = self.constants or {}
+        if key_of(text) not in listed and key_of(value) in listed:
             return bare
         if not self.types or self.types == ANY:
             return bare if isinstance(value, dict | list) else quoted(text)
@@ -83,6 +88,14 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is_in(value: Any, constants: tuple[Any, ...]) -> bool:
-    """True and 1 are two values in JSON, 1 and 1.0 are one."""
-    return any(type_of(value) == type_of(one) and value == one for one in constants)
+def one_of(values: Iterable[Any]) -> Allowed:
+    """The values that are listed."""
+    listed = list(values)
+    constants = {key_of(value): value for value in listed} if len(listed) <= MAX_CONSTANTS else None
+    return Allowed(frozenset(map(type_of, listed)), constants)
+
+
+def key_of(value: Any) -> Any:
+    """A key by which equal values are found: True and 1 are two values in JSON, 1 and 1.0 are one."""
+    kind = type_of(value)
+    return (kind, json.dumps(value, sort_keys=True) if kind in ("array", "object") else value)

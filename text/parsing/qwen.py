@@ -4,11 +4,13 @@ The values are bare text; the tool's schema says which JSON they are.
 """
 
 import re
+from collections.abc import Sequence
 
 from text.parsing.allowed_values import Allowed, quoted
 from text.parsing.parser import ToolParser
 from text.parsing.reader import Steps, Write
 from text.parsing.tool_schema import ToolSchema
+from text.tools import Tool
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -27,6 +29,10 @@ class QwenParser(ToolParser):
 
     tags = (_OPEN, _CLOSE)
 
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
+        self._schemas: dict[str, ToolSchema] = {}
+
     def _read(self) -> Steps[None]:
         yield from self._read_marked([_OPEN, _FUNCTION], self._read_call)
 
@@ -42,8 +48,13 @@ class QwenParser(ToolParser):
             yield from self._read_parameters(self._schema_of(name))
 
     def _schema_of(self, name: str) -> ToolSchema:
+        """Each tool's is read once for all its calls."""
         tool = self._tools.get(name)
-        return ToolSchema(tool["function"].get("parameters") if tool else None)
+        if tool is None:
+            return ToolSchema(None)
+        if name not in self._schemas:
+            self._schemas[name] = ToolSchema(tool["function"].get("parameters"))
+        return self._schemas[name]
 
     def _read_parameters(self, schema: ToolSchema) -> Steps[None]:
         reader = self._reader

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from contract.schema_values import spelled
-from text.parsing.allowed_values import ANY, Allowed, type_of
+from text.parsing.allowed_values import ANY, Allowed, one_of
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_DEPTH = 64
@@ -136,22 +136,18 @@ def _own(schema: dict[str, Any]) -> Allowed | None:
     names = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, str)]
     types = frozenset[str]().union(*(_named_type(name) for name in names))
     allowed = Allowed(types or ANY)
-    if isinstance(schema.get("enum"), list):
-        allowed = allowed.both(_one_of(schema["enum"]))
+    if isinstance(schema.get("enum"), list) and schema["enum"]:
+        allowed = allowed.both(one_of(schema["enum"]))
     if "const" in schema:
-        allowed = allowed.both(_one_of([schema["const"]]))
+        allowed = allowed.both(one_of([schema["const"]]))
     if schema.get("nullable") is True:
-        allowed = allowed.either(_one_of([None]))
+        allowed = allowed.either(one_of([None]))
     return None if allowed == Allowed() else allowed
 
 
 def _named_type(name: str) -> frozenset[str]:
     name = spelled(name)
     return frozenset({"number", "integer"}) if name == "number" else ANY & {name}
-
-
-def _one_of(values: list[Any]) -> Allowed:
-    return Allowed(frozenset(map(type_of, values)), tuple(values)) if values else Allowed()
 
 
 def _implied(schema: dict[str, Any]) -> Allowed:

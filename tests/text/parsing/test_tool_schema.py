@@ -172,6 +172,30 @@ def test_many_references_cost_no_more_than_they_are_long() -> None:
     assert arguments_of(parameters, "5") == {"value": 5}
 
 
+@pytest.mark.timeout(30)
+def test_many_constants_cost_no_more_than_they_are_long() -> None:
+    """H6: 28 kB of references to one list held the router's event loop for two seconds, and four times that for minutes."""
+    listed = {"enum": list(range(4000))}
+    several = {
+        "anyOf": [{"$ref": "#/$defs/listed"}] * 20_000,
+        "allOf": [listed, {"enum": list(range(30_000))}],
+    }
+    assert arguments_of({"properties": {"value": several}, "$defs": {"listed": listed}}, "5") == {"value": 5}
+
+
+def test_constants_of_several_types_are_told_apart() -> None:
+    """F11: True and 1 are two values; lists are found as well."""
+    schema = {"enum": ["a", 1, [1, {"b": 2}], None]}
+    for text, value in (
+        ("1", 1),
+        ("1.0", 1.0),
+        ("true", "true"),
+        ('[1,{"b":2}]', [1, {"b": 2}]),
+        ("[2]", "[2]"),
+    ):
+        assert arguments_of({"properties": {"value": schema}}, text) == {"value": value}
+
+
 def test_a_chain_of_references_without_end_is_not_followed_to_its_end() -> None:
     defs: dict[str, Any] = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(5000)}
     parameters = {"properties": {"value": {"$ref": "#/$defs/d0"}}, "$defs": {**defs, "d5000": INTEGER}}
