@@ -276,9 +276,8 @@ class RouterService:
             _INFERENCE,
             read_seconds=self._settings.body_timeout_seconds,
             stall_seconds=self._settings.client_stall_seconds,
-            hold=lambda metadata, size: self._held.holding(
-                self._keys.tenant(authorization_of(metadata)), size
-            ),
+            tenant=lambda metadata: self._keys.tenant(authorization_of(metadata)),
+            hold=self._held.holding,
         )
         server = grpc.aio.server(
             interceptors=[ApiKeyInterceptor(self._keys, self._wrong_keys), messages],

@@ -7,19 +7,29 @@ if, it is wanted. Bytes that are no message are the client's mistake; gRPC itsel
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from contract.errors import CancelledError, DeadlineError, InvalidRequestError, KvbatonError
-from serving.grpc_errors import abort
+from contract.errors import (
+    CancelledError,
+    DeadlineError,
+    InvalidRequestError,
+    KvbatonError,
+    OverloadedError,
+)
+from serving.fair_places import FairPlaces
+from serving.grpc_errors import abort, address_of_peer
 
 _OPEN_SECONDS = 5.0
-Hold = Callable[[Any, int], AbstractContextManager[None]]
-"""(metadata of a call, bytes of its message) → what lasts as long as the call."""
+_MAX_OPEN_STREAMS = 256
+"""Streams that need no key, such as watches of the health: each lasts as long as its client likes."""
+_MAX_WAITING = 1024
+Hold = Callable[[str, int], AbstractContextManager[None]]
+"""(digest of a call's key, bytes of its message) → what lasts as long as the call."""
 _Req = TypeVar("_Req")
 _Res = TypeVar("_Res")
 
@@ -29,8 +39,9 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
 
     service: the full name of the one that clients need a key for, where there are keys. max_reads: of its messages that
     are being received at once; read_seconds: how long each may take. Messages of other services (health) have places
-    and a time of their own. stall_seconds: how long a client may take nothing of an answer. hold: counts
-    the bytes of a message of the service until its call ends, or raises OverloadedError.
+    and a time of their own. stall_seconds: how long a client may take nothing of an answer. tenant: gives the digest of
+    the key in a call's metadata. hold: counts the bytes of a message of the service until its call ends, or raises
+    OverloadedError.
     """
 
     def __init__(
@@ -40,14 +51,16 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         max_reads: int = 32,
         read_seconds: float = 60.0,
         stall_seconds: float = 60.0,
-        hold: Hold = lambda _metadata, _size: nullcontext(),
+        tenant: Callable[[Any], str] = lambda _metadata: "",
+        hold: Hold = lambda _tenant, _size: nullcontext(),
     ) -> None:
         self._prefix = f"/{service}/"
         self._read_seconds = read_seconds
         self._stall_seconds = stall_seconds
-        self._hold = hold
-        self._reads = asyncio.Semaphore(max_reads)
-        self._open_reads = asyncio.Semaphore(max(1, max_reads // 8))
+        self._tenant, self._hold = tenant, hold
+        self._reads = FairPlaces(max_reads, _MAX_WAITING)
+        self._open_reads = FairPlaces(max(1, max_reads // 8), _MAX_WAITING)
+        self._open_streams = FairPlaces(_MAX_OPEN_STREAMS, max_reads)
 
     async def intercept_service(
         self,
@@ -67,27 +80,39 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
 
     def _answering(self, handler: Any, *, is_ours: bool) -> Callable[[AsyncIterator[bytes], Any], Any]:
         async def answer(messages: AsyncIterator[bytes], context: Any) -> None:
-            with ExitStack() as held:
+            tenant = self._tenant(context.invocation_metadata()) if is_ours else ""
+            caller = (tenant or address_of_peer(context.peer()), context.peer())
+            async with AsyncExitStack() as held:
                 try:
-                    raw = await self._read(messages, is_ours=is_ours)
+                    raw = await self._read(messages, caller, is_ours=is_ours)
                     if is_ours:
-                        held.enter_context(self._hold(context.invocation_metadata(), len(raw)))
+                        held.enter_context(self._hold(tenant, len(raw)))
                     request = _parsed(handler, raw)
                 except KvbatonError as error:
                     await abort(context, error)
                     return
                 del raw
-                if handler.response_streaming:
+                if handler.response_streaming and not is_ours:
+                    await self._stream_open(handler.unary_stream, request, context, caller)
+                elif handler.response_streaming:
                     await _stream(handler.unary_stream, request, context)
                 else:
                     await self._write(context, await handler.unary_unary(request, context))
 
         return answer
 
-    async def _read(self, messages: AsyncIterator[bytes], *, is_ours: bool) -> bytes:
-        seconds = self._read_seconds if is_ours else min(_OPEN_SECONDS, self._read_seconds)
+    async def _stream_open(self, behaviour: Any, request: Any, context: Any, caller: tuple[str, str]) -> None:
         try:
-            async with asyncio.timeout(seconds), self._reads if is_ours else self._open_reads:
+            async with self._open_streams.place(*caller):
+                await _stream(behaviour, request, context)
+        except OverloadedError as error:
+            await abort(context, error)
+
+    async def _read(self, messages: AsyncIterator[bytes], caller: tuple[str, str], *, is_ours: bool) -> bytes:
+        seconds = self._read_seconds if is_ours else min(_OPEN_SECONDS, self._read_seconds)
+        places = self._reads if is_ours else self._open_reads
+        try:
+            async with asyncio.timeout(seconds), places.place(*caller):
                 return await anext(messages)
         except TimeoutError:
             raise DeadlineError(f"the message was not whole after {seconds:g} s") from None

@@ -23,6 +23,7 @@ class Echo:
     """A service of two methods that answer eight megabytes, or what they got."""
 
     def __init__(self) -> None:
+        self.address = ""
         self.num_begun = 0
         self.ended = asyncio.Event()
 
@@ -47,7 +48,7 @@ class Echo:
 
 
 @asynccontextmanager
-async def serving(service: Echo, **bounds: Any) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(service: "Echo | Watch", **bounds: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A server that wants a key, and a channel to it."""
     server = grpc.aio.server(
         interceptors=[
@@ -57,6 +58,7 @@ async def serving(service: Echo, **bounds: Any) -> AsyncIterator[grpc.aio.Channe
     )
     server.add_generic_rpc_handlers((service.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
+    service.address = f"127.0.0.1:{port}"
     await server.start()
     options = [("grpc.max_receive_message_length", -1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
@@ -90,6 +92,73 @@ async def test_messages_that_do_not_come_end_their_calls() -> None:
         assert service.num_begun == 0
         echo: Any = channel.unary_unary("/test.Echo/Echo")
         assert await echo(b"hello", metadata=KEYED) == b"hello"
+
+
+async def test_a_connection_of_silent_calls_keeps_no_other_out() -> None:
+    """H5, M4: all places were held for a minute by calls that said nothing, again and again."""
+    service = Echo()
+    async with serving(service, max_reads=4, read_seconds=600) as silent:
+        calls = [half_sent(silent, "Echo", KEYED) for _ in range(100)]
+        await calls[0].wait_for_connection()
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(service.address, options=options) as other:
+            echo: Any = other.unary_unary("/test.Echo/Echo")
+            async with asyncio.timeout(20):
+                assert await echo(b"hello", metadata=KEYED) == b"hello"
+        for call in calls:
+            call.cancel()
+
+
+class Watch:
+    """A service that needs no key, whose calls last until their client ends them."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.num_open = self.num_ended = 0
+
+    async def watch(self, _: bytes, context: Any) -> None:
+        """Say that it is here, and no more."""
+        self.num_open += 1
+        try:
+            await context.write(b"here")
+            await asyncio.Event().wait()
+        finally:
+            self.num_open -= 1
+            self.num_ended += 1
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """It, for a server."""
+        method: Any = grpc.unary_stream_rpc_method_handler(self.watch, bytes, bytes)
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Watch": method})
+
+
+def watch_on(channel: grpc.aio.Channel) -> Any:
+    """One more watch."""
+    method: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+    return method(b"")
+
+
+async def test_streams_that_need_no_key_are_bounded() -> None:
+    """H7: a stranger could hold 128 watches of the health a connection, for as long as it liked."""
+    service = Watch()
+    async with serving(service, max_reads=8) as channel:
+        watches = [watch_on(channel) for _ in range(120)]
+        assert await watches[0].read() == b"here"
+        others = []
+        for _ in range(4):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            one = grpc.aio.insecure_channel(service.address, options=options)
+            others.append(one)
+            watches += [watch_on(one) for _ in range(120)]
+        async with asyncio.timeout(30):
+            # What was ended has a message that its client has not read; at most eight wait.
+            while sum(watch.done() for watch in watches) + service.num_open + service.num_ended < 592:
+                await asyncio.sleep(0.05)
+        assert 0 < service.num_open <= 256
+        refused = [watch for watch in watches if watch.done()]
+        assert {await watch.code() for watch in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        for one in others:
+            await one.close()
 
 
 async def test_a_whole_answer_that_is_not_taken_ends() -> None:
