@@ -119,3 +119,15 @@ def test_half_of_a_surrogate_pair_is_refused_before_it_is_tokenized(half: str) -
     with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
         template.render(Chat(messages=[{"role": "user", "content": "x"}]))
     template.close()
+
+
+def test_a_process_that_is_stopped_is_replaced_and_the_conversation_is_rendered() -> None:
+    """P4: every chat waited 60 s for it, and the first was refused as too costly."""
+    before = set(psutil.Process().children())
+    renderer = bounded({DEFAULT: "{{ x }}"})
+    for text in ("a", "b" * 2**20):
+        (child,) = set(psutil.Process().children()) - before
+        child.suspend()
+        assert renderer.render(DEFAULT, {"x": text}) == text
+        assert not child.is_running()
+    renderer.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
+import psutil
+
 from contract.errors import InternalError, SettingError
 from text.templates.child import HEADER, INVALID, REFUSAL, TEXT, decode_frame, encode_frame
 from text.templates.sandbox import TemplateLimitError, TemplateRefusalError
@@ -19,6 +22,10 @@ from text.templates.sandbox import TemplateLimitError, TemplateRefusalError
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from text.templates.child import main; main()"
 )
+
+
+_LOOK_SECONDS = 1.0
+"""How often a process that does not answer is looked at."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,10 @@ class RenderLimits:
     max_memory_bytes: int = 640 * 2**20
     max_output_characters: int = 32 * 2**20
     wall_seconds: float = 60.0
+
+
+class _StoppedError(TemplateLimitError):
+    """The process was stopped by a signal."""
 
 
 class ProcessRenderer:
@@ -54,7 +65,11 @@ class ProcessRenderer:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            answer = self._ask({"name": name, "variables": variables})
+            try:
+                answer = self._ask({"name": name, "variables": variables})
+            except _StoppedError:  # by somebody else: the conversation is not at fault
+                self._start()
+                answer = self._ask({"name": name, "variables": variables})
         if TEXT in answer:
             return str(answer[TEXT])
         if REFUSAL in answer:
@@ -72,6 +87,8 @@ class ProcessRenderer:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0
         )
+        if process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)
         self._process, self._finalizer = process, weakref.finalize(self, _end, process)
         limits = self._limits
         try:
@@ -99,20 +116,26 @@ class ProcessRenderer:
         self._process = self._finalizer = None
 
     def _ask(self, frame: dict[str, Any]) -> dict[str, Any]:
-        """Send a frame and return the answer. Raises TemplateLimitError if the process ended, or had to be ended."""
+        """Send a frame and return the answer. Raises TemplateLimitError if the process ended, or had to be ended.
+
+        _StoppedError where it was stopped by a signal: it could never answer, and is ended.
+        """
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise InternalError("the process that renders chat templates is not running")
         data = encode_frame(frame)
         deadline = time.monotonic() + self._limits.wall_seconds
         with contextlib.suppress(BrokenPipeError):
-            _write(process.stdin, HEADER.pack(len(data)) + data)
-            if header := _read(process.stdout, HEADER.size, deadline):
+            is_written = _write(process, HEADER.pack(len(data)) + data, deadline)
+            if is_written and (header := _read(process, HEADER.size, deadline)):
                 (length,) = HEADER.unpack(header)
-                if answer := _read(process.stdout, length, deadline):
+                if answer := _read(process, length, deadline):
                     return decode_frame(answer)
+        error = self._limit_error()
+        if _is_stopped(process):
+            error = _StoppedError(error.message)
         self._stop()
-        raise self._limit_error()
+        raise error
 
     def _limit_error(self) -> TemplateLimitError:
         return TemplateLimitError(
@@ -127,24 +150,46 @@ class ProcessRenderer:
         )
 
 
-def _write(sink: IO[bytes], data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[sink.write(view) :]
+def _write(process: "subprocess.Popen[bytes]", data: bytes, deadline: float) -> bool:
+    """Write all; False if the process is stopped, or the deadline passes first."""
+    sink, view = process.stdin, memoryview(data)
+    while sink is not None and view:
+        if not _is_ready(process, sink, select.POLLOUT, deadline):
+            return False
+        view = view[sink.write(view) or 0 :]
+    return True
 
 
-def _read(source: IO[bytes], size: int, deadline: float) -> bytes:
-    """Return exactly ``size`` bytes, or none if the input ends or the deadline passes first."""
-    pieces = bytearray()
-    poll = select.poll()
-    poll.register(source, select.POLLIN)
+def _read(process: "subprocess.Popen[bytes]", size: int, deadline: float) -> bytes:
+    """Return exactly ``size`` bytes, or none if the output ends, the process is stopped, or the deadline passes first."""
+    source, pieces = process.stdout, bytearray()
+    if source is None:
+        return b""
     while len(pieces) < size:
-        is_ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        is_ready = _is_ready(process, source, select.POLLIN, deadline)
         piece = source.read(size - len(pieces)) if is_ready else b""
         if not piece:
             return b""
         pieces += piece
     return bytes(pieces)
+
+
+def _is_ready(process: "subprocess.Popen[bytes]", pipe: IO[bytes], wanted: int, deadline: float) -> bool:
+    """Wait for a pipe of the process; False if the process is stopped, or the deadline passes first."""
+    poll = select.poll()
+    poll.register(pipe, wanted)
+    while not poll.poll(max(0.0, min(deadline - time.monotonic(), _LOOK_SECONDS)) * 1000):
+        if time.monotonic() >= deadline or _is_stopped(process):
+            return False
+    return True
+
+
+def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether a signal has stopped the process, which then waits for another one."""
+    try:
+        return bool(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
