@@ -7,6 +7,7 @@ the prompt instead.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,8 @@ from text.templates.sandbox import TemplateLimitError
 from text.templates.search import Search
 from text.templates.systems import add_to_system
 
+_SHORT = 16
+"""Characters; a shorter text may stand in the markup too."""
 Render = Callable[[Mapping[str, Any]], str]
 """Renders one template. Raises InvalidRequestError with the template's own words."""
 
@@ -47,7 +50,7 @@ def attempt(render: Render, chat: Chat, form: Form, special: re.Pattern[str] | N
     if written is not None and (lost := marks.lost(written)) is not None:
         raise _lost(lost)
     if written is None or written.plain != text:
-        _check_all_within(marks.texts, text)
+        _check_all_within(marks.texts, text, None if written is None else written.plain)
         return Prompt(text, _typed(render, chat, form, text, special))
     return Prompt(text, marks.spans(written))
 
@@ -149,15 +152,39 @@ def _check_tools(chat: Chat, text: str) -> None:
             )
 
 
-def _check_all_within(texts: list[MarkedText], prompt: str) -> None:
+def _check_all_within(texts: list[MarkedText], prompt: str, plain: str | None) -> None:
+    """Raise InvalidRequestError for a text that the prompt does not hold. plain: the prompt of marked texts.
+
+    A text that is there several times, or is so short that the markup may hold it, has to be there as often as in
+    ``plain``; places within a word do not count.
+    """
     search = Search(prompt)
-    for text in texts:
-        if not text.is_required:
-            continue
-        rest = text.without_reasoning()
-        wanted = text if rest is None else replace(text, text=rest)
-        if not search.has([wanted.text, *wanted.spellings()]):
+    wanted = [_without_reasoning(text) for text in texts if text.is_required]
+    for text in wanted:
+        if not search.has([text.text, *text.spellings()]):
             raise _lost(text)
+    last = {text.text: text for text in wanted}
+    for content, num_sent in Counter(text.text for text in wanted).items():
+        if num_sent > 1 or len(content) < _SHORT:
+            _check_number(search, last[content], num_sent, plain)
+
+
+def _check_number(search: Search, text: MarkedText, num_sent: int, plain: str | None) -> None:
+    for spelling in (text.text, *text.spellings()):
+        num_wanted = num_sent if plain is None else search.count(spelling, plain)
+        if num_wanted < num_sent:
+            continue
+        if search.count(spelling) >= num_wanted:
+            return
+        num_words = num_sent if plain is None else search.count_words(spelling, plain)
+        if search.count_words(spelling) < max(num_words, num_sent):
+            raise _lost(text)
+        return
+
+
+def _without_reasoning(text: MarkedText) -> MarkedText:
+    rest = text.without_reasoning()
+    return text if rest is None else replace(text, text=rest)
 
 
 def _lost(text: MarkedText) -> InvalidRequestError:
