@@ -1,6 +1,7 @@
 """Hostile chat templates: what they may take, and that the process which renders them is replaced."""
 
 import gc
+import itertools
 from typing import Any
 
 import psutil
@@ -131,3 +132,12 @@ def test_a_process_that_is_stopped_is_replaced_and_the_conversation_is_rendered(
         assert renderer.render(DEFAULT, {"x": text}) == text
         assert not child.is_running()
     renderer.close()
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0].content }}"])
+def test_a_template_that_is_slow_in_every_form_stops_the_start(template: str) -> None:
+    """M8: hundreds of renderings, each within its limit, held the start up for a quarter of an hour."""
+    seconds = itertools.count()
+    with pytest.raises(SettingError, match="more than 60 s to try it"):
+        ChatTemplate(template, bos_token=None, eos_token=None, clock=lambda: float(next(seconds)))
+    assert next(seconds) == 62

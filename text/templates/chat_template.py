@@ -1,9 +1,11 @@
 """A model's chat template: probed once, then each conversation in the form in which it is proven whole."""
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from contract.errors import InvalidRequestError, SettingError
 from text.chat import Chat
@@ -26,6 +28,8 @@ from text.templates.turns import has_neighbours
 TOOL_USE = "tool_use"
 RAG = "rag"
 """Names of templates for conversations with tools, and with documents, as ``transformers`` saves them."""
+_PROBE_SECONDS = 60
+"""For all renderings of one template before it serves."""
 
 
 class ChatTemplate:
@@ -45,17 +49,20 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         special: re.Pattern[str] | None = None,
         make_renderer: Callable[[Mapping[str, str]], Renderer] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Compile and probe the templates.
 
         tool_source: the template for conversations with tools. named: others by name. tokens: more special tokens.
         special: matches special tokens of the model, which stay text where a client typed them.
-        make_renderer: sources by name → what renders them; by default in this process, without bounds.
+        make_renderer: sources by name → what renders them; by default in this process, without bounds. clock: tells how
+        long probing takes.
         """
         self._sources = {**(named or {}), DEFAULT: source}
         if tool_source is not None:
             self._sources[TOOL_USE] = tool_source
         self._special = special
+        self._clock = clock
         self._tokens = {**(tokens or {}), "bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._renderer = (make_renderer or LocalRenderer)(self._sources)
         try:
@@ -119,19 +126,35 @@ class ChatTemplate:
 
     def _probed(self, name: str) -> Findings:
         """Probe a template with what it needs: some show no message without tools, or without documents."""
-        render = self._render(name)
-        found: list[Findings] = []
+        render = _until(self._clock, self._clock() + _PROBE_SECONDS, self._render(name))
+        first: Probe | None = None
         for chat_with, form in _settings_of(name):
             probe = Probe(partial(_attempted, render, chat_with), form)
             ask_about_messages(probe)
-            if name != RAG:
-                ask_about_tools(probe)
-            if name != TOOL_USE:
-                ask_about_documents(probe)
-            found.append(probe.findings)
+            first = first or probe
             if probe.findings.abilities["user"] != REFUSED:
-                return probe.findings
-        return found[0]
+                break
+        else:
+            assert first is not None
+            probe = first
+        if name != RAG:
+            ask_about_tools(probe)
+        if name != TOOL_USE:
+            ask_about_documents(probe)
+        return probe.findings
+
+
+def _until(clock: Callable[[], float], deadline: float, render: Render) -> Render:
+    """Return what renders until a time, and raises TemplateLimitError then."""
+
+    def render_in_time(variables: Mapping[str, Any]) -> str:
+        if clock() > deadline:
+            raise TemplateLimitError(
+                f"it takes more than {_PROBE_SECONDS} s to try it in every form", param="model"
+            )
+        return render(variables)
+
+    return render_in_time
 
 
 def _attempted(render: Render, chat_with: Callable[[Chat], Chat], chat: Chat, form: Form) -> str:
