@@ -23,6 +23,7 @@ from contextlib import ExitStack, aclosing
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 from contract.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
 from contract.requests import FinishReason
@@ -44,6 +45,7 @@ from router.side_by_side import side_by_side
 from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
 from text.model_card import ModelCard
+from text.stop import StopAutomaton
 
 
 class Pipeline:
@@ -66,6 +68,7 @@ class Pipeline:
         self._relays = relays
         self._rules = rules
         self._timeout_seconds = timeout_seconds
+        self._stops: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
 
     async def generate(self, *asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """The answers as they are computed, one beside the other; ``index`` says whose a delta is.
@@ -200,7 +203,8 @@ class Pipeline:
         return self._prepared_embedding(asked, await self._tokenized(asked, card), card)
 
     def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
-        make = partial(prepare, asked, prompt_ids, card, timeout_seconds=self._timeout_seconds)
+        stop = self._stops.setdefault(asked.stop, StopAutomaton(asked.stop))
+        make = partial(prepare, asked, prompt_ids, card, timeout_seconds=self._timeout_seconds, stop=stop)
         return self._rules.apply(self._within_length(make, card))
 
     def _prepared_embedding(

@@ -197,8 +197,12 @@ def prepare(
     card: ModelCard,
     max_model_len: int,
     timeout_seconds: float,
+    stop: StopAutomaton | None = None,
 ) -> PreparedRequest:
-    """Fill every default and check every range. Raises InvalidRequestError, ContextLengthError among them."""
+    """Fill every default and check every range. stop: of its stop strings, where another prompt has the same ones.
+
+    Raises InvalidRequestError, ContextLengthError among them.
+    """
     if asked.stop and not all(asked.stop):
         raise InvalidRequestError("stop holds an empty string; it would end every answer", param="stop")
     _check_priority(asked.priority)
@@ -233,7 +237,7 @@ def prepare(
         request_id=asked.request_id,
         prompt_token_ids=prompt_ids,
         sampling=sampling,
-        stop=StopAutomaton(asked.stop),
+        stop=stop or StopAutomaton(asked.stop),
         eos_token_ids=card.eos_token_ids,
         priority=asked.priority,
         cache_salt=asked.cache_salt,

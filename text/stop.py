@@ -7,8 +7,10 @@ _CHARACTERS = 0x110000
 
 
 class StopAutomaton:
-    """Finds several strings in one pass (Aho and Corasick, 1975). Not changed after it is made: answers may share it.
+    """Finds several strings in one pass (Aho and Corasick, 1975). Answers may share it.
 
+    Its states take some 160 bytes each, so they are made when the first character of a string is met in a text, and not
+    while a request waits.
     A state is the longest end of the text read so far that begins one of the strings; 0 is the empty one.
     """
 
@@ -22,11 +24,14 @@ class StopAutomaton:
         """By state: its number of characters."""
         self.found: list[str | None] = [None]
         """By state: the longest string that ends there."""
-        for stop in filter(None, stops):
-            self._add(stop)
-        self._link()
-        firsts = {stop[0] for stop in stops if stop}
+        self._unmade = [stop for stop in stops if stop]
+        firsts = {stop[0] for stop in self._unmade}
         self._first = re.compile("[" + "".join(map(re.escape, sorted(firsts))) + "]") if firsts else None
+
+    @property
+    def num_states(self) -> int:
+        """States that are made; one before the first character of a string is met."""
+        return len(self.depths)
 
     def read(self, state: int, text: str) -> tuple[int, int]:
         """Return the state behind ``text`` and how many of its characters were read: up to the first match, or all."""
@@ -39,6 +44,7 @@ class StopAutomaton:
                 if begin is None:
                     return 0, length
                 position = begin.start()
+                self._make()
             state = self._next(state, ord(text[position]))
             position += 1
             if self.found[state] is not None:
@@ -51,6 +57,13 @@ class StopAutomaton:
                 return 0
             state = self._falls[state]
         return following
+
+    def _make(self) -> None:
+        unmade, self._unmade = self._unmade, []
+        if unmade:
+            for stop in unmade:
+                self._add(stop)
+            self._link()
 
     def _add(self, stop: str) -> None:
         state = 0

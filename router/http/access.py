@@ -38,9 +38,14 @@ def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Mid
 
 
 def authorization_of(request: web.Request) -> str:
-    """Return what a request says of who asks, or ""; a key in ``x-api-key``, as Anthropic's clients send it, counts too."""
-    key = request.headers.get(_API_KEY)
-    return request.headers.get(hdrs.AUTHORIZATION, f"Bearer {key}" if key else "")
+    """Return what a request says of who asks, or "".
+
+    A key in ``x-api-key``, as Anthropic's clients send it, counts where ``Authorization`` holds none: a proxy's Basic, say.
+    """
+    given, key = request.headers.get(hdrs.AUTHORIZATION, ""), request.headers.get(_API_KEY)
+    scheme, _, token = given.partition(" ")
+    is_key = scheme.lower() == "bearer" and token.strip()
+    return f"Bearer {key}" if key and not is_key else given
 
 
 def tenant_of(request: web.Request) -> str:

@@ -372,9 +372,13 @@ async def test_a_key_may_come_as_x_api_key() -> None:
         for headers in (
             {"x-api-key": KEY, "anthropic-version": "2023-06-01"},
             {"Authorization": f"Bearer {KEY}"},
+            {"x-api-key": KEY, "Authorization": "Basic dXNlcjpwYXNz"},
+            {"x-api-key": KEY, "Authorization": "Bearer "},
         ):
             async with cluster.session.post(cluster.url(PATH), json=SAY, headers=headers) as response:
                 assert response.status == 200
                 assert response.headers["request-id"] == (await response.json())["id"]
+        both = {"x-api-key": KEY, "Authorization": "Bearer sk-wrong"}
+        assert (await cluster.post(PATH, SAY, headers=both))[0] == 401
         status, _ = await cluster.post(PATH, SAY, headers={"x-api-key": "sk-wrong"})
         assert status == 401
