@@ -29,7 +29,7 @@ from contract.errors import ContextLengthError, InvalidRequestError, Unsupported
 from contract.requests import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
-from router.limits import MAX_PROMPT_TOKENS, check_cache_salt, check_limits
+from router.limits import MAX_PROMPT_TOKENS, check_cache_salt, check_limits, check_repeated
 from router.model_source import ModelSource
 from router.registry import Registry
 from router.relay import Relay, Relays
@@ -78,6 +78,7 @@ class Pipeline:
         and checked before one is sent. Close the generator (``contextlib.aclosing``) or cancel its task to end them early.
         Raises KvbatonError.
         """
+        check_repeated(asked)
         await self._models.settled()
         with ExitStack() as held:
             records = [[held.enter_context(self._ledger.open(one)) for _ in one.choices] for one in asked]

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -332,4 +333,26 @@ async def test_old_files_are_removed_after_the_disk_failed_once(
             await asyncio.sleep(0.01)
     assert disk.num_tries > 1 and "old files are not removed: " in caplog.text
     await runner.close()
+    await library.close()
+
+
+async def test_a_file_that_is_opened_for_nobody_is_closed(tmp_path: Path) -> None:
+    """H7: whoever asks for a file may go while the disk opens it."""
+    library = Library(Store(Folder(tmp_path, Disk()), Disk(), BOUNDS, lambda: 0.0))
+    begun, rest = threading.Event(), threading.Event()
+    opened = []
+
+    def open_slowly() -> Any:
+        begun.set()
+        assert rest.wait(10)
+        opened.append((tmp_path / "a").open("wb"))
+        return opened[0]
+
+    asking = asyncio.create_task(library.run(open_slowly))
+    await asyncio.to_thread(begun.wait, 10)
+    asking.cancel()
+    await asyncio.wait([asking])
+    rest.set()
+    assert await library.run(lambda: len(opened)) == 1, "the calls are made in turn"
+    assert opened[0].closed
     await library.close()

@@ -121,3 +121,17 @@ async def test_prompts_share_what_is_made_of_their_stop_strings() -> None:
         asking.cancel()
         assert held < 64 * 2**20
         await cluster.until(lambda state: not any(state["requests"].values()))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"guided_regex": "a" * 200_000}, {"allowed_token_ids": list(range(250)) * 64}],
+    ids=["grammar", "ids"],
+)
+async def test_what_every_prompt_takes_along_is_bounded(field: dict[str, Any]) -> None:
+    """H2: one request of 200 kB sent 400 MB to the workers."""
+    async with running_cluster(echoing, (Role.BOTH,)) as cluster:
+        status, answer = await cluster.post(TEXT, {"prompt": ["hello"] * 1000, **field})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert "with each of 1000 prompts" in answer["error"]["message"]
+        assert (await cluster.post(TEXT, {"prompt": ["hello"] * 2, **field}))[0] == 200
