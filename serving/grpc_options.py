@@ -17,6 +17,11 @@ _PUBLIC_KEEPALIVE_MS = 30_000
 Options = list[tuple[str, Any]]
 
 
+def _ms(seconds: float) -> int:
+    """Milliseconds as the library takes them."""
+    return min(int(seconds * 1000), _NEVER_MS)
+
+
 def internal_server_options(peer_timeout_seconds: float, max_connections: int = _MANY) -> Options:
     """A server that our own processes keep streams open to: a silent peer's connection ends within the timeout.
 
@@ -24,7 +29,7 @@ def internal_server_options(peer_timeout_seconds: float, max_connections: int = 
 
     Peers may ping it as often as they like, and no other process can listen on the same port.
     """
-    half = max(100, int(peer_timeout_seconds * 500))
+    half = max(100, _ms(peer_timeout_seconds / 2))
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_allowed_incoming_connections", max_connections),
@@ -58,7 +63,7 @@ def internal_channel_options() -> Options:
 
 def internal_stream_options(peer_timeout_seconds: float) -> Options:
     """A channel that carries one long stream: a silent peer's stream ends within the timeout."""
-    half = max(100, int(peer_timeout_seconds * 500))
+    half = max(100, _ms(peer_timeout_seconds / 2))
     return [
         *internal_channel_options(),
         ("grpc.keepalive_time_ms", half),
@@ -87,11 +92,11 @@ def public_server_options(
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_body_bytes),
         ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.server_handshake_timeout_ms", int(handshake_seconds * 1000)),
-        ("grpc.http2.settings_timeout", int(handshake_seconds * 1000)),
-        ("grpc.max_connection_idle_ms", int(idle_seconds * 1000)),
+        ("grpc.server_handshake_timeout_ms", _ms(handshake_seconds)),
+        ("grpc.http2.settings_timeout", _ms(handshake_seconds)),
+        ("grpc.max_connection_idle_ms", _ms(idle_seconds)),
         ("grpc.max_connection_age_ms", _MAX_CONNECTION_AGE_MS),
-        ("grpc.max_connection_age_grace_ms", int(call_seconds * 1000)),
+        ("grpc.max_connection_age_grace_ms", _ms(call_seconds)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),

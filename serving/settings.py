@@ -18,7 +18,7 @@ from contract.identity import MIN_SECRET_CHARACTERS
 from serving.private_files import read_private_text
 from serving.settings_file import SettingsFile, is_secret
 
-MAX_SECONDS = 1_000_000
+MAX_SECONDS = 10_000_000
 """Of any setting: no clock, lock or library takes much more."""
 FLAG = "flag"
 """The origin of what was given on the command line."""

@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from serving.settings import Settings
+from serving.grpc_options import internal_server_options, public_server_options
+from serving.settings import MAX_SECONDS, Settings
 
 
 class ExampleSettings(Settings):
@@ -31,9 +32,23 @@ class WaitingSettings(Settings):
     some_seconds: float = 3.0
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "1e300", "1000001"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e300", "10000001"])
 def test_a_time_that_no_clock_can_wait_for_is_refused_by_name(value: str) -> None:
     """It was taken, and ended the first thread that waited for it, or the start, with an OverflowError."""
-    with pytest.raises(ValidationError, match=r"some_seconds\n.*1000000 or less"):
+    with pytest.raises(ValidationError, match=r"some_seconds\n.*10000000 or less"):
         WaitingSettings.model_validate({"some_seconds": value})
-    assert WaitingSettings.model_validate({"some_seconds": "1e6"}).some_seconds == 1e6
+    assert WaitingSettings.model_validate({"some_seconds": "1e7"}).some_seconds == 1e7
+
+
+def test_the_longest_time_fits_what_grpc_takes() -> None:
+    options = [
+        *internal_server_options(MAX_SECONDS),
+        *public_server_options(
+            1,
+            max_connections=1,
+            handshake_seconds=MAX_SECONDS,
+            idle_seconds=MAX_SECONDS,
+            call_seconds=MAX_SECONDS,
+        ),
+    ]
+    assert all(-(2**31) <= value < 2**31 for _, value in options)
