@@ -7,6 +7,7 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from cli.endpoint import Endpoint, local_endpoint
 from cli.local import run_local
 from cli.processes import ROUTER
 from cli.settings import DEMO, DemoSettings
+from cli.terminal import printable
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
 from serving.settings import split_address
@@ -104,7 +106,7 @@ class Demo:
         self._console.print(f"\n{way} asked:", style="bold")
         self._console.print(question.strip(), markup=False)
         self._console.print("answered:", style="bold")
-        self._console.print(answer.text.strip(), markup=False)
+        self._console.print(printable(answer.text.strip(), sys.stdout), markup=False)
 
 
 async def _chat(endpoint: Endpoint, model: str, question: str) -> Answer:

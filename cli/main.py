@@ -9,6 +9,7 @@ from importlib.metadata import version
 from itertools import groupby
 
 from cli.commands import COMMANDS
+from cli.terminal import printable
 from contract.errors import KvbatonError, SettingError
 from serving.settings_file import nearest
 
@@ -41,10 +42,10 @@ def run_command(arguments: Sequence[str]) -> int:
             )
         COMMANDS[name].run(rest)
     except SettingError as error:
-        print(f"kvbaton: {error.message}", file=sys.stderr)
+        print(printable(f"kvbaton: {error.message}", sys.stderr), file=sys.stderr)
         return 2
     except KvbatonError as error:
-        print(f"kvbaton: {error.message}", file=sys.stderr)
+        print(printable(f"kvbaton: {error.message}", sys.stderr), file=sys.stderr)
         return 1
     return 0
 

@@ -1,6 +1,7 @@
 """``kvbaton run PROMPT``: one answer on standard output."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.local import run_local
 from cli.processes import ROUTER
 from cli.settings import RunSettings
+from cli.terminal import printable
 from serving.logs import configure_logs
 from worker.launch import Facts
 
@@ -24,13 +26,17 @@ def run(arguments: Sequence[str]) -> None:
 
 async def _answer_once(settings: RunSettings) -> None:
     if settings.url is not None:
-        print((await _ask(settings, endpoint_at(settings.url, settings))).text)
+        _show(await _ask(settings, endpoint_at(settings.url, settings)))
         return
 
     async def ask(facts: dict[str, Facts], _: asyncio.Event) -> None:
-        print((await _ask(settings, local_endpoint(settings, facts[ROUTER]))).text, flush=True)
+        _show(await _ask(settings, local_endpoint(settings, facts[ROUTER])))
 
     await run_local(settings, ask)
+
+
+def _show(answer: Answer) -> None:
+    print(printable(answer.text, sys.stdout), flush=True)
 
 
 async def _ask(settings: RunSettings, endpoint: Endpoint) -> Answer:

@@ -11,6 +11,11 @@ _SHOWN = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(c
 """A model's answer cannot steer the terminal: control characters are shown as what they are, unprintable."""
 
 
+def printable(text: str, stream: TextIO) -> str:
+    """Return a text that others wrote as it may be printed there: a terminal gets no control characters."""
+    return text.translate(_SHOWN) if stream.isatty() else text
+
+
 class _LineReader(Protocol):
     def __call__(self, prompt: str, /) -> str: ...
 
@@ -55,7 +60,7 @@ class Terminal:
     def write(self, piece: str) -> None:
         """A piece of an answer, at once."""
         self._is_line_open = True
-        print(piece.translate(_SHOWN), end="", flush=True)
+        print(printable(piece, sys.stdout), end="", flush=True)
 
     def end_line(self) -> None:
         """The answer is over."""
@@ -64,11 +69,11 @@ class Terminal:
 
     def show(self, text: str) -> None:
         """What the user asked for by a command."""
-        print(text, flush=True)
+        print(printable(text, sys.stdout), flush=True)
 
     def say(self, text: str) -> None:
         """A remark that only a person needs."""
-        print(f"({text})", flush=True)
+        print(printable(f"({text})", sys.stdout), flush=True)
 
     def stopped(self) -> None:
         """An answer was stopped by Ctrl-C."""
@@ -79,7 +84,7 @@ class Terminal:
         """One line about what went wrong; the session goes on."""
         if self._is_line_open:
             self.end_line()
-        print(f"kvbaton: {text}", file=sys.stderr, flush=True)
+        print(printable(f"kvbaton: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 class Pipe:
@@ -127,7 +132,7 @@ class Pipe:
         """One line about what went wrong; the next message is asked all the same."""
         if self._is_line_open:
             self.end_line()
-        print(f"kvbaton: {text}", file=sys.stderr, flush=True)
+        print(printable(f"kvbaton: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def open_terminal() -> Terminal | Pipe:
