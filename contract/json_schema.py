@@ -6,7 +6,7 @@ at all is refused by its path. What matches the result matches the schema.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from contract.errors import InvalidRequestError
@@ -28,6 +28,8 @@ MAX_BOUND = 2**63 - 1024
 """The largest number up to which the library holds bounds, and which a double holds exactly."""
 MIN_BOUND = 1e-30
 """The smallest number above 0 by which the library bounds others."""
+MAX_NAME_PATTERNS = 64
+"""Patterns of names in one document: the library compares them with each other, 600 took it minutes."""
 
 _ONE_SCHEMA = ("additionalProperties", "items", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -59,8 +61,10 @@ def plain_schema(text: str, *, is_lenient: bool = False) -> str:
         root = json.loads(text, parse_constant=_no_number)
         if not isinstance(root, dict):
             return json.dumps(root)
-        reduced = _Reducer(root, is_lenient=is_lenient).reduced(root, ())
-        _settle_divisors(reduced, is_lenient=is_lenient)
+        reducer = _Reducer(root, is_lenient=is_lenient)
+        reduced = reducer.reduced(root, ())
+        _settle_divisors(reducer.schemas, is_lenient=is_lenient)
+        _settle_name_patterns(reducer.schemas, is_lenient=is_lenient)
         plain = json.dumps(reduced, ensure_ascii=False, separators=(",", ":"))
         plain.encode()
         return plain
@@ -69,9 +73,13 @@ def plain_schema(text: str, *, is_lenient: bool = False) -> str:
 
 
 class _Reducer:
-    """Reduces the schemas of one document. Keeps what its references point to, wherever that stands."""
+    """Reduces the schemas of one document. Keeps what its references point to, wherever that stands.
+
+    schemas: what the schemas were reduced to, each once.
+    """
 
     def __init__(self, root: Schema, *, is_lenient: bool) -> None:
+        self.schemas: list[Schema] = []
         self._is_lenient = is_lenient
         self._references = References(root)
         self._unions = Unions(self._references.resolved)
@@ -101,6 +109,7 @@ class _Reducer:
             elif is_way:
                 out[key] = self._way(own, key, value, place)
         self._settle(spelled_out, out, at)
+        self.schemas.append(out)
         return out
 
     def _settle(self, schema: Schema, out: Schema, at: Pointer) -> None:
@@ -235,6 +244,7 @@ def schemas_within(root: Any) -> Iterator[Schema]:
         waiting += [schema[key] for key in _ONE_SCHEMA if key in schema]
         waiting += [one for key in _LISTS if isinstance(schema.get(key), list) for one in schema[key]]
         waiting += [one for key in _MAPS if isinstance(schema.get(key), dict) for one in schema[key].values()]
+        waiting += [one for key, one in schema.items() if key not in _KEPT]  # what references point to
 
 
 def shown(at: Pointer) -> str:
@@ -310,8 +320,7 @@ def _held_bound(value: float, *, is_upper: bool, is_integer: bool) -> float | No
     return MAX_BOUND if value > 0 else -MAX_BOUND
 
 
-def _settle_divisors(root: Schema, *, is_lenient: bool) -> None:
-    schemas = list(schemas_within(root))
+def _settle_divisors(schemas: Sequence[Schema], *, is_lenient: bool) -> None:
     num_states = num_remainders(schemas)
     if num_states > MAX_DIVISORS and is_lenient:
         for schema in schemas:
@@ -321,6 +330,20 @@ def _settle_divisors(root: Schema, *, is_lenient: bool) -> None:
             f"multipleOf: the divisors of this schema have {min(num_states, 10**15)} remainders, and {MAX_DIVISORS} at "
             "most can be held"
         )
+
+
+def _settle_name_patterns(schemas: Sequence[Schema], *, is_lenient: bool) -> None:
+    patterned = [one for one in schemas if isinstance(one.get("patternProperties"), dict)]
+    number = sum(len(one["patternProperties"]) for one in patterned)
+    if number <= MAX_NAME_PATTERNS:
+        return
+    if not is_lenient:
+        raise _wrong(
+            f"patternProperties: this schema has {number} patterns of names, and {MAX_NAME_PATTERNS} at most can be held"
+        )
+    for one in patterned:
+        del one["patternProperties"]
+        one.pop("additionalProperties", None)
 
 
 def _no_number(name: str) -> None:

@@ -243,6 +243,27 @@ def test_divisors_are_bounded(model: Path, divisor: float) -> None:
     assert "multipleOf" in refusal_of(model, several)
 
 
+def test_divisors_are_found_wherever_a_reference_points(model: Path) -> None:
+    """H1: only those below keywords were counted."""
+    schema = {"$ref": "#/components/A", "components": {"A": {"type": "integer", "multipleOf": 100_003}}}
+    assert "multipleOf" in refusal_of(model, schema)
+
+
+@pytest.mark.parametrize("parts", [1, 13])
+def test_patterns_of_names_are_bounded(model: Path, parts: int) -> None:
+    """H1: the library compared 600 patterns with each other for minutes, and all threads that compile were taken."""
+    count = 65 // parts
+    several = [
+        {"type": "object", "patternProperties": {f"^p{part}_{i}$": {} for i in range(count)}}
+        for part in range(parts)
+    ]
+    assert "65 patterns of names" in refusal_of(model, {"allOf": several})
+    fewer = {"type": "object", "patternProperties": {f"^p{i}$": {"const": 1} for i in range(64)}}
+    assert takes(model, fewer, '{"p63":1}')
+    lenient = json.loads(plain_schema(json.dumps({"anyOf": several}), is_lenient=True))
+    assert lenient == {"anyOf": [{"type": "object"}] * parts}
+
+
 @pytest.mark.parametrize("divisor", [0.01, 0.25, 5, 1000, 1e3, 60 * 60])
 def test_usual_divisors_are_held(model: Path, divisor: float) -> None:
     assert takes(model, {"type": "number", "multipleOf": divisor}, "0")

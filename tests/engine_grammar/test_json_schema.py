@@ -24,6 +24,11 @@ CLOSED: dict[str, tuple[Any, str, str]] = {
     "within a tuple": ({"type": "array", "prefixItems": [A, B]}, '[{"a":1},{"b":2}]', '[{"a":1},{"a'),
     "one of several": ({"anyOf": [A, B]}, '{"b":1}', '{"b":1,'),
     "by its name": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, '{"a":1}', '{"b'),
+    "by a name beside the keywords": (
+        {"$ref": "#/components/schemas/A", "components": {"schemas": {"A": A}}},
+        '{"a":1}',
+        '{"b',
+    ),
     "of additional properties": (
         {"type": "object", "additionalProperties": A},
         '{"x":{"a":1},"y":{}}',
