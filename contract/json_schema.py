@@ -57,17 +57,26 @@ def plain_schema(text: str, *, is_lenient: bool = False) -> str:
     is_lenient: constraints that cannot be held are left out instead of refused. Raises InvalidRequestError about
     ``grammar`` for what is no schema, and for what cannot be held.
     """
+    return plain_schemas([text], is_lenient=is_lenient)[0]
+
+
+def plain_schemas(texts: Sequence[str], *, is_lenient: bool = False) -> list[str]:
+    """Return the constraints of several schemas, which may cost together what one may."""
     try:
-        root = json.loads(text, parse_constant=_no_number)
-        if not isinstance(root, dict):
-            return json.dumps(root)
-        reducer = _Reducer(root, is_lenient=is_lenient)
-        reduced = reducer.reduced(root, ())
-        _settle_divisors(reducer.schemas, is_lenient=is_lenient)
-        _settle_name_patterns(reducer.schemas, is_lenient=is_lenient)
-        plain = json.dumps(reduced, ensure_ascii=False, separators=(",", ":"))
-        plain.encode()
-        return plain
+        documents: list[Any] = []
+        schemas: list[Schema] = []
+        for text in texts:
+            root = json.loads(text, parse_constant=_no_number)
+            if isinstance(root, dict):
+                reducer = _Reducer(root, is_lenient=is_lenient)
+                root = reducer.reduced(root, ())
+                schemas += reducer.schemas
+            documents.append(root)
+        _settle_divisors(schemas, is_lenient=is_lenient)
+        _settle_name_patterns(schemas, is_lenient=is_lenient)
+        written = [json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in documents]
+        "".join(written).encode()
+        return written
     except (ValueError, RecursionError) as error:
         raise _wrong(f"the json_schema is not valid JSON, or too deep: {error}"[:300]) from error
 

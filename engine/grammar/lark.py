@@ -4,7 +4,7 @@ import json
 import re
 
 from contract.errors import InvalidRequestError
-from contract.json_schema import plain_schema
+from contract.json_schema import plain_schemas
 
 _DIRECTIVES = re.compile(
     r"""\"(?:[^"\\\n]|\\.)*+\"? | //[^\n]* | \#[^\n]* | /(?:[^/\\\n]|\\.)++/? | (?P<json>%json\s*+)(?=\{)""",
@@ -20,15 +20,16 @@ def with_plain_schemas(text: str) -> str:
     """
     if not text.strip():
         raise InvalidRequestError("the grammar is empty", param="grammar")
-    out, end = [], 0
+    between, schemas, start, end = [], [], 0, 0
     while match := _DIRECTIVES.search(text, end):
-        out.append(text[end : match.end()])
         end = match.end()
         if match["json"]:
             try:
                 _, length = json.JSONDecoder().raw_decode(text[end:])
             except (ValueError, RecursionError):
                 break  # the library reports where
-            out.append(plain_schema(text[end : end + length]))
-            end += length
-    return "".join([*out, text[end:]])
+            between.append(text[start:end])
+            schemas.append(text[end : end + length])
+            start = end = end + length
+    plain = plain_schemas(schemas)
+    return "".join(part for pair in zip(between, plain, strict=True) for part in pair) + text[start:]
