@@ -7,7 +7,8 @@ from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schemas
 
 _DIRECTIVES = re.compile(
-    r"""\"(?:[^"\\\n]|\\.)*+\"? | //[^\n]* | \#[^\n]* | /(?:[^/\\\n]|\\.)++/? | (?P<json>%json\s*+)(?=\{)""",
+    r"""\"(?:[^"\\\n]|\\.)*+\"? | //[^\n]* | \#[^\n]* | /(?:[^/\\\n]|\\.)++/? | (?P<json>%json\s*+)(?=\{)
+    | (?P<unbounded>& | ~(?!\s*[0-9]))""",
     re.VERBOSE,
 )
 """Texts and patterns that do not end are taken as far as their line goes, so that no character is looked at twice."""
@@ -16,13 +17,19 @@ _DIRECTIVES = re.compile(
 def with_plain_schemas(text: str) -> str:
     """Return the grammar with each inline schema reduced to its constraints.
 
-    Raises InvalidRequestError about ``grammar`` for an empty one, and for a constraint that cannot be held.
+    Raises InvalidRequestError about ``grammar`` for an empty one, for a constraint that cannot be held, and for
+    terminals that are intersected or negated: the library looks for a text that matches them, without a bound.
     """
     if not text.strip():
         raise InvalidRequestError("the grammar is empty", param="grammar")
     between, schemas, start, end = [], [], 0, 0
     while match := _DIRECTIVES.search(text, end):
         end = match.end()
+        if match["unbounded"]:
+            raise InvalidRequestError(
+                f"the lark does not compile: {match[0]} between terminals is not served, since what it costs has no bound",
+                param="grammar",
+            )
         if match["json"]:
             try:
                 _, length = json.JSONDecoder().raw_decode(text[end:])

@@ -199,6 +199,15 @@ def test_schemas_within_lark_are_schemas(model: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("terminal", ["/(.{101})*/ & /(.{103})*/", "~/(.{101})*/", "~ (B | C)"])
+def test_terminals_that_cost_without_a_bound_are_refused(model: Path, terminal: str) -> None:
+    """H1: two patterns of 20 characters took 40 MB a second, for ever."""
+    outcome = outcome_of(model, asking(Grammar("lark", f"start: A\nA: {terminal}\nB: /b/\nC: /c/")))
+    assert isinstance(outcome, InvalidRequestError) and "between terminals is not served" in outcome.message
+    for text in ('start: "a"~1..2', "start: /a|&/ // & ~", 'start: "a" | "~&"', 'start: "a" ~ 1'):
+        assert takes(model, Grammar("lark", text), "a")
+
+
 def test_schemas_within_lark_share_their_bounds(model: Path) -> None:
     """H1: each had its own, and 40 of them took 285 MB and 6 s."""
     schemas = [f'%json {{"type": "integer", "multipleOf": {divisor}}}' for divisor in (9_999, 10_001, 10_003)]
