@@ -18,7 +18,7 @@ from contract.requests import (
     choice_seed,
 )
 from text.chat import Chat
-from text.length_bound import check_text_fits
+from text.length_bound import check_length_fits, check_text_fits
 from text.model_card import ModelCard
 from text.stop import StopAutomaton
 
@@ -186,6 +186,8 @@ def tokenize(asked: GenerationRequest | EmbeddingRequest, card: ModelCard, max_m
         raise InvalidRequestError(
             f"the model {card.name} has no chat template; use /v1/completions", param="messages"
         )
+    num_characters = asked.prompt.num_certain_characters()
+    check_length_fits(num_characters, card.tokenizer.length_bound, max_model_len, "messages")
     prompt = card.chat_template.prompt(asked.prompt)
     check_text_fits(prompt.text, card.tokenizer.length_bound, max_model_len, "messages")
     return card.encode_prompt(prompt)

@@ -98,6 +98,10 @@ def public_server_options(
         ("grpc.max_connection_age_ms", _MAX_CONNECTION_AGE_MS),
         ("grpc.max_connection_age_grace_ms", _ms(call_seconds)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        (
+            "grpc.http2.bdp_probe",
+            0,
+        ),  # its windows grow to megabytes a call, for callers without a key as well
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", _PUBLIC_KEEPALIVE_MS),

@@ -43,6 +43,15 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    def num_certain_characters(self) -> int:
+        """Return how many characters of messages any prompt holds: templates may trim texts, and shorten answers."""
+        contents = [message["content"] for message in self.messages if message["role"] != "assistant"]
+        return sum(
+            len(text.strip())
+            for content in contents
+            for text in ([content] if isinstance(content, str) else [part["text"] for part in content])
+        )
+
 
 def parse_messages(raw: Any) -> list[Message]:
     """Check a request's ``messages``; an assistant's may lack content: an answer may be calls, reasoning, or nothing.

@@ -64,7 +64,7 @@ class LengthBound:
 
 def check_text_size(text: str, max_tokens: int, param: str) -> None:
     """Raise ContextLengthError for more bytes than a text may have at all: they bound the memory that one text takes."""
-    most = max(MIN_TEXT_BYTES, MAX_BYTES_PER_TOKEN * max_tokens)
+    most = _most_bytes(max_tokens)
     if len(text) > most or (4 * len(text) > most and len(text.encode(errors="replace")) > most):
         raise ContextLengthError(
             f"This model's maximum context length is {max_tokens} tokens, and no text may have more than {most} bytes. "
@@ -77,11 +77,26 @@ def check_text_fits(text: str, bound: LengthBound, max_tokens: int, param: str) 
     """Raise ContextLengthError for a text that certainly has more than ``max_tokens`` tokens, or too many bytes."""
     check_text_size(text, max_tokens, param)
     if bound.is_exceeded(text, max_tokens):
-        raise ContextLengthError(
-            f"This model's maximum context length is {max_tokens} tokens. However, your text of {len(text)} characters "
-            "has more. Please reduce its length.",
-            param=param,
-        )
+        raise _too_many_tokens(len(text), max_tokens, param)
+
+
+def check_length_fits(num_characters: int, bound: LengthBound, max_tokens: int, param: str) -> None:
+    """Raise ContextLengthError where no text of so many characters fits: it is not written then."""
+    per_token = bound.bytes_per_token
+    if num_characters > _most_bytes(max_tokens) or (per_token and num_characters > per_token * max_tokens):
+        raise _too_many_tokens(num_characters, max_tokens, param)
+
+
+def _most_bytes(max_tokens: int) -> int:
+    return max(MIN_TEXT_BYTES, MAX_BYTES_PER_TOKEN * max_tokens)
+
+
+def _too_many_tokens(num_characters: int, max_tokens: int, param: str) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {max_tokens} tokens. However, your text of {num_characters} characters "
+        "has more. Please reduce its length.",
+        param=param,
+    )
 
 
 def _bytes_per_token(spec: Mapping[str, Any]) -> int | None:

@@ -5,6 +5,7 @@ nobody waits for any more is not begun.
 """
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -27,9 +28,11 @@ from engine.grammar.json_schema import with_closed_objects
 from engine.grammar.lark import with_plain_schemas
 from engine.grammar.limits import (
     GRAMMAR_LIMITS,
+    HEAVY_BYTES,
     MAX_CACHED,
     MAX_CACHED_BYTES,
     MAX_ENTRY_BYTES,
+    MAX_HEAVY_BYTES,
     MAX_LIVE_BYTES,
 )
 from engine.grammar.machine import Machine
@@ -55,6 +58,7 @@ _OUR_WORDS = {
 _GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 _MAX_ERROR_LENGTH = 1_000
 _STACK_BYTES = MAX_GRAMMAR_BYTES * 2**11
+_MANY_CORES = 4
 
 
 @dataclass
@@ -97,7 +101,7 @@ class GrammarCompiler:
         self._in_flight: dict[Grammar, _InFlight] = {}
         self._compiled = CompiledGrammars(MAX_CACHED, max_cached_bytes, MAX_ENTRY_BYTES)
         self._live: WeakSet[Machine] = WeakSet()
-        self._threads = JobThreads(_STACK_BYTES, after_job=self._trimmer.trim)
+        self._threads = JobThreads(_STACK_BYTES, num_running=_num_at_once(), after_job=self._trimmer.trim)
 
     @property
     def num_cached_bytes(self) -> int:
@@ -196,11 +200,25 @@ class GrammarCompiler:
     def _matcher(self, asked: EngineRequest, machine: Machine) -> GrammarMatcher:
         ends = self._vocabulary().eos_tokens
         num_before = len(asked.prompt_token_ids) - asked.num_delivered_tokens
+        before = machine.num_bytes
         with self._measured() as growth:
             matcher = GrammarMatcher(machine, ends, asked, self._vocab_size)
             matcher.advance(asked.prompt_token_ids[num_before:])
-        machine.num_bytes += growth.num_bytes
+        machine.begin(before, growth.num_bytes)
+        if machine.num_built_bytes >= HEAVY_BYTES:
+            self._check_heavy(machine)
         return matcher
+
+    def _check_heavy(self, machine: Machine) -> None:
+        """Raise OverloadedError where other large grammars are in use: a client may send many at once."""
+        with self._lock:
+            others = [one for one in self._live if one is not machine and len(one.users)]
+        num_bytes = sum(one.num_built_bytes for one in others if one.num_built_bytes >= HEAVY_BYTES)
+        if num_bytes + machine.num_built_bytes > MAX_HEAVY_BYTES:
+            raise OverloadedError(
+                f"the grammar takes {machine.num_built_bytes} bytes, and other large ones of running requests "
+                f"{num_bytes}, of {MAX_HEAVY_BYTES} together: try again, or make it simpler"
+            )
 
     @contextmanager
     def _measured(self) -> Iterator[_Growth]:
@@ -217,6 +235,11 @@ class GrammarCompiler:
             if self._loaded is None:
                 self._loaded = self._load_vocabulary()
             return self._loaded
+
+
+def _num_at_once() -> int:
+    """Return how many jobs run at a time: one where few cores are left for the steps of running answers."""
+    return 2 if (os.cpu_count() or 1) >= _MANY_CORES else 1
 
 
 def _caught(work: Callable[[], _T]) -> _T | KvbatonError:

@@ -5,10 +5,15 @@ grammar grows while answers follow it, also one that only the cache keeps. The l
 measured where it is built, and estimated afterwards.
 """
 
+from typing import Any
+from weakref import WeakSet
+
 from llguidance import LLMatcher
 
 GROWTH_PER_SECOND = 150e6
 """Bytes for a second of a mask's processor time; 90e6 to 450e6 were measured."""
+_MOST_GROWTH = 3
+"""How much more than the estimate the first mask of an answer may have built."""
 GROWTH_PER_TOKEN = 4_000
 """Bytes for a token whose mask was fast; up to 16,000 were measured, and 0 where no state is new."""
 FAST_SECONDS = 0.5e-3
@@ -17,18 +22,29 @@ FAST_SECONDS = 0.5e-3
 class Machine:
     """Owns the library's machine at its start, of which each answer follows a copy.
 
-    num_bytes: what it counts for, with what was added by the answers that followed it. has_failed: an answer reached a
-    limit of the shared lexer, so that others would fail as well.
+    num_bytes: what it counts for, with what was added by the answers that followed it. num_built_bytes: the part that was
+    built when it was compiled and when answers began. has_failed: an answer reached a limit of the shared lexer, so that
+    others would fail as well. users: the answers that follow it now.
     """
 
     def __init__(self, start: LLMatcher, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+        self.num_bytes = self.num_built_bytes = num_bytes
         self.has_failed = False
+        self.users: WeakSet[Any] = WeakSet()
         self._start = start
 
     def copy(self) -> LLMatcher:
         """Return a machine at the start of the grammar."""
         return self._start.deep_copy()
+
+    def begin(self, before: int, growth: int) -> None:
+        """Count what the beginning of an answer has built, as estimated from its time or as measured, whichever is more.
+
+        before: ``num_bytes`` before it. growth: of the heap, which is too little where others freed memory meanwhile.
+        """
+        built = max(int((self.num_bytes - before) * _MOST_GROWTH), growth)
+        self.num_bytes = before + built
+        self.num_built_bytes += built
 
     def grow(self, num_tokens: int, mask_seconds: float) -> None:
         """Count what an answer adds: its new tokens, and the processor time of its mask."""

@@ -36,6 +36,7 @@ class GrammarMatcher:
         self.is_complete = False
         self.bitmask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), dtype=np.int32)
         self._shared = machine
+        machine.users.add(self)
         self._machine = machine.copy()
         self._min_tokens = sampling.min_tokens
         self._no_text = ~_bits([*library_ends, *asked.eos_token_ids], vocab_size)
@@ -74,6 +75,7 @@ class GrammarMatcher:
     def fork(self) -> "GrammarMatcher":
         """Another answer that has come as far as this one."""
         other = copy(self)
+        self._shared.users.add(other)
         other._machine = self._machine.deep_copy()
         return other
 

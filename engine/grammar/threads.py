@@ -6,14 +6,20 @@ returned to the system when the job's thread ends.
 """
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from contract.errors import InternalError
 
 logger = logging.getLogger(__name__)
+
+_NICENESS = 10
+"""A job gives way to the steps of running answers."""
 
 Job = Callable[[], None]
 
@@ -89,6 +95,9 @@ class JobThreads:
             threading.stack_size(0 if usual == self._stack_bytes else usual)
 
     def _run(self, jobs: list[Job]) -> None:
+        if sys.platform == "linux":  # elsewhere it would count for the whole process
+            with suppress(OSError):
+                os.nice(_NICENESS)
         job = jobs.pop()  # the thread's arguments live as long as the thread
         try:
             job()

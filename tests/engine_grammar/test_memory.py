@@ -3,13 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
 from contract.errors import OverloadedError
 from contract.requests import Grammar
-from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.grammar.machine import Machine
+from engine.grammar.matcher import GrammarMatcher
 from engine.grammar.memory import HeapTrimmer, heap_meter
 from engine.grammar.vocabulary import load_vocabulary
 from tests.engine_grammar.answers import VOCAB_SIZE, asking
@@ -132,3 +134,28 @@ def test_what_fails_is_given_back_to_the_system(model: Path) -> None:
         compile_one(compiler, ATTACKS["counts in counts"](number))
     compiler.close()
     assert resident_kb() - before < 60_000
+
+
+def test_large_grammars_in_use_are_bounded_together(model: Path) -> None:
+    """H1: many that are sent at once do not add up either, and one goes when an answer that follows it has ended."""
+    compiler = compiler_of(model)
+    followed: list[Outcome] = []
+    for number in range(8):
+        outcome = begun(compiler, ATTACKS["counts in counts"](number))
+        if isinstance(outcome, OverloadedError):
+            assert "other large ones of running requests" in outcome.message
+            break
+        followed.append(outcome)
+    assert 1 < len(followed) < 8
+    small = begun(compiler, Grammar("regex", "[a-z]+"))
+    assert isinstance(small, GrammarMatcher)
+    followed.pop()
+    assert isinstance(begun(compiler, ATTACKS["counts in counts"](9)), GrammarMatcher)
+    compiler.close()
+
+
+def begun(compiler: GrammarCompiler, grammar: Grammar) -> Outcome:
+    """Return the matcher of a new answer, or why there is none."""
+    found: Queue[Outcome] = Queue()
+    compiler.start(asking(grammar), grammar, found.put)
+    return found.get(timeout=60)

@@ -6,18 +6,25 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from contract.errors import OverloadedError
+from contract.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from contract.identity import Role
 from protos import inference_pb2 as pb
+from router.request import GenerationRequest, tokenize
 from router.testing import Script
 from router.tokenizing import TokenizerThreads, size_of
 from tests.router.cluster import Cluster, running_cluster
-from tests.text.tiny_model import END, model_files, write_model
+from tests.text.tiny_model import END, model_files, tiny_tokenizer, write_model
 from text.chat import Chat
+from text.length_bound import LengthBound
+from text.templates.chat_template import ChatTemplate
 
 HELLO = Script(tokens=[END])
 LONG = "hello " * 1_300_000
@@ -132,3 +139,49 @@ def test_the_size_of_a_chat_counts_all_its_texts() -> None:
     messages: Any = [{"role": "user", "content": "x" * 10, "tool_calls": [{"arguments": {"a": ["y" * 20]}}]}]
     size = size_of(Chat(messages=messages, documents=({"text": "z" * 30},)))
     assert size - size_of(Chat(messages=[])) == 4 + 10 + 20 + 30
+
+
+def test_a_chat_that_cannot_fit_is_not_rendered() -> None:
+    """H2: rendering it, and looking for its texts in the prompt, costs more than tokenizing it."""
+    card: Any = SimpleNamespace(
+        chat_template=SimpleNamespace(prompt=Mock(side_effect=AssertionError("it was rendered"))),
+        tokenizer=SimpleNamespace(length_bound=LengthBound(tiny_tokenizer())),
+    )
+    part = {"type": "text", "text": LONG[: len(LONG) // 2]}
+    chats: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": LONG}],
+        [{"role": "system", "content": [part, part]}, {"role": "user", "content": "a"}],
+        [{"role": "user", "content": "hello " * 1_000}] * 1_000,
+    ]
+    for messages in chats:
+        asked = GenerationRequest(request_id="a", prompt=Chat(messages=messages))
+        with pytest.raises(ContextLengthError, match="2048 tokens"):
+            tokenize(asked, card, 2048)
+
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+contents = texts | st.lists(texts.map(lambda text: {"type": "text", "text": text}), min_size=1, max_size=3)
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["system", "user", "assistant"]), "content": contents}
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(["", "|trim"]),
+)
+def test_what_counts_before_rendering_is_in_every_prompt(messages: list[dict[str, Any]], trim: str) -> None:
+    """H2: no prompt that fits is refused."""
+    source = (
+        "{% for m in messages %}{{ m.role }}{% if m.content is string %}{{ m.content" + trim + " }}{% else %}"
+        "{% for part in m.content %}{{ part.text" + trim + " }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    chat = Chat(messages=messages)
+    try:
+        text = ChatTemplate(source, bos_token=None, eos_token=None).render(chat)
+    except InvalidRequestError:
+        return
+    assert chat.num_certain_characters() <= len(text)
