@@ -21,6 +21,7 @@ _UNSERVED = ("function_call", "audio")
 """Keys of a message that say something no template here is given."""
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content's part → where its text is."""
+_END = 2**10
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 """Variables of a template that a request sets by fields of their own, or not at all."""
 
@@ -47,10 +48,18 @@ class Chat:
         """Return how many characters of messages any prompt holds: templates may trim texts, and shorten answers."""
         contents = [message["content"] for message in self.messages if message["role"] != "assistant"]
         return sum(
-            len(text.strip())
+            _num_inner_characters(text)
             for content in contents
             for text in ([content] if isinstance(content, str) else [part["text"] for part in content])
         )
+
+
+def _num_inner_characters(text: str) -> int:
+    """Return the length without white space at the ends; a long text is not copied for it."""
+    head, tail = text[:_END], text[-_END:]
+    if len(text) < 2 * _END or head.isspace() or tail.isspace():
+        return len(text.strip())
+    return len(text) - (_END - len(head.lstrip())) - (_END - len(tail.rstrip()))
 
 
 def parse_messages(raw: Any) -> list[Message]:

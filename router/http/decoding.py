@@ -12,16 +12,17 @@ MAX_DEPTH = 100
 """What is nested deeper cannot be written out (in a message, by a chat template) within Python's recursion limit."""
 MAX_LISTS = 2**16
 """Lists and objects in one body."""
+_SPAN_BYTES = 2**19
 _CHUNK_BYTES = 2**16
 
 
-async def decode(raw: bytes, max_values: int) -> Any:
+async def decode(raw: bytes | bytearray, max_values: int) -> Any:
     """Return the value of a JSON text.
 
     max_values: values in it at most. Raises PayloadTooLargeError, InvalidRequestError. Other coroutines run while it is
     counted; what is left to decode then takes some ten milliseconds at most.
     """
-    if _at_most(raw)[0] > MAX_LISTS or sum(_at_most(raw)) > max_values:
+    if not await _has_few(raw, max_values):
         await _count(raw, max_values)
     try:
         data = msgspec.json.decode(raw)
@@ -32,12 +33,26 @@ async def decode(raw: bytes, max_values: int) -> Any:
     return data
 
 
-def _at_most(text: bytes) -> tuple[int, int]:
+async def _has_few(raw: bytes | bytearray, max_values: int) -> bool:
+    """Return whether the text certainly has few enough lists and values, those that its strings seem to hold included."""
+    num_lists = num_commas = 0
+    for start in range(0, len(raw), _SPAN_BYTES):
+        lists, commas = _at_most(raw, start, start + _SPAN_BYTES)
+        num_lists += lists
+        num_commas += commas
+        if num_lists > MAX_LISTS or num_lists + num_commas > max_values:
+            return False
+        if start + _SPAN_BYTES < len(raw):
+            await asyncio.sleep(0)
+    return True
+
+
+def _at_most(text: bytes | bytearray, start: int = 0, end: int | None = None) -> tuple[int, int]:
     """Count brackets and commas: bounds on the lists and objects in a text, and on the values beside them."""
-    return text.count(b"[") + text.count(b"{"), text.count(b",")
+    return text.count(b"[", start, end) + text.count(b"{", start, end), text.count(b",", start, end)
 
 
-async def _count(raw: bytes, max_values: int) -> None:
+async def _count(raw: bytes | bytearray, max_values: int) -> None:
     """Count outside of strings, a piece at a time. Raises PayloadTooLargeError at the first one too many."""
     num_lists = num_commas = 0
     is_inside, rest = False, b""
@@ -77,7 +92,7 @@ def _is_too_deep(data: Any) -> bool:
     return True
 
 
-def _reason(raw: bytes, error: Exception) -> str:
+def _reason(raw: bytes | bytearray, error: Exception) -> str:
     """The parser's words, but for half a surrogate pair, which it calls truncated data."""
     if b"\\u" not in raw:
         return str(error)

@@ -185,3 +185,11 @@ def test_what_counts_before_rendering_is_in_every_prompt(messages: list[dict[str
     except InvalidRequestError:
         return
     assert chat.num_certain_characters() <= len(text)
+
+
+@given(st.integers(0, 3000), st.integers(0, 4000), st.integers(0, 3000))
+def test_white_space_at_the_ends_does_not_count(before: int, inner: int, after: int) -> None:
+    """H2: templates trim it."""
+    text = " " * before + "a b" * inner + "\n" * after
+    chat = Chat(messages=[{"role": "user", "content": text}])
+    assert chat.num_certain_characters() == len(text.strip())
