@@ -132,7 +132,7 @@ class Answer:
             text = self._text_of(token)
             offset = self._offset_of(token, text)
             self._num_characters += len(text)
-            self._holds_text = not text
+            self._holds_text = self._text.has_unread
             delta.tokens.append(replace(token, text_offset=offset))
             was_reasoning = self._parser.is_reasoning
             delta.add(self._parser.push(self._certain(text)))

@@ -31,6 +31,11 @@ class Detokenizer:
         self._window = list(prompt_token_ids[-_CONTEXT:])
         self._num_read = len(self._window)
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether tokens were pushed whose text is not certain yet."""
+        return self._num_read < len(self._window)
+
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty while a character is unfinished."""
         self._window.append(token_id)

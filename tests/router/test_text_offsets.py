@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from contract.identity import Role
@@ -117,6 +117,7 @@ async def test_every_offset_is_one_of_the_text_whole_and_streamed() -> None:
 
         @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
         @given(prompt=PROMPTS, tokens=ANSWERS, echo=st.booleans(), max_tokens=st.integers(1, 9))
+        @example(prompt="hello world", tokens=[*byte_ids(b"\xe2" * 4), WORD], echo=True, max_tokens=9)
         def ask(prompt: Any, tokens: list[int], echo: bool, max_tokens: int) -> None:
             answer[:] = tokens
             body = {"prompt": prompt, "echo": echo, "max_tokens": max_tokens, "logprobs": 0}

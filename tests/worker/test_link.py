@@ -155,6 +155,8 @@ async def test_whoever_takes_the_routers_port_while_it_is_away_gets_nothing(
     try:
         async with asyncio.timeout(40):
             assert await true.registered.get() == "w"
+            while not link.is_attached:
+                await asyncio.sleep(0.01)
             await server.stop(None)
             await lost.get()
             theirs = router_tls(rogue_secret).server_credentials if rogue_secret else None
