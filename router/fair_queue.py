@@ -130,7 +130,7 @@ class FairQueue(Generic[_L, _T]):
         return sorted(heads, key=self._rank)
 
     def head(self, lane: _L, may_go: MayGo[_L, _T] = lambda ticket: True) -> Ticket[_L, _T] | None:
-        """Return the request that is next in a lane; None where nobody may go.
+        """Return the request that is next in a lane; None if no client may begin one.
 
         may_go: whether a client's first request may be begun now; where it may not, other clients pass.
         """

@@ -22,13 +22,13 @@ FAST_SECONDS = 0.5e-3
 class Machine:
     """Owns the library's machine at its start, of which each answer follows a copy.
 
-    num_bytes: what it counts for, with what was added by the answers that followed it. num_built_bytes: the part that was
-    built when it was compiled and when answers began. has_failed: an answer reached a limit of the shared lexer, so that
-    others would fail as well. users: the answers that follow it now.
+    num_bytes: what it counts for, with what was added by the answers that followed it. num_built_bytes: what it took to
+    compile it and to begin an answer, the most expensive one. has_failed: an answer reached a limit of the shared lexer, so
+    that others would fail as well. users: the answers that follow it now.
     """
 
     def __init__(self, start: LLMatcher, num_bytes: int) -> None:
-        self.num_bytes = self.num_built_bytes = num_bytes
+        self.num_bytes = self.num_built_bytes = self._num_compiled_bytes = num_bytes
         self.has_failed = False
         self.users: WeakSet[Any] = WeakSet()
         self._start = start
@@ -44,7 +44,7 @@ class Machine:
         """
         built = max(int((self.num_bytes - before) * _MOST_GROWTH), growth)
         self.num_bytes = before + built
-        self.num_built_bytes += built
+        self.num_built_bytes = max(self.num_built_bytes, self._num_compiled_bytes + built)
 
     def grow(self, num_tokens: int, mask_seconds: float) -> None:
         """Count what an answer adds: its new tokens, and the processor time of its mask."""

@@ -10,6 +10,7 @@ import pytest
 from contract.errors import OverloadedError
 from contract.requests import Grammar
 from engine.grammar.compiler import GrammarCompiler, Outcome
+from engine.grammar.limits import HEAVY_BYTES
 from engine.grammar.machine import Machine
 from engine.grammar.matcher import GrammarMatcher
 from engine.grammar.memory import HeapTrimmer, heap_meter
@@ -151,6 +152,19 @@ def test_large_grammars_in_use_are_bounded_together(model: Path) -> None:
     assert isinstance(small, GrammarMatcher)
     followed.pop()
     assert isinstance(begun(compiler, ATTACKS["counts in counts"](9)), GrammarMatcher)
+    compiler.close()
+
+
+def test_many_answers_do_not_make_a_grammar_large(model: Path) -> None:
+    """H1: what each of them takes for a while does not add up, so that a grammar in common use is not refused."""
+    compiler = compiler_of(model)
+    grammar = Grammar("regex", "[a-z]+")
+    compile_one(compiler, grammar)
+    machine = compiler.start(asking(grammar), grammar, lambda _: None).result()
+    assert isinstance(machine, Machine)
+    for _ in range(1000):
+        machine.begin(machine.num_bytes, 100_000)
+    assert machine.num_built_bytes < HEAVY_BYTES
     compiler.close()
 
 
