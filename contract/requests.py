@@ -207,10 +207,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     answer. choice: index of the answer. num_choices: so many answers from ``choice`` on, whose prompt is computed and handed
     over once; ``sampling`` is that of choice 0, see ``choice_seed``. first_index: index of the first token that this engine
     emits: the number of delivered tokens, and one more on the decode side of a hand-over, where the prefill leg emits that
-    one.
-    priority: higher is served earlier and preempted later. eos_token_ids: the model's own end tokens.
-    transfer: None for an aggregated request. pooling_params: no token is drawn, the prompt's embedding is all that is asked
-    for. lora_request and multimodal fields are places for later versions: ``check`` refuses anything but their defaults.
+    one. priority: higher is served earlier and preempted later. tenant: the client; clients share steps fairly.
+    eos_token_ids: the model's own end tokens. transfer: None for an aggregated request. pooling_params: no token is drawn,
+    the prompt's embedding is all that is asked for. lora_request and multimodal fields are places for later versions:
+    ``check`` refuses anything but their defaults.
     """
 
     request_id: str
@@ -225,6 +225,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
     deadline_seconds: float = 600.0
     transfer: SendTransfer | ReceiveTransfer | None = None
     lora_request: str | None = None
@@ -353,7 +354,6 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     is_leg_finished: this engine will say no more about the request. A prefill leg whose answer goes on elsewhere ends
     so without a ``finish_reason``.
-
     first_index: index of ``token_ids[0]`` in the answer. stop_reason: the stop token id that ended it (None for the
     model's own end token). num_cached_tokens: prompt tokens whose KV this engine did not compute (set on the first
     output). pooled: the embedding, float32 numbers, with ``finish_reason`` STOP. An error is ``finish_reason`` ERROR with

@@ -125,6 +125,7 @@ class EngineCore:
         may_go_on: asked when the tokens are drawn. True: there is no input that waits, and none is given while
         ``is_under_way``. Then the next step begins before the tokens are taken in, if they cannot change it.
         """
+        started = self._clock()
         scheduled, finish = self._under_way or self._begin()
         self._under_way = None
         meanwhile()
@@ -137,7 +138,9 @@ class EngineCore:
         self._boarding.ended(is_empty=not scheduled.total_num_scheduled_tokens)
         if may_go_on() and not self._seconds_to_arrival() and (following := self.scheduler.go_on(output)):
             self._under_way = self._let_begin(following)
-        return self.scheduler.update_from_output(scheduled, output)
+        outputs = self.scheduler.update_from_output(scheduled, output)
+        self.scheduler.batcher.fair_steps.note(scheduled, self._clock() - started)
+        return outputs
 
     def _begin(self) -> _Begun:
         self.scheduler.hear_finished(*self._take_finished())

@@ -54,7 +54,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.roll = Roll()
         self._max_length = min(max_model_len, pool.num_usable_blocks * pool.block_size)
-        self.batcher = Batcher(pool, settings, self._max_length)
+        self.batcher = Batcher(pool, settings, self._max_length, clock)
         self.sender = KVSender(connector, pool, self._max_length) if connector is not None else None
         self.receiver = KVReceiver(connector, pool) if connector is not None else None
         self.grammars = grammars or Grammars(None, settings.max_grammar_bytes)

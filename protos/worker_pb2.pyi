@@ -170,6 +170,7 @@ class Task(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Made by the router, the same everywhere."""
     attempt: _builtins.int
@@ -190,6 +191,8 @@ class Task(_message.Message):
     """
     num_choices: _builtins.int
     """Answers that are drawn from this prompt, from choice on; unset: one."""
+    tenant: _builtins.str
+    """Name of the client that asked, a digest of its API key; clients share each step fairly. Unset: all are one."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -217,10 +220,11 @@ class Task(_message.Message):
         deadline_seconds: _builtins.float = ...,
         session: _builtins.str = ...,
         num_choices: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "eos_token_ids", b"eos_token_ids", "first_index", b"first_index", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "eos_token_ids", b"eos_token_ids", "first_index", b"first_index", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

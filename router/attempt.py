@@ -167,6 +167,11 @@ class Attempt:
             self._send(legs, calls.decode(pb.DecodeRequest(task=task, source=source)))
         return self
 
+    @property
+    def calls(self) -> set[asyncio.Task[None]]:
+        """The calls by which its legs are started; they end when the workers have answered."""
+        return {leg.call for leg in self._legs if leg.call}
+
     def close(self) -> None:
         """End the attempt: unbind and cancel its legs, drop what is unread. Does nothing the second time."""
         self._settle()

@@ -141,6 +141,7 @@ class Ledger:
         self._on_queued: list[Callable[[], None]] = []
         self._refusal: str | None = None
         self._num_held = 0
+        self._last_logged: tuple[str, ErrorKind] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -164,8 +165,7 @@ class Ledger:
 
         Raises OverloadedError, UnavailableError after ``close_admission``.
         """
-        if not asked.is_background:
-            self._check_admission(asked.tenant)
+        self.check_admission(asked)
         record = Record(asked, self._metrics, self._moved)
         self._add(record)
         try:
@@ -174,7 +174,7 @@ class Ledger:
             if record.state is not RequestState.FINISHED:
                 kind = _kind_of(error)
                 self._metrics.failed(kind)
-                logger.info("%s ended as %s while %s: %s", asked.request_id, kind, record.state, _told(error))
+                self._log_end(asked.family or asked.request_id, kind, record.state, error)
             raise
         finally:
             self._remove(record)
@@ -203,16 +203,29 @@ class Ledger:
         """Block until ``is_idle``."""
         await self._idle.wait()
 
-    def _check_admission(self, tenant: str) -> None:
+    def check_admission(self, asked: GenerationRequest | EmbeddingRequest, num_more: int = 1) -> None:
+        """Refuse ``num_more`` requests like this one, where they may not wait: all before one of them is opened.
+
+        Raises OverloadedError, UnavailableError after ``close_admission``.
+        """
+        tenant = asked.tenant
+        if asked.is_background:
+            return
         if self._refusal is not None:
             self._metrics.failed(ErrorKind.UNAVAILABLE)
             raise UnavailableError(self._refusal)
-        if not has_slot(self._unbound, tenant, self._max_queue):
+        if not has_slot(self._unbound, tenant, self._max_queue, num_more):
             self._metrics.failed(ErrorKind.OVERLOADED)
             raise OverloadedError(
-                f"{self.num_unbound} requests wait for workers ({self._unbound[tenant]} of this client), max_queue is "
-                f"{self._max_queue}; try again later"
+                f"{self.num_unbound} requests wait for workers ({self._unbound[tenant]} of this client), this one makes "
+                f"{num_more} more, and max_queue is {self._max_queue}; try again later"
             )
+
+    def _log_end(self, name: str, kind: ErrorKind, state: RequestState, error: BaseException) -> None:
+        """Log how a request ended: once for all prompts of one, which end one behind the other."""
+        if self._last_logged != (name, kind):
+            self._last_logged = (name, kind)
+            logger.info("%s ended as %s while %s: %s", name, kind, state, _told(error))
 
     def _add(self, record: Record) -> None:
         self._records.add(record)

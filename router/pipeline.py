@@ -42,8 +42,10 @@ from router.request import (
     tokenize,
 )
 from router.side_by_side import side_by_side
+from router.tasks import giving_way
 from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
+from router.turns import Turns
 from text.model_card import ModelCard
 from text.stop import StopAutomaton
 
@@ -68,6 +70,7 @@ class Pipeline:
         self._relays = relays
         self._rules = rules
         self._timeout_seconds = timeout_seconds
+        self._turns = Turns()
         self._stops: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
 
     async def generate(self, *asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -80,14 +83,19 @@ class Pipeline:
         """
         check_repeated(asked)
         await self._models.settled()
+        await self._turns.take(asked[0].tenant)
+        self._ledger.check_admission(asked[0], sum(len(one.choices) for one in asked))
         with ExitStack() as held:
-            records = [[held.enter_context(self._ledger.open(one)) for _ in one.choices] for one in asked]
+            records = [
+                [held.enter_context(self._ledger.open(one)) for _ in one.choices]
+                async for one in giving_way(asked)
+            ]
             card = self._answering_card(asked[0].model)
             requests = await self._all_within_limits([self._prepare(one, card) for one in asked], card)
             unread = held.enter_context(self._relays.unread.open(asked[0].tenant))
             relays = [
                 held.enter_context(self._relays.open(*each, unread))
-                for each in zip(requests, records, strict=True)
+                async for each in giving_way(zip(requests, records, strict=True))
             ]
             first, *others = [self._answer(relay, card) for relay in chain.from_iterable(relays)]
             async with aclosing(side_by_side([first, *others]) if others else first) as deltas:
@@ -100,6 +108,8 @@ class Pipeline:
         Cancel its task to end it early. Raises KvbatonError.
         """
         await self._models.settled()
+        await self._turns.take(asked[0].tenant)
+        self._ledger.check_admission(asked[0], len(asked))
         with ExitStack() as held:
             records = [held.enter_context(self._ledger.open(one)) for one in asked]
             card = self._models.card_named(asked[0].model)

@@ -5,6 +5,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from router.answer import Delta
+from router.tasks import giving_way
+
+_News = asyncio.Queue[Delta | Exception | None]
 
 
 async def side_by_side(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
@@ -12,21 +15,10 @@ async def side_by_side(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncG
 
     Whoever does not read holds all of them up; whoever closes this, or is cancelled, ends them all.
     """
-    news: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(maxsize=1)
-
-    async def carry(index: int, answer: AsyncGenerator[Delta, None]) -> None:
-        try:
-            async with aclosing(answer):
-                async for delta in answer:
-                    delta.index = index
-                    await news.put(delta)
-        except Exception as error:  # noqa: BLE001 - raised by whoever reads
-            await news.put(error)
-        else:
-            await news.put(None)
-
-    tasks = [asyncio.create_task(carry(index, answer)) for index, answer in enumerate(answers)]
-    num_open = len(tasks)
+    news: _News = asyncio.Queue(maxsize=1)
+    tasks: list[asyncio.Task[None]] = []
+    beginning = asyncio.create_task(_begin(answers, news, tasks))
+    num_open = len(answers)
     try:
         while num_open:
             item = await news.get()
@@ -37,6 +29,37 @@ async def side_by_side(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncG
             else:
                 yield item
     finally:
-        for task in tasks:
+        await _end([beginning])
+        await _end(tasks)
+
+
+async def _begin(
+    answers: Sequence[AsyncGenerator[Delta, None]], news: _News, tasks: list[asyncio.Task[None]]
+) -> None:
+    async for index, answer in giving_way(enumerate(answers)):
+        tasks.append(asyncio.create_task(_carry(index, answer, news)))
+
+
+async def _carry(index: int, answer: AsyncGenerator[Delta, None], news: _News) -> None:
+    try:
+        async with aclosing(answer):
+            async for delta in answer:
+                delta.index = index
+                await news.put(delta)
+    except Exception as error:  # noqa: BLE001 - raised by whoever reads
+        await news.put(error)
+    else:
+        await news.put(None)
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel the tasks, those that wait in line before those that hold a worker, which would let them begin."""
+    left = iter(reversed(tasks))
+    try:
+        async for task in giving_way(left):
             task.cancel()
+    finally:
+        for task in left:
+            task.cancel()
+    if tasks:
         await asyncio.wait(tasks)

@@ -1,11 +1,21 @@
-"""Background tasks that somebody owns: none is lost, none outlives its owner."""
+"""Background tasks that somebody owns: none is lost, none outlives its owner. And long work that lets others in between."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_AT_ONCE = 4
+
+
+async def giving_way(items: Iterable[_T]) -> AsyncIterator[_T]:
+    """Yield the items; after every few of them whatever else the event loop has to do is done first."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 class TaskSet:

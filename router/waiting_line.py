@@ -28,6 +28,7 @@ from router.policy import (
 from router.registry import Registry
 from router.running_shares import RunningShares, Use
 from router.severed import SeveredPairs
+from router.starts import Starts
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class WaitingLine:
         self._patience = Patience(patience_seconds, self._serve)
         self._queue: FairQueue[_Lane, _Waiter] = FairQueue()
         self._able: list[tuple[object, ...]] = []
+        self._starts = Starts(self._serve)
         self._turn = 0
         changes.listen(self._serve)
 
@@ -125,10 +127,15 @@ class WaitingLine:
         return self._queue.head(ticket.lane, self._may_go(self._registry.decoding())) is ticket
 
     def _may_go(self, uses: Sequence[Use]) -> MayGo[_Lane, _Waiter]:
-        """Return the rule by which a client that holds its share is passed; embeddings do not decode."""
+        """Return the rule by which a client that holds its share, or starts enough already, is passed.
+
+        Embeddings do not decode.
+        """
 
         def may_go(ticket: Ticket[_Lane, _Waiter]) -> bool:
             wish = ticket.item.wish
+            if not self._starts.may_start(ticket.claim.tenant):
+                return False
             num_tokens = wish.num_prompt_tokens + wish.num_answer_tokens
             return wish.is_embedding or self._shares.may_begin(
                 ticket.claim.tenant, wish.num_choices, num_tokens, uses
@@ -160,7 +167,9 @@ class WaitingLine:
                 self._queue.take(ticket)
                 ticket.item.is_queued = False
                 self._turn += 1
-                ticket.item.attempt.set_result(ticket.item.begin(placement))
+                attempt = ticket.item.begin(placement)
+                self._starts.add(ticket.claim.tenant, attempt.calls)
+                ticket.item.attempt.set_result(attempt)
                 return True
             kept = awaited(workers, wish)
             workers = [_as_full(view) if view.worker_id in kept else view for view in workers]

@@ -32,6 +32,7 @@ def task_message(
         eos_token_ids=request.eos_token_ids,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
         deadline_seconds=max(0.001, request.deadline - time.monotonic()),
         session=session,
     )

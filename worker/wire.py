@@ -40,6 +40,7 @@ def request_from_task(
         first_index=task.first_index,
         priority=task.priority,
         cache_salt=task.cache_salt,
+        tenant=task.tenant,
         deadline_seconds=task.deadline_seconds,
         transfer=transfer,
         pooling_params=pooling,

@@ -1,19 +1,22 @@
 """Which requests compute how many tokens in a step: token budget, chunked prefill, preemption by recompute.
 
-Running requests come first, and of those the decodes; then others start, in the order of the ``Line`` (priority, then
-arrival): requests whose KV has arrived from another worker, preempted ones, new ones. Blocks are handed out on demand
-(A14), except for a prefill leg: it gets those of its whole prompt at once or does not start, and is never preempted,
-because another worker reads them (law 4). Who runs short of blocks takes them from the last in the same order, itself
-included: so the first of all always advances, and two requests cannot preempt each other in turns.
+Running requests come first, and of those the decodes, among which one client's take turns where they would slow down
+other clients' (``FairSteps``). Then others start, in the order of the ``Line`` (priority, then arrival): requests whose KV
+has arrived from another worker, preempted ones, new ones. Blocks are handed out on demand (A14), except for a prefill leg:
+it gets those of its whole prompt at once or does not start, and is never preempted, because another worker reads them (law
+4). Who runs short of blocks takes them from the last in the same order, itself included: so the first of all always
+advances, and two requests cannot preempt each other in turns.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import RequestStatus
+from engine.scheduling.fair_steps import FairStep, FairSteps
 from engine.scheduling.line import Line, comes_first
 from engine.scheduling.request import Request, ending_tokens
 from engine.scheduling.step_plan import StepPlan, Turn
@@ -39,7 +42,13 @@ class Batcher:
     waiting: need blocks (new ones and preempted ones). arrived: their prompt's KV is in their blocks already.
     """
 
-    def __init__(self, pool: BlockPool, settings: EngineSettings, max_length: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        settings: EngineSettings,
+        max_length: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.waiting = Line()
         self.arrived = Line()
         self.running = Line()
@@ -49,6 +58,7 @@ class Batcher:
         self._max_num_mixed_tokens = settings.max_num_mixed_tokens
         self._max_length = max_length
         self._draft: _Draft | None = None
+        self.fair_steps = FairSteps(clock)
 
     def plan(self, unserved: Request | None = None) -> StepPlan:
         """Decide a step. Requests start and are preempted by this; blocks for every turn are allocated.
@@ -58,9 +68,10 @@ class Batcher:
         plan = self._take_draft()
         if plan is None:
             plan = StepPlan(self._budget())
-            self._continue_running(plan)
+            step = self.fair_steps.begin(self.running, self.arrived, self.waiting)
+            self._continue_running(plan, step)
             if plan.num_preempted == 0:
-                self._start_others(plan, unserved)
+                self._start_others(plan, step, unserved)
         return plan
 
     def draft(self, scheduled: SchedulerOutput) -> None:
@@ -72,6 +83,8 @@ class Batcher:
         counts = scheduled.num_scheduled_tokens
         all_draw = all(request.num_missing_tokens == counts.get(request.key) for request in requests)
         if not requests or not all_draw or len(requests) > self._max_num_batched_tokens:
+            return
+        if not self.fair_steps.may_hold_all(self.running):
             return
         plan = StepPlan.drafted(requests, self._max_num_batched_tokens)
         held = self._pool.num_blocks_of
@@ -138,10 +151,10 @@ class Batcher:
         num_needed = blocks_needed(request.num_tokens, self._pool.block_size)
         return num_needed - self._pool.num_blocks_of(request.key)
 
-    def _continue_running(self, plan: StepPlan) -> None:
+    def _continue_running(self, plan: StepPlan, step: FairStep) -> None:
         """Decodes before chunks of prompts, so that a long prompt does not hold up running answers (A32)."""
         for request in sorted(self.running, key=lambda request: not request.is_decoding):
-            if request.status is RequestStatus.PREEMPTED:
+            if request.status is RequestStatus.PREEMPTED or request.key in step.sitting_out:
                 continue
             num_tokens = min(request.num_missing_tokens, plan.budget)
             if num_tokens == 0:
@@ -172,18 +185,21 @@ class Batcher:
         request.lose_blocks()
         self.waiting.add(request)
 
-    def _start_others(self, plan: StepPlan, unserved: Request | None) -> None:
+    def _start_others(self, plan: StepPlan, step: FairStep, unserved: Request | None) -> None:
         """As far as budget, ``max_num_seqs`` and blocks reach (A27).
 
-        The first that lacks blocks holds up all that need some, or a big one would be passed by small ones for ever.
+        The first that lacks blocks holds up all that need some, or a big one would be passed by small ones for ever. While
+        one outside lacks them the first in line is the only one that may pass it: so one of these two can always go on.
         Requests that have arrived go on without it: they hold their blocks already, and must run to give them back.
         """
         has_blocks = True
         while plan.budget > 0 and len(self.running) < self._max_num_seqs:
-            arrived, waiting = self.arrived.first, self.waiting.first if has_blocks else None
+            arrived = step.next_of(self.arrived)
+            waiting = (self.waiting.first if unserved else step.next_of(self.waiting)) if has_blocks else None
             if arrived and comes_first(arrived, waiting):
                 self._start(arrived, self.arrived)
                 plan.add(Turn(arrived, 1, self._pool.table_of(arrived.key)))
+                step.started(arrived, 0)
                 continue
             if waiting is None:
                 return
@@ -191,6 +207,7 @@ class Batcher:
             has_blocks = turn is not None
             if turn is not None:
                 plan.add(turn)
+                step.started(waiting, turn.num_tokens)
                 self._start(waiting, self.waiting)
 
     def _try_first_turn(self, request: Request, budget: int) -> Turn | None:

@@ -1,7 +1,8 @@
 """The one order in which requests get places and blocks, and in which they lose them: priority, then arrival."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Reversible
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Reversible
 from operator import attrgetter
 
 from engine.scheduling.request import Request
@@ -14,6 +15,7 @@ class Line(Reversible[Request]):
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._by_client: defaultdict[str, list[Request]] = defaultdict(list)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
@@ -29,17 +31,45 @@ class Line(Reversible[Request]):
         """Whose turn it is; None while nobody stands in line."""
         return self._requests[0] if self._requests else None
 
+    @property
+    def clients(self) -> Collection[str]:
+        """Whose requests stand in line."""
+        return self._by_client.keys()
+
+    def first_of(self, client: str) -> Request:
+        """Return whose turn it is among the requests of one of ``clients``."""
+        return self._by_client[client][0]
+
+    def of(self, client: str) -> Iterator[Request]:
+        """Return the requests of one of ``clients``, in their order."""
+        return iter(self._by_client[client])
+
+    def num_of(self, client: str) -> int:
+        """Return how many requests of a client stand in line."""
+        return len(self._by_client[client]) if client in self._by_client else 0
+
     def add(self, request: Request) -> None:
         """The request joins; it must not stand in line already."""
         insort(self._requests, request, key=_PRECEDENCE)
+        insort(self._by_client[request.asked.tenant], request, key=_PRECEDENCE)
 
     def remove(self, request: Request) -> bool:
         """The request leaves; False, and nothing happens, where it does not stand in line."""
-        place = bisect_left(self._requests, request.precedence, key=_PRECEDENCE)
-        if place == len(self._requests) or self._requests[place] is not request:
+        if not _take_out(self._requests, request):
             return False
-        del self._requests[place]
+        own = self._by_client[request.asked.tenant]
+        _take_out(own, request)
+        if not own:
+            del self._by_client[request.asked.tenant]
         return True
+
+
+def _take_out(requests: list[Request], request: Request) -> bool:
+    place = bisect_left(requests, request.precedence, key=_PRECEDENCE)
+    if place == len(requests) or requests[place] is not request:
+        return False
+    del requests[place]
+    return True
 
 
 def comes_first(request: Request, other: Request | None) -> bool:

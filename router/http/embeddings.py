@@ -5,6 +5,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from router.answer import Delta
 from router.http.access import authorization_of
 from router.http.body import Body
 from router.http.boundary import REQUEST_ID, name_of, origin_of
-from router.http.exchange import Origin
+from router.http.exchange import Origin, written
 from router.http.fields import refuse_unserved
 from router.http.prompts import prompts_of
 from router.http.schema import EMBEDDING
@@ -27,6 +28,7 @@ from router.request import EmbeddingRequest, for_prompts
 from router.running import RunningRequests
 
 _FORMATS = ("float", "base64")
+_NUMBERS_OF_A_PART = 64
 
 
 class EmbeddingEndpoint:
@@ -48,7 +50,8 @@ class EmbeddingEndpoint:
         exchange = self._bodies.embedding(body, origin_of(request, arrival))
         async with self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)):
             found = await self._pipeline.embed(*exchange.requests)
-        return web.json_response(text=exchange.whole(found).decode(), headers=server_timing(request, found))
+        whole = await exchange.whole(found)
+        return web.json_response(text=whole.decode(), headers=server_timing(request, found))
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,12 @@ class EmbeddingExchange:
     model: str
     is_base64: bool
 
-    def whole(self, deltas: list[Delta]) -> bytes:
+    async def whole(self, deltas: list[Delta]) -> bytes:
         """Return the response object as JSON."""
+        num_numbers = sum(len(delta.embedding) for delta in deltas)
+        return await written(num_numbers // _NUMBERS_OF_A_PART, partial(self._whole, deltas))
+
+    def _whole(self, deltas: list[Delta]) -> bytes:
         return msgspec.json.encode(_response(deltas, self.model, is_base64=self.is_base64))
 
 

@@ -180,7 +180,7 @@ class Endpoints:
             if not exchange.options.stream:
                 found = [delta async for delta in deltas]
                 return web.json_response(
-                    text=exchange.whole(found).decode(), headers=server_timing(request, found)
+                    text=(await exchange.whole(found)).decode(), headers=server_timing(request, found)
                 )
             stream = exchange.open_stream(request, request_id_header(request), self._stall_seconds)
             request[STREAM] = stream

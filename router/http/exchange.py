@@ -1,8 +1,10 @@
 """One request body and the answer to it, apart from HTTP: what handlers answer, and what a batch answers line by line."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -16,6 +18,7 @@ from router.http.streaming import EventStream
 from router.pipeline import Pipeline
 from router.request import GenerationRequest
 
+_SMALL = 256
 OpenStream = Callable[[web.Request, dict[str, str], float], EventStream]
 
 
@@ -54,8 +57,16 @@ class Exchange:
             error.param = self.field_names.get(error.param or "", error.param)
             raise
 
-    def whole(self, deltas: list[Delta]) -> bytes:
+    async def whole(self, deltas: list[Delta]) -> bytes:
         """Return the response object of an answer that is not streamed, as JSON; -inf is null, as in streams."""
+        return await written(len(deltas), partial(self._whole, deltas))
+
+    def _whole(self, deltas: list[Delta]) -> bytes:
         if self.requests[0].rates_tokens:
             deltas = choose_best(deltas, self.options.num_chosen, self.requests[0].num_choices)
         return msgspec.json.encode(self.shape.whole(deltas))
+
+
+async def written(num_parts: int, write: Callable[[], bytes]) -> bytes:
+    """Return what ``write`` returns, which is called by a thread where it has so many parts that others would wait."""
+    return await asyncio.to_thread(write) if num_parts > _SMALL else write()

@@ -89,12 +89,12 @@ class BodyAnswers:
             async for delta in deltas:
                 on_begun()
                 found.append(delta)
-        return exchange.whole(found)
+        return await exchange.whole(found)
 
     async def _embedded(self, body: Body, origin: Origin) -> bytes:
         exchange = self._embeddings.embedding(body, origin)
         behind = [replace(one, priority=BACKGROUND_PRIORITY, is_background=True) for one in exchange.requests]
-        return exchange.whole(await self._pipeline.embed(*behind))
+        return await exchange.whole(await self._pipeline.embed(*behind))
 
 
 def _refuse_what_batches_lack(body: Body) -> None:

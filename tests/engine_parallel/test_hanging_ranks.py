@@ -74,6 +74,7 @@ def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
         executor.shutdown()
 
 
+@pytest.mark.slow
 async def test_a_data_thread_of_a_rank_that_hangs_ends_the_engine(tmp_path: Path) -> None:
     """P4: both ranks compute, and rank 1 never publishes what it has computed."""
     factory = StuckFactory(transfer_factory(Role.PREFILL, None, "tcp").settings)

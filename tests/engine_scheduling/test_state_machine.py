@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 3), min_size=1, max_size=8),
         max_tokens=st.integers(1, 12),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
+        tenant=st.sampled_from(["", "alice", "bob"]),
         num_choices=st.sampled_from([1, 1, 1, 2, 3]),
         is_bad=st.sampled_from([False] * 9 + [True]),
     )
@@ -60,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail: list[int],
         max_tokens: int,
         priority: int,
+        tenant: str,
         num_choices: int,
         is_bad: bool,
     ) -> None:
@@ -71,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens,
                 transfer=kind,
                 priority=priority,
+                tenant=tenant,
                 num_choices=num_choices,
                 deadline_seconds=20.0,
             )
@@ -93,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens,
                 transfer=kind,
                 priority=old.priority,
+                tenant=old.tenant,
                 attempt=attempt,
                 choice=old.choice,
                 sampling={"seed": old.sampling.seed},

@@ -174,6 +174,7 @@ def silent_clients(address: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 async def test_silent_connections_take_nothing_from_others(crowded: dict[str, Any]) -> None:
     """H7, P3: with 300 silent connections to each port and 256 descriptors, every port answers, and the log is short."""
     timeout = aiohttp.ClientTimeout(total=20)

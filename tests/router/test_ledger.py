@@ -61,3 +61,20 @@ def test_the_queue_is_bounded_and_no_client_is_kept_out(tenants: list[str], max_
             assert waiting.total() >= max_queue
             assert waiting[tenant] >= max_queue // num_clients or num_clients == 1
         assert waiting.total() <= 2 * max_queue
+
+
+@given(
+    st.lists(st.sampled_from("abc"), max_size=20),
+    st.sampled_from("abc"),
+    st.integers(1, 8),
+    st.integers(1, 12),
+)
+def test_many_at_once_are_admitted_as_one_after_the_other(
+    before: list[str], tenant: str, num_more: int, max_queue: int
+) -> None:
+    waiting = Counter(before)
+    is_admitted = True
+    for _ in range(num_more):
+        is_admitted &= has_slot(waiting, tenant, max_queue)
+        waiting[tenant] += 1
+    assert has_slot(Counter(before), tenant, max_queue, num_more) is is_admitted

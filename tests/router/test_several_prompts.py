@@ -1,6 +1,7 @@
 """/v1/completions with a list of prompts: a choice for each, in any order of arrival, and one end for all."""
 
 import asyncio
+import logging
 import tracemalloc
 from collections import defaultdict
 from typing import Any
@@ -135,3 +136,39 @@ async def test_what_every_prompt_takes_along_is_bounded(field: dict[str, Any]) -
         assert (status, answer["error"]["param"]) == (400, "prompt")
         assert "with each of 1000 prompts" in answer["error"]["message"]
         assert (await cluster.post(TEXT, {"prompt": ["hello"] * 2, **field}))[0] == 200
+
+
+async def test_a_request_of_too_many_prompts_is_refused_before_one_is_opened(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """M3: each of its prompts was opened and closed, and had a line in the log: 1,000 took 100 ms of everybody's time."""
+    async with running_cluster(Script(tokens=[END], stall_at=0), (Role.BOTH,), max_queue=4) as cluster:
+        first = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
+        await cluster.workers["both-0"].wait_for(lambda worker: len(worker.decodes) == 1)
+        cluster.workers["both-0"].grant(pb.Credit(max_requests=1, max_tokens=100))
+        await cluster.until(lambda state: state["workers"][0]["max_requests"] == 1)
+        second = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
+        await cluster.until(lambda state: state["num_in_line"] == 1)
+        with caplog.at_level(logging.INFO):
+            status, refused = await cluster.post(TEXT, {"prompt": ["hello"] * 4})
+        assert status == 429 and "makes 4 more" in refused["error"]["message"]
+        assert not [line for line in caplog.messages if "ended as overloaded" in line]
+        second.cancel()
+        first.cancel()
+
+
+async def test_a_request_of_many_prompts_that_ends_early_has_one_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """L1: a client that goes away took a line for each prompt; and none of those that wait is begun while they end."""
+    async with running_cluster(Script(tokens=[HELLO, END], stall_at=0), (Role.BOTH,)) as cluster:
+        cluster.workers["both-0"].grant(pb.Credit(max_requests=2, max_tokens=1000))
+        await cluster.until(lambda state: state["workers"][0]["max_requests"] == 2)
+        asking = asyncio.create_task(cluster.post(TEXT, {"prompt": ["hello"] * 50}))
+        await cluster.until(lambda state: state["num_in_line"] == 48)
+        with caplog.at_level(logging.INFO):
+            asking.cancel()
+            await cluster.until(lambda state: not any(state["requests"].values()))
+        await nothing_is_left(cluster)
+        assert len(cluster.workers["both-0"].decodes) == 2
+    assert len([line for line in caplog.messages if "ended as cancelled" in line]) == 1

@@ -1,0 +1,50 @@
+"""How many requests of one client are being started at workers at the same time.
+
+A start is a call to each of its workers, which takes the router and the worker about a millisecond each. A burst of a
+hundred of one client's would stand before everybody else's at the worker's door. So the next ones are sent when the first
+ones have been accepted.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+_MAX_STARTING = 4
+_PATIENCE_SECONDS = 0.05
+"""A call that takes longer no longer holds up its client's next one: its worker may be dead."""
+
+
+class Starts:
+    """Owns the count of what is being started, by client. on_accepted: called when there may be room for another."""
+
+    def __init__(self, on_accepted: Callable[[], None]) -> None:
+        self._on_accepted = on_accepted
+        self._starting: Counter[str] = Counter()
+
+    def may_start(self, client: str) -> bool:
+        """Return whether another request of this client may be started now."""
+        return self._starting[client] < _MAX_STARTING
+
+    def add(self, client: str, calls: Collection[asyncio.Task[Any]]) -> None:
+        """Count a request until its calls are done, or have taken too long."""
+        if all(call.done() for call in calls):
+            return
+        self._starting[client] += 1
+        left = set(calls)
+
+        def ended(call: asyncio.Task[Any] | None = None) -> None:
+            left.difference_update([call] if call else calls)
+            if not left and not timer.cancelled():
+                timer.cancel()
+                self._leave(client)
+
+        timer = asyncio.get_running_loop().call_later(_PATIENCE_SECONDS, ended)
+        for call in calls:
+            call.add_done_callback(ended)
+
+    def _leave(self, client: str) -> None:
+        self._starting[client] -= 1
+        if not self._starting[client]:
+            del self._starting[client]
+        self._on_accepted()

@@ -1,0 +1,192 @@
+"""M3: a client with many answers does not slow down the others' steps; its answers take turns where each costs time."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.fair_steps import MAX_SLOWDOWN, MIN_ROWS, RECENT_SECONDS, RowLimit
+from engine.testing import fake_answer
+from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.soak_settings import machine_settings, soaked
+
+BASE_SECONDS = 0.004
+PROMPT = [1, 2, 3]
+CLIENTS = ("", "alice", "mallory")
+
+
+class TimedEngine(SteppedEngine):
+    """Steps take ``base + per_row * rows`` seconds. rows: of each step so far, by client."""
+
+    def __init__(
+        self, per_row: float, *, num_blocks: int = 4000, max_num_seqs: int = 64, budget: int = 256
+    ) -> None:
+        super().__init__(
+            kv_cache_bytes=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=False,
+        )
+        self.rows: list[Counter[str]] = []
+        self.keys: list[set[str]] = []
+        self.tenants: dict[str, str] = {}
+        self._per_row = per_row
+        self._begin = self.executor.begin
+        self.executor.begin = self._timed_begin  # type: ignore[method-assign]
+
+    def ask(self, tenant: str, number: int, max_tokens: int, prompt: list[int] = PROMPT) -> str:
+        request = fake_request(f"{tenant}{number}", prompt, max_tokens, tenant=tenant)
+        self.tenants[request.key] = tenant
+        self.add(request)
+        return request.key
+
+    def _timed_begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        finish, keys = self._begin(scheduled), set(scheduled.num_scheduled_tokens)
+        self.keys.append(keys)
+        self.rows.append(Counter(self.tenants[key] for key in keys))
+
+        def timed() -> ModelRunnerOutput:
+            self.now += BASE_SECONDS + self._per_row * len(keys)
+            return finish()
+
+        return timed
+
+
+def crowded(per_row: float) -> TimedEngine:
+    """Mallory's 40 answers are under way, and have been alone; then Alice's begins."""
+    engine = TimedEngine(per_row)
+    engine.ask("mallory", 0, 200)
+    engine.step(3)
+    for number in range(1, 40):
+        engine.ask("mallory", number, 200)
+    engine.step(3)
+    engine.ask("alice", 0, 60)
+    engine.step()
+    return engine
+
+
+def test_a_client_with_many_answers_does_not_make_others_steps_long() -> None:
+    """Forty of Mallory's answers would make each of Alice's steps five times as long; she gets her turns all the same."""
+    engine = crowded(BASE_SECONDS / 8)
+    engine.step(15)
+    before = engine.now
+    engine.step(30)
+    few_rows = BASE_SECONDS * (1 + (MIN_ROWS + 1) / 8)
+    assert (engine.now - before) / 30 < MAX_SLOWDOWN * few_rows * 1.1
+    assert all(rows["alice"] == 1 and MIN_ROWS <= rows["mallory"] < 20 for rows in engine.rows[-30:])
+    engine.step(30)
+    assert engine.end("alice0#0.0").finish_reason == "length"
+    before = engine.now
+    while engine.now < before + RECENT_SECONDS:
+        engine.step()
+    engine.step(2)
+    assert engine.rows[-1] == {"mallory": len(engine.scheduler.requests)} and engine.rows[-1]["mallory"] > 20
+
+
+def test_answers_take_turns() -> None:
+    """While Alice's answer goes on all 40 get as many turns, or nearly, and all say what they would have said."""
+    engine = crowded(BASE_SECONDS / 8)
+    first = len(engine.keys)
+    engine.step(50)
+    seen = Counter(key for keys in engine.keys[first:] for key in keys if key.startswith("mallory"))
+    assert len(seen) == 40 and max(seen.values()) - min(seen.values()) <= 2
+    engine.run()
+    assert engine.tokens("alice0#0.0") == fake_answer(PROMPT, 60)
+    assert all(engine.tokens(f"mallory{number}#0.0") == fake_answer(PROMPT, 200) for number in range(40))
+
+
+def test_rows_that_cost_nothing_are_not_held_back() -> None:
+    """As on a GPU: everybody is in every step, and the next step still begins before the last one is taken in."""
+    engine = crowded(0.0)
+    engine.step(30)
+    before = engine.num_gone_on
+    engine.step(20)
+    assert all(rows == {"alice": 1, "mallory": 40} for rows in engine.rows[-20:])
+    assert engine.num_gone_on - before > 15
+
+
+def test_who_is_alone_gets_every_row() -> None:
+    """Also without API keys, where all are one client."""
+    engine = TimedEngine(BASE_SECONDS / 8)
+    engine.ask("", 0, 50)
+    engine.step(3)
+    for number in range(1, 40):
+        engine.ask("", number, 50)
+    engine.step(20)
+    assert engine.rows[-1] == {"": 40}
+
+
+def test_equals_are_not_held_back() -> None:
+    """Two clients with as many answers each: nobody gets fewer rows than the one with the fewest has."""
+    engine = TimedEngine(BASE_SECONDS / 8)
+    engine.ask("alice", 0, 60)
+    engine.step(3)
+    for number in range(1, 20):
+        engine.ask("alice", number, 60)
+        engine.ask("mallory", number, 60)
+    engine.step(20)
+    assert engine.rows[-1] == {"alice": 20, "mallory": 20} or engine.rows[-1] == {"alice": 19, "mallory": 19}
+
+
+@pytest.mark.parametrize("per_row", [0.0001, 0.0005, 0.002])
+def test_the_limit_follows_what_rows_cost(per_row: float) -> None:
+    """Whatever they cost, and where that changes: the mean step of 100 is about as long as allowed, or has few rows."""
+    limit = RowLimit()
+    for cost in (per_row, per_row * 3, per_row / 2):
+        for _ in range(60):
+            rows = min(200, limit.rows)
+            limit.note(rows, rows, BASE_SECONDS + cost * rows)
+            limit.note(2, None, BASE_SECONDS + cost * 2)
+        taken = BASE_SECONDS + cost * limit.rows
+        allowed = MAX_SLOWDOWN * (BASE_SECONDS + cost * (MIN_ROWS + 1))
+        assert taken < 1.2 * allowed or limit.rows == MIN_ROWS
+        assert taken > 0.7 * MAX_SLOWDOWN * BASE_SECONDS
+
+
+def test_the_client_that_was_served_least_begins_next() -> None:
+    """M3: a hundred prompts of Mallory's, of a higher priority, wait, two to a step; Alice's begins in the next step."""
+    engine = TimedEngine(BASE_SECONDS / 2, max_num_seqs=200, budget=2 * len(PROMPT))
+    engine.ask("alice", 0, 2)
+    engine.run()
+    for number in range(100):
+        engine.add(fake_request(f"m{number}", PROMPT, 2, tenant="mallory", priority=100))
+        engine.tenants[f"m{number}#0.0"] = "mallory"
+    engine.step()
+    engine.ask("alice", 1, 2)
+    engine.step()
+    assert "alice1#0.0" in engine.keys[-1]
+    engine.run()
+    assert all(engine.tokens(f"m{number}#0.0") == fake_answer(PROMPT, 2) for number in range(100))
+
+
+@soaked
+@machine_settings(60, 1)
+@given(
+    asked=st.lists(st.tuples(st.sampled_from(CLIENTS), st.integers(1, 30)), min_size=1, max_size=40),
+    steps=st.lists(st.integers(0, 6), min_size=40, max_size=40),
+    rows=st.sampled_from([4.0, 9.0, 99.0]),
+    num_blocks=st.sampled_from([12, 40, 400]),
+)
+def test_whoever_sits_out_ends_with_the_same_tokens(
+    asked: list[tuple[str, int]], steps: list[int], rows: float, num_blocks: int
+) -> None:
+    """Whatever comes when, with and without preemption; nobody sits out for ever, and the books are right."""
+    engine = TimedEngine(0.0005, num_blocks=num_blocks, max_num_seqs=24)
+    fair = engine.scheduler.batcher.fair_steps
+    fair.answers._rows = fair.prompts._rows = rows
+    keys = {}
+    for number, ((tenant, max_tokens), times) in enumerate(zip(asked, steps, strict=False)):
+        keys[engine.ask(tenant, number, max_tokens, [1 + number % 7, 2])] = (number, max_tokens)
+        engine.step(times)
+    engine.run()
+    for key, (number, max_tokens) in keys.items():
+        assert engine.tokens(key) == fake_answer([1 + number % 7, 2], max_tokens)
+
+
+def test_a_client_gets_some_rows_however_dear_they_are() -> None:
+    engine = crowded(BASE_SECONDS)
+    engine.step(10)
+    assert engine.rows[-1] == {"alice": 1, "mallory": MIN_ROWS}

@@ -1,0 +1,159 @@
+"""M3: a burst of one client's requests lets others in between: in the event loop, in the line, at the workers' doors."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.identity import Role
+from router.starts import Starts
+from router.tasks import giving_way
+from router.testing import Script
+from router.turns import Turns
+from tests.router.cluster import running_cluster
+from tests.text.tiny_model import END
+
+
+async def test_one_request_of_each_client_begins_in_a_round() -> None:
+    """Whoever comes first goes first; another client does not wait behind them."""
+    turns, begun = Turns(), list[tuple[int, str]]()
+    rounds = 0
+
+    async def ask(name: str) -> None:
+        await turns.take(name[0])
+        begun.append((rounds, name))
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            await asyncio.sleep(0)
+            rounds += 1
+
+    counting = asyncio.create_task(count())
+    async with asyncio.TaskGroup() as tasks:
+        for name in ("m0", "m1", "m2", "m3", "a0"):
+            tasks.create_task(ask(name))
+    counting.cancel()
+    assert [name for _, name in begun if name[0] == "m"] == ["m0", "m1", "m2", "m3"]
+    when = {name: number for number, name in begun}
+    assert when["a0"] == when["m0"] and len({when[f"m{number}"] for number in range(4)}) == 4
+
+
+async def test_one_that_is_cancelled_takes_nobodys_turn() -> None:
+    turns = Turns()
+    await turns.take("m")
+    waiting = [asyncio.create_task(turns.take("m")) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiting[1:])
+    await asyncio.sleep(0.01)
+    await asyncio.wait_for(turns.take("m"), 5)
+
+
+async def test_long_work_gives_way() -> None:
+    """Something else runs after every few items, and no item is lost."""
+    others = 0
+
+    async def other() -> None:
+        nonlocal others
+        while True:
+            others += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    items = [item async for item in giving_way(range(100))]
+    task.cancel()
+    assert items == list(range(100)) and others >= 20
+
+
+class Calls:
+    """Calls to workers that end when a test says so."""
+
+    def __init__(self) -> None:
+        self.num_told = 0
+        self.starts = Starts(self.tell)
+        self.ends: list[asyncio.Event] = []
+
+    def tell(self) -> None:
+        self.num_told += 1
+
+    def start(self, client: str, count: int = 2) -> None:
+        ends = [asyncio.Event() for _ in range(count)]
+        self.ends += ends
+        self.starts.add(client, [asyncio.create_task(self._until(end)) for end in ends])
+
+    @staticmethod
+    async def _until(end: asyncio.Event) -> None:
+        await end.wait()
+
+
+@pytest.fixture
+async def calls() -> AsyncIterator[Calls]:
+    made = Calls()
+    yield made
+    for end in made.ends:
+        end.set()
+    await asyncio.sleep(0)
+
+
+async def test_the_next_request_starts_when_one_was_accepted_by_both_workers(calls: Calls) -> None:
+    while calls.starts.may_start("m"):
+        calls.start("m")
+    assert calls.starts.may_start("a")
+    calls.ends[0].set()
+    await asyncio.sleep(0.001)
+    assert not calls.starts.may_start("m")
+    assert not calls.num_told
+    calls.ends[1].set()
+    await asyncio.sleep(0.001)
+    assert calls.starts.may_start("m")
+    assert [calls.num_told] == [1]
+
+
+async def test_a_worker_that_does_not_answer_holds_up_its_client_for_a_moment_only(calls: Calls) -> None:
+    while calls.starts.may_start("m"):
+        calls.start("m")
+    async with asyncio.timeout(5):
+        while not calls.starts.may_start("m"):
+            await asyncio.sleep(0.01)
+    assert calls.num_told
+    for end in calls.ends:  # late answers count nobody twice
+        end.set()
+    await asyncio.sleep(0.01)
+    num_started = 0
+    while calls.starts.may_start("m"):
+        calls.start("m")
+        num_started += 1
+    assert num_started == 4
+
+
+@given(st.lists(st.sampled_from(["start", "end", "late"]), max_size=40))
+def test_starts_are_counted_to_zero(events: list[str]) -> None:
+    async def run() -> None:
+        calls = Calls()
+        for event in events:
+            if event == "start" and calls.starts.may_start("m"):
+                calls.start("m", 1)
+            elif event == "end" and calls.ends:
+                calls.ends.pop().set()
+                await asyncio.sleep(0)
+            else:
+                await asyncio.sleep(0)
+        for end in calls.ends:
+            end.set()
+        await asyncio.sleep(0.001)
+        assert not calls.starts._starting
+
+    asyncio.run(run())
+
+
+async def test_a_burst_of_one_client_is_answered_whole() -> None:
+    """Sixty requests at once, in a cluster whose workers take their time to accept: all are bound, none is lost."""
+    async with running_cluster(Script(tokens=[END]), (Role.PREFILL, Role.DECODE)) as cluster:
+        answers = await asyncio.gather(
+            *(cluster.post("/v1/completions", {"prompt": "hello"}) for _ in range(60))
+        )
+    assert {status for status, _ in answers} == {200}
