@@ -28,6 +28,7 @@ _WORKER_FLAGS = (
     "max_num_batched_tokens",
     "max_num_mixed_tokens",
     "max_hold_share",
+    "max_key_slowdown",
     "kv_cache_bytes",
     "gpu_memory_utilization",
     "attention_backend",

@@ -156,12 +156,17 @@ class EngineCore:
         return self._under_way is not None
 
     def seconds_to_hold(self) -> float:
-        """How long the next step had better not begin, since a request is about to join it. Ask again after any news."""
-        if self._seconds_to_arrival() == 0:
+        """Return how long to delay the next step: for a request that is about to join it, or to leave time to other clients.
+
+        Ask again after any news.
+        """
+        batcher = self.scheduler.batcher
+        if self._seconds_to_arrival() == 0 and batcher.seconds_to_pause() == 0:
             return 0.0
         self.scheduler.hear_finished(*self._take_finished())
         self.scheduler.hear_connector()
-        batcher = self.scheduler.batcher
+        if (pause := batcher.seconds_to_pause()) > 0:
+            return pause
         is_for_answers = (batcher.running or batcher.arrived) and not batcher.waiting
         return self._seconds_to_arrival() if is_for_answers else 0.0
 

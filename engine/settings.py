@@ -16,7 +16,8 @@ class EngineSettings:
 
     model: folder of a Hugging Face checkpoint. dtype: "auto" is the checkpoint's own. max_num_batched_tokens: of a step;
     max_num_mixed_tokens: of prompts, in a step in which answers go on as well. max_hold_share: of the time, in
-    which steps are held, or computed in vain, for requests that join them. max_model_len: None is the model's own.
+    which steps are held, or computed in vain, for requests that join them. max_key_slowdown: how many times as long one
+    client may make the steps of others; 0: not bounded. max_model_len: None is the model's own.
     kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory / workers_on_host); CUDA: total ×
     gpu_memory_utilization / workers_on_host − peak). num_threads: that compute. cores: where each of them is kept, if there
     are any (the process itself is kept there by whoever starts it).
@@ -36,6 +37,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     max_num_mixed_tokens: int = 512
     max_hold_share: float = 0.03
+    max_key_slowdown: float = 1.5
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -81,6 +83,10 @@ class EngineSettings:
         if not 0.0 <= self.max_hold_share <= 1.0:
             raise SettingError(
                 f"max_hold_share is {self.max_hold_share}; it must lie in 0..1", param="max_hold_share"
+            )
+        if not 0.0 <= self.max_key_slowdown < float("inf"):
+            raise SettingError(
+                f"max_key_slowdown is {self.max_key_slowdown}; it must be 0 or more", param="max_key_slowdown"
             )
         _above_zero("remote_kv_timeout_seconds", self.remote_kv_timeout_seconds)
         for name in ("rank_timeout_seconds", "peer_timeout_seconds", "step_timeout_seconds"):

@@ -58,7 +58,7 @@ class Batcher:
         self._max_num_mixed_tokens = settings.max_num_mixed_tokens
         self._max_length = max_length
         self._draft: _Draft | None = None
-        self.fair_steps = FairSteps(clock)
+        self.fair_steps = FairSteps(settings.max_key_slowdown, clock)
 
     def plan(self, unserved: Request | None = None) -> StepPlan:
         """Decide a step. Requests start and are preempted by this; blocks for every turn are allocated.
@@ -111,6 +111,10 @@ class Batcher:
     def has_room(self) -> bool:
         """Another request could run."""
         return len(self.running) < self._max_num_seqs
+
+    def seconds_to_pause(self) -> float:
+        """Return how long the next step is delayed, as ``FairSteps.seconds_to_pause`` says."""
+        return self.fair_steps.seconds_to_pause(self.running, self.arrived, self.waiting)
 
     def _take_draft(self) -> StepPlan | None:
         """The step as drafted, with its blocks; None where it is not that which is due. Either way the draft is gone."""

@@ -2,9 +2,9 @@
 
 Every request of a batch waits for the whole step. Where each row makes a step longer (on a processor, or with long
 contexts), a client with a hundred answers makes each token of everybody else's many times slower. So a step holds no more
-rows of one client than make it half as long again as a step of a few rows; where rows are as good as free, as on a GPU that
-is not full, that is all of them. Rows that are left out take turns. Prompts likewise: the client that was served least
-begins next, and no client begins more of them in a step than make it that much longer.
+rows of one client than make it so many times as long as a step of a few rows (``max_key_slowdown``); where rows are as good
+as free, as on a GPU that is not full, that is all of them. Rows that are left out take turns. Prompts likewise: the client
+that was served least begins next, and no client begins more of them in a step than make it that much longer.
 """
 
 import time
@@ -19,8 +19,6 @@ RECENT_SECONDS = 1.0
 """For how long after its last step a client counts as one that others must leave room for."""
 MIN_ROWS = 4
 """So many rows a client gets in any case."""
-MAX_SLOWDOWN = 1.5
-"""How much longer a step may take than one of a few rows, because of a client with many."""
 _GROWTH, _CUT = 1.1, 0.9
 
 
@@ -29,9 +27,12 @@ class RowLimit:
 
     What a row costs is not constant (contexts grow, processors get busy), so that it is tried and not computed. Used from
     one thread.
+
+    max_slowdown: how many times as long as one of a few rows a step may take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_slowdown: float) -> None:
+        self._max_slowdown = max_slowdown
         self._rows = float(MIN_ROWS)
         self._short_seconds = self._seconds = 0.0
 
@@ -47,7 +48,7 @@ class RowLimit:
         if largest is None or not self._short_seconds:
             return
         self._seconds = _smoothed(self._seconds, seconds, 0.5)
-        if self._seconds > MAX_SLOWDOWN * self._short_seconds:
+        if self._seconds > self._max_slowdown * self._short_seconds:
             self._rows = max(MIN_ROWS, _CUT * min(self._rows, largest))
         elif largest >= self.rows:
             self._rows *= _GROWTH
@@ -83,11 +84,13 @@ class FairStep:
 class FairSteps:
     """Owns what is known of the clients: how many rows are too many, whose turn it is, and who was there a moment ago.
 
-    answers: the limit in steps of answers alone. prompts: the limit in steps that compute prompts.
+    max_slowdown: how many times as long one client may make a step; 0: as it likes. answers: the limit in steps of answers
+    alone. prompts: the limit in steps that compute prompts.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.answers, self.prompts = RowLimit(), RowLimit()
+    def __init__(self, max_slowdown: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_on = max_slowdown > 0
+        self.answers, self.prompts = RowLimit(max_slowdown), RowLimit(max_slowdown)
         self._clock = clock
         self._last_here: dict[str, float] = {}
         self._served: dict[str, float] = {}
@@ -95,22 +98,36 @@ class FairSteps:
         self._num_steps = 0
         self._largest: int | None = None
         self._step: FairStep | None = None
+        self._pause_until = 0.0
 
     def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Take in how long a step took. One in which answers begin that are computed elsewhere says nothing."""
         num_rows = len(scheduled.num_scheduled_tokens)
-        if not seconds:
+        if not num_rows or not seconds:
             return
+        self._pause_until = self._clock() + seconds
         if num_rows < scheduled.total_num_scheduled_tokens:
             started = self._step.num_started if self._step and self._step.limit is not None else None
             self.prompts.note(num_rows, max(started.values(), default=0) if started else None, seconds)
         elif not scheduled.scheduled_new_reqs:
             self.answers.note(num_rows, self._largest, seconds)
 
+    def seconds_to_pause(self, *lines: Line) -> float:
+        """Return how long the coming step is delayed: as long as the last one took, where one client's answers are limited.
+
+        Not while another client's request is in one of the lines: so that one finds the machine idle half of the time.
+        """
+        if self._step is None or not self._step.sitting_out:
+            return 0.0
+        clients = set[str]().union(*(line.clients for line in lines))
+        return max(0.0, self._pause_until - self._clock()) if len(clients) == 1 else 0.0
+
     def may_hold_all(self, running: Line) -> bool:
         """Return whether no answer of these would sit out the coming step."""
         clients = self._last_here.keys() | running.clients
-        return len(clients) < 2 or self._most(running) <= self._limit_among(clients, running)
+        return (
+            not self._is_on or len(clients) < 2 or self._most(running) <= self._limit_among(clients, running)
+        )
 
     def begin(self, running: Line, *others: Line) -> FairStep:
         """Return what the coming step may hold. others: requests that could start in it."""
@@ -118,7 +135,7 @@ class FairSteps:
         now = self._clock()
         here = {client: at for client, at in self._last_here.items() if now - at < RECENT_SECONDS}
         self._last_here = here | dict.fromkeys(clients, now)
-        if len(self._last_here) < 2:
+        if len(self._last_here) < 2 or not self._is_on:
             self._largest, self._served = None, {}
             self._step = FairStep(None, set(), self._served)
             return self._step

@@ -2,19 +2,21 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.fair_steps import MAX_SLOWDOWN, MIN_ROWS, RECENT_SECONDS, RowLimit
+from engine.scheduling.fair_steps import MIN_ROWS, RECENT_SECONDS, RowLimit
 from engine.testing import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 from tests.soak_settings import machine_settings, soaked
 
 BASE_SECONDS = 0.004
 PROMPT = [1, 2, 3]
+MAX_SLOWDOWN = 1.5
 CLIENTS = ("", "alice", "mallory")
 
 
@@ -22,13 +24,20 @@ class TimedEngine(SteppedEngine):
     """Steps take ``base + per_row * rows`` seconds. rows: of each step so far, by client."""
 
     def __init__(
-        self, per_row: float, *, num_blocks: int = 4000, max_num_seqs: int = 64, budget: int = 256
+        self,
+        per_row: float,
+        *,
+        num_blocks: int = 4000,
+        max_num_seqs: int = 64,
+        budget: int = 256,
+        **changes: Any,
     ) -> None:
         super().__init__(
             kv_cache_bytes=num_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=False,
+            **changes,
         )
         self.rows: list[Counter[str]] = []
         self.keys: list[set[str]] = []
@@ -55,9 +64,9 @@ class TimedEngine(SteppedEngine):
         return timed
 
 
-def crowded(per_row: float) -> TimedEngine:
+def crowded(per_row: float, **changes: Any) -> TimedEngine:
     """Mallory's 40 answers are under way, and have been alone; then Alice's begins."""
-    engine = TimedEngine(per_row)
+    engine = TimedEngine(per_row, **changes)
     engine.ask("mallory", 0, 200)
     engine.step(3)
     for number in range(1, 40):
@@ -86,6 +95,30 @@ def test_a_client_with_many_answers_does_not_make_others_steps_long() -> None:
     assert engine.rows[-1] == {"mallory": len(engine.scheduler.requests)} and engine.rows[-1]["mallory"] > 20
 
 
+def test_a_limited_client_leaves_the_machine_idle_half_of_the_time() -> None:
+    """While Alice was here a moment ago, steps with Mallory's answers alone are as far apart as they are long.
+
+    Alice's next request ends the pause; so does a second without her.
+    """
+    engine = crowded(BASE_SECONDS / 8)
+    engine.step(10)
+    assert engine.core.seconds_to_hold() == 0
+    engine.core.abort_request("alice0", None)
+    engine.step()
+    before = engine.now
+    engine.step()
+    assert engine.core.seconds_to_hold() == pytest.approx(engine.now - before)
+    engine.ask("alice", 1, 10)
+    assert engine.core.seconds_to_hold() == 0
+    engine.step(2)
+    engine.core.abort_request("alice1", None)
+    engine.step(2)
+    assert engine.core.seconds_to_hold() > 0
+    engine.now += RECENT_SECONDS
+    engine.step(2)
+    assert engine.core.seconds_to_hold() == 0 and engine.rows[-1] == {"mallory": 40}
+
+
 def test_answers_take_turns() -> None:
     """While Alice's answer goes on all 40 get as many turns, or nearly, and all say what they would have said."""
     engine = crowded(BASE_SECONDS / 8)
@@ -106,6 +139,12 @@ def test_rows_that_cost_nothing_are_not_held_back() -> None:
     engine.step(20)
     assert all(rows == {"alice": 1, "mallory": 40} for rows in engine.rows[-20:])
     assert engine.num_gone_on - before > 15
+
+
+def test_it_can_be_turned_off() -> None:
+    engine = crowded(BASE_SECONDS / 8, max_key_slowdown=0.0)
+    engine.step(20)
+    assert engine.rows[-1] == {"alice": 1, "mallory": 40}
 
 
 def test_who_is_alone_gets_every_row() -> None:
@@ -134,7 +173,7 @@ def test_equals_are_not_held_back() -> None:
 @pytest.mark.parametrize("per_row", [0.0001, 0.0005, 0.002])
 def test_the_limit_follows_what_rows_cost(per_row: float) -> None:
     """Whatever they cost, and where that changes: the mean step of 100 is about as long as allowed, or has few rows."""
-    limit = RowLimit()
+    limit = RowLimit(MAX_SLOWDOWN)
     for cost in (per_row, per_row * 3, per_row / 2):
         for _ in range(60):
             rows = min(200, limit.rows)

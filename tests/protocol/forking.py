@@ -2,7 +2,8 @@
 
 ``fork`` copies the mutable part of an object graph; ``freeze`` gives equal values for states that behave alike. Both
 walk plain attributes, so a class that gains one is covered without a word here. What only counts, guesses, waits or is
-called back (locks, counters, expected arrivals, ports, deadlines) is shared by all copies and is no part of a state.
+called back (locks, counters, expected arrivals, shares of a step, ports, deadlines) is shared by all copies and is no part
+of a state.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import numpy as np
 
 from contract.requests import EngineRequest
 from engine.scheduling.deadlines import Deadlines
+from engine.scheduling.fair_steps import FairSteps
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.counters import Counters
 from kv_transfer.fetching import FetchPorts
@@ -26,7 +28,7 @@ from tests.protocol.sink import Sink
 
 _T = TypeVar("_T")
 _COPIED_PACKAGES = ("engine.", "kv_transfer.", "router.", "tests.protocol.")
-_SHARED: tuple[type, ...] = (Arrivals, Counters, Deadlines, FetchPorts, SendPorts, Sink)
+_SHARED: tuple[type, ...] = (Arrivals, Counters, Deadlines, FairSteps, FetchPorts, SendPorts, Sink)
 _NAMELESS = (type(threading.Lock()), FunctionType, MethodType)
 
 
