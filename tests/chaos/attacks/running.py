@@ -95,9 +95,8 @@ async def run_attack(folder: Path, name: str, python: str) -> AttackReport:
 
 async def _strike(target: Target, name: str, too_large: asyncio.Event) -> None:
     """Attack until the weapon is spent, its time is over, or the service takes more than this machine should give."""
-    attacker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.chaos.attacks.weapons", name, target.as_json()), cwd=_REPOSITORY
-    )
+    command = (sys.executable, "-m", "tests.chaos.attacks.weapons", name, target.as_json())
+    attacker = await asyncio.create_subprocess_exec("nice", "-n", "19", *command, cwd=_REPOSITORY)
     tasks = {asyncio.create_task(attacker.wait()), asyncio.create_task(too_large.wait())}
     _, pending = await asyncio.wait(tasks, timeout=_WEAPON_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     with suppress(ProcessLookupError):

@@ -1,13 +1,13 @@
 """What strangers send: one coroutine an attack. Each ends by itself, whether or not the service has answered.
 
 ``python -m tests.chaos.attacks.weapons NAME TARGET`` attacks for at least 15 seconds; TARGET is a Target as JSON. An
-attacker is a process of its own with the lowest priority: it stands for another machine, whose work is not the service's.
+attacker is a process of its own, to be started with the lowest priority: it stands for another machine, whose work is not
+the service's.
 """
 
 import asyncio
 import gzip
 import json
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -305,5 +305,4 @@ async def _attack(name: str, target: Target) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(19)
     asyncio.run(_attack(sys.argv[1], Target.from_json(sys.argv[2])))
