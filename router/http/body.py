@@ -32,7 +32,8 @@ async def read_body(
     with reader.reading() as body:
         raw = await body.read(request)
         hold(len(raw))
-        return await decode_body(raw, max_values, schema)
+        async with reader.turn(len(raw)):
+            return await decode_body(raw, max_values, schema)
 
 
 async def decode_body(raw: bytes | bytearray, max_values: int, schema: Json) -> "Body":

@@ -3,7 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
@@ -13,8 +13,11 @@ from contract.errors import (
     PayloadTooLargeError,
     UnsupportedMediaTypeError,
 )
+from router.http.decoding import LARGE_BYTES
 
 _CHUNK_BYTES = 2**16
+_SMALL_BYTES = 2**14
+"""A body up to this size is taken in also while large ones of others hold all that bodies may hold."""
 _GZIP = zlib.MAX_WBITS | 16
 _ENCODINGS = ("gzip", "deflate", "identity")
 
@@ -28,6 +31,8 @@ class BodyReader:
     def __init__(self, max_body_bytes: int, max_total_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
         self._max_total_bytes = max_total_bytes
+        self._small_bytes = min(_SMALL_BYTES, max_total_bytes // 64)
+        self._one_large = asyncio.Semaphore(1)
         self.num_bytes = 0
         """Bytes of the bodies that are being read or decoded."""
 
@@ -40,9 +45,22 @@ class BodyReader:
         finally:
             self.num_bytes -= body.num_bytes
 
-    def take(self, num_bytes: int) -> None:
-        """Count bytes that are held. Raises OverloadedError where all bodies together hold too many."""
-        if self.num_bytes + num_bytes > self._max_total_bytes:
+    @asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
+        """Hold the event loop's time for decoding a body; one large body is decoded at a time."""
+        if num_bytes <= LARGE_BYTES:
+            yield
+            return
+        async with self._one_large:
+            yield
+
+    def take(self, num_bytes: int, held_by_body: int = 0) -> None:
+        """Count bytes of a body that holds some already.
+
+        Raises OverloadedError where all bodies together hold too many, unless this one is so small that it keeps nobody out.
+        """
+        is_small = held_by_body + num_bytes <= self._small_bytes
+        if self.num_bytes + num_bytes > self._max_total_bytes and not is_small:
             raise OverloadedError(
                 f"the bodies of all requests that arrive have more than {self._max_total_bytes} bytes together; "
                 "send this one again later"
@@ -58,7 +76,7 @@ class OneBody:
         self._max_bytes = max_bytes
         self.num_bytes = 0
 
-    async def read(self, request: web.Request) -> bytes | bytearray:
+    async def read(self, request: web.Request) -> bytes:
         """Return the whole body, inflated as Content-Encoding says.
 
         Raises PayloadTooLargeError as soon as there is one byte too many, UnsupportedMediaTypeError for an encoding
@@ -71,19 +89,19 @@ class OneBody:
             )
         if (request.content_length or 0) > self._max_bytes:
             raise self._too_large()
-        whole = bytearray()
+        pieces: list[bytes] = []
         try:
             async for piece in _inflated(request, encoding):
-                self._reader.take(len(piece))
+                self._reader.take(len(piece), self.num_bytes)
                 self.num_bytes += len(piece)
                 if self.num_bytes > self._max_bytes:
                     raise self._too_large()
-                whole += piece
+                pieces.append(piece)
         except (web.RequestPayloadError, zlib.error) as error:
             raise InvalidRequestError(
                 "the body cannot be read; is it encoded as Content-Encoding says?"
             ) from error
-        return whole
+        return b"".join(pieces)
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(

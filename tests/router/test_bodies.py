@@ -1,5 +1,6 @@
 """Bodies that cost more than their bytes: compressed, of very many values, of lists that nothing needs."""
 
+import asyncio
 import gzip
 import io
 import json
@@ -14,7 +15,7 @@ from hypothesis import given
 
 from contract.errors import OverloadedError, PayloadTooLargeError
 from contract.identity import Role
-from router.http.decoding import MAX_LISTS, decode
+from router.http.decoding import LARGE_BYTES, MAX_LISTS, decode
 from router.http.raw_body import BodyReader
 from router.testing import Script
 from tests.router.cluster import running_cluster
@@ -187,3 +188,50 @@ def test_a_body_that_is_given_up_gives_back_what_it_held() -> None:
             reader.take(16)
         assert reader.num_bytes == 10
     assert reader.num_bytes == 0
+
+
+def test_a_small_body_is_taken_in_while_large_ones_hold_everything() -> None:
+    """M2: eight bodies of 8 MiB that arrive slowly kept everybody's requests out."""
+    reader = BodyReader(2**23, 2**26)
+    reader.take(2**26)
+    reader.take(2**13)
+    reader.take(2**13, 2**13)
+    with pytest.raises(OverloadedError):
+        reader.take(1, 2**14)
+
+
+async def test_one_large_body_is_decoded_at_a_time() -> None:
+    """M2: six of 8 MiB kept the event loop busy half of the time; small ones do not wait for them."""
+    reader, events = BodyReader(2**23, 2**26), list[str]()
+
+    async def decoding(name: str, num_bytes: int) -> None:
+        async with reader.turn(num_bytes):
+            events.append(f"{name} begins")
+            await asyncio.sleep(0.01)
+            events.append(f"{name} ends")
+
+    await asyncio.gather(decoding("a", LARGE_BYTES + 1), decoding("b", LARGE_BYTES + 1), decoding("c", 100))
+    large = [event for event in events if event[0] != "c"]
+    assert large == ["a begins", "a ends", "b begins", "b ends"]
+    assert events.index("c begins") < events.index("a ends")
+
+
+async def test_a_large_body_leaves_most_of_the_loops_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M2: behind each piece of work comes a rest three times as long."""
+    now, rests = 0.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        rests.append(seconds)
+        now += seconds
+
+    def work(text: bytes, start: int = 0, end: int | None = None) -> tuple[int, int]:
+        nonlocal now
+        now += 0.002
+        return 0, 0
+
+    monkeypatch.setattr("router.http.decoding.time.monotonic", lambda: now)
+    monkeypatch.setattr("router.http.decoding.asyncio.sleep", sleep)
+    monkeypatch.setattr("router.http.decoding._at_most", work)
+    await decode(b'"' + b"a" * (LARGE_BYTES * 3) + b'"', 100)
+    assert rests == [pytest.approx(0.006)] * 3 + [0.0]
