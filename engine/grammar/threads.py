@@ -21,6 +21,11 @@ logger = logging.getLogger(__name__)
 _NICENESS = 10
 """A job gives way to the steps of running answers."""
 
+_MAX_REST_SECONDS = 0.1
+"""A job is followed by a rest that is as long as it was, up to this: many jobs leave half of the time to steps."""
+_SHORT_SECONDS = 0.01
+"""A job that took no longer is not followed by one."""
+
 Job = Callable[[], None]
 
 
@@ -29,6 +34,7 @@ class JobThreads:
 
     num_running: jobs that run at a time. A job that has run for ``stuck_seconds`` is not counted any more, so that others
     can start, until ``max_threads`` run. after_job: called in the thread of each job when what the job held is released.
+    rest: called then, before the next job starts, with the seconds that it is to take.
     """
 
     def __init__(
@@ -40,7 +46,9 @@ class JobThreads:
         stuck_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         after_job: Callable[[], object] = lambda: None,
+        rest: Callable[[float], object] = time.sleep,
     ) -> None:
+        self._rest = rest
         self._after_job = after_job
         self._stack_bytes = stack_bytes
         self._num_running = num_running
@@ -49,7 +57,7 @@ class JobThreads:
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: deque[Job] = deque()
-        self._started_at: dict[Job, float] = {}
+        self._started_at: dict[object, float] = {}
         self._is_closed = False
 
     def submit(self, job: Job) -> None:
@@ -72,18 +80,18 @@ class JobThreads:
     def _start_next(self) -> None:
         """Start waiting jobs while there is room. Called with the lock held."""
         while self._waiting and not self._is_closed and self._has_room():
-            job = self._waiting[0]
-            self._start_thread(job)
+            ticket = object()
+            self._start_thread(self._waiting[0], ticket)
             self._waiting.popleft()
-            self._started_at[job] = self._clock()
+            self._started_at[ticket] = self._clock()
 
     def _has_room(self) -> bool:
         oldest = self._clock() - self._stuck_seconds
         num_counted = sum(started > oldest for started in self._started_at.values())
         return num_counted < self._num_running and len(self._started_at) < self._max_threads
 
-    def _start_thread(self, job: Job) -> None:
-        thread = threading.Thread(target=self._run, args=([job],), name="grammar", daemon=True)
+    def _start_thread(self, job: Job, ticket: object) -> None:
+        thread = threading.Thread(target=self._run, args=([job], ticket), name="grammar", daemon=True)
         usual = threading.stack_size(self._stack_bytes)
         try:
             thread.start()
@@ -94,19 +102,24 @@ class JobThreads:
         finally:
             threading.stack_size(0 if usual == self._stack_bytes else usual)
 
-    def _run(self, jobs: list[Job]) -> None:
+    def _run(self, jobs: list[Job], ticket: object) -> None:
         if sys.platform == "linux":  # elsewhere it would count for the whole process
             with suppress(OSError):
                 os.nice(_NICENESS)
         job = jobs.pop()  # the thread's arguments live as long as the thread
+        begun = self._clock()
         try:
             job()
         finally:
-            with self._lock:
-                self._started_at.pop(job, None)
-                self._start_next_if_possible()
+            with self._lock:  # whoever submitted it holds it until then
+                pass
             del job
             self._after_job()
+            if (seconds := self._clock() - begun) > _SHORT_SECONDS:
+                self._rest(min(seconds, _MAX_REST_SECONDS))
+            with self._lock:
+                self._started_at.pop(ticket, None)
+                self._start_next_if_possible()
 
     def _start_next_if_possible(self) -> None:
         try:

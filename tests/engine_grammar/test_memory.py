@@ -147,7 +147,7 @@ def test_large_grammars_in_use_are_bounded_together(model: Path) -> None:
             assert "other large ones of running requests" in outcome.message
             break
         followed.append(outcome)
-    assert 1 < len(followed) < 8
+    assert 1 <= len(followed) < 8
     small = begun(compiler, Grammar("regex", "[a-z]+"))
     assert isinstance(small, GrammarMatcher)
     followed.pop()

@@ -99,3 +99,21 @@ def test_what_a_job_held_is_released_before_the_call_behind_it() -> None:
     threads.submit(partial(threading.Event.set, held.pop()))
     assert is_over.wait(10)
     assert seen == [True]
+
+
+def test_a_long_job_is_followed_by_a_rest_before_the_next_one() -> None:
+    """H1: sixty grammars that are large once unrolled, one after the other, took others four times as long."""
+    clock, events, done = Clock(), list[str](), threading.Event()
+    threads = JobThreads(
+        2**20, num_running=1, clock=clock, rest=lambda seconds: events.append(f"rest {seconds:g}")
+    )
+
+    def job(seconds: float) -> None:
+        clock.now += seconds
+        events.append(f"job {seconds:g}")
+
+    for seconds in (0.05, 3.0, 0.001):
+        threads.submit(partial(job, seconds))
+    threads.submit(done.set)
+    assert done.wait(WAIT_SECONDS)
+    assert events == ["job 0.05", "rest 0.05", "job 3", "rest 0.1", "job 0.001"]
