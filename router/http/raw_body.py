@@ -13,7 +13,7 @@ from contract.errors import (
     PayloadTooLargeError,
     UnsupportedMediaTypeError,
 )
-from router.http.decoding import LARGE_BYTES
+from router.http.decoding import LARGE_BYTES, Rest
 
 _CHUNK_BYTES = 2**16
 _SMALL_BYTES = 2**14
@@ -117,9 +117,10 @@ async def _inflated(request: web.Request, encoding: str) -> AsyncIterator[bytes]
             yield chunk
             continue
         inflater = inflater or _Inflater(chunk, encoding)
+        rest = Rest()
         for piece in inflater.push(chunk):
             yield piece
-            await asyncio.sleep(0)  # a chunk of zeros is many pieces
+            await rest.after_work()  # a chunk of zeros is many pieces
     if inflater is not None and not inflater.is_finished:
         raise InvalidRequestError("the body ends before its compressed data does")
 
