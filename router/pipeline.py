@@ -82,9 +82,7 @@ class Pipeline:
         Raises KvbatonError.
         """
         check_repeated(asked)
-        await self._models.settled()
-        await self._turns.take(asked[0].tenant)
-        self._ledger.check_admission(asked[0], sum(len(one.choices) for one in asked))
+        await self._admit(asked[0], sum(len(one.choices) for one in asked))
         with ExitStack() as held:
             records = [
                 [held.enter_context(self._ledger.open(one)) for _ in one.choices]
@@ -107,11 +105,9 @@ class Pipeline:
 
         Cancel its task to end it early. Raises KvbatonError.
         """
-        await self._models.settled()
-        await self._turns.take(asked[0].tenant)
-        self._ledger.check_admission(asked[0], len(asked))
+        await self._admit(asked[0], len(asked))
         with ExitStack() as held:
-            records = [held.enter_context(self._ledger.open(one)) for one in asked]
+            records = [held.enter_context(self._ledger.open(one)) async for one in giving_way(asked)]
             card = self._models.card_named(asked[0].model)
             preparing = [self._prepare_embedding(one, card) for one in asked]
             requests = await self._all_within_limits(preparing, card)
@@ -119,11 +115,17 @@ class Pipeline:
             pairs = zip(requests, records, strict=True)
             relays = [
                 held.enter_context(self._relays.open(request, [record], unread))[0]
-                for request, record in pairs
+                async for request, record in giving_way(pairs)
             ]
             async with aclosing(side_by_side([self._embedding(relay) for relay in relays])) as deltas:
                 found = [delta async for delta in deltas]
         return sorted(found, key=lambda delta: delta.index)
+
+    async def _admit(self, first: GenerationRequest | EmbeddingRequest, num_requests: int) -> None:
+        """Wait for the model and for the client's turn, and check that so many requests may wait. Raises KvbatonError."""
+        await self._models.settled()
+        await self._turns.take(first.tenant)
+        self._ledger.check_admission(first, num_requests)
 
     def check(self, asked: GenerationRequest) -> PreparedRequest:
         """What ``generate`` would send, after all its checks; from any thread. Raises KvbatonError."""

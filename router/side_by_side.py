@@ -46,7 +46,7 @@ async def _carry(index: int, answer: AsyncGenerator[Delta, None], news: _News) -
             async for delta in answer:
                 delta.index = index
                 await news.put(delta)
-    except Exception as error:  # noqa: BLE001 - raised by whoever reads
+    except Exception as error:  # noqa: BLE001 - side_by_side raises it
         await news.put(error)
     else:
         await news.put(None)

@@ -16,7 +16,7 @@ _PATIENCE_SECONDS = 0.05
 
 
 class Starts:
-    """Owns the count of what is being started, by client. on_accepted: called when there may be room for another."""
+    """Owns the count of what is being started, by client. on_accepted: called when a client may start requests again."""
 
     def __init__(self, on_accepted: Callable[[], None]) -> None:
         self._on_accepted = on_accepted
@@ -44,7 +44,9 @@ class Starts:
             call.add_done_callback(ended)
 
     def _leave(self, client: str) -> None:
+        was_full = not self.may_start(client)
         self._starting[client] -= 1
         if not self._starting[client]:
             del self._starting[client]
-        self._on_accepted()
+        if was_full:
+            self._on_accepted()

@@ -1,4 +1,4 @@
-"""Background tasks that somebody owns: none is lost, none outlives its owner. And long work that lets others in between."""
+"""Background tasks with an owner: none is lost, and none outlives its owner. Long work yields to other tasks."""
 
 import asyncio
 import logging

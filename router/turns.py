@@ -1,4 +1,4 @@
-"""Lets the requests of each client begin one after the other, so that a burst of one client's holds up nobody else.
+"""Limits how many requests of a client begin at once, so that a burst of one client does not delay the others.
 
 What begins a request (a prompt to tokenize, a place in line, two calls to workers) takes about a millisecond of the event
 loop. A hundred at once would hold up everything else that is ready by a tenth of a second. Here one request of each client

@@ -111,7 +111,7 @@ class JobThreads:
         try:
             job()
         finally:
-            with self._lock:  # whoever submitted it holds it until then
+            with self._lock:  # submit() holds the lock, and its own reference to the job, until it is done
                 pass
             del job
             self._after_job()

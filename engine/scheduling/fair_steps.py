@@ -18,7 +18,7 @@ from engine.scheduling.request import Request
 RECENT_SECONDS = 1.0
 """For how long after its last step a client counts as one that others must leave room for."""
 MIN_ROWS = 4
-"""So many rows a client gets in any case."""
+"""Rows that every client gets, whatever they cost."""
 _GROWTH, _CUT = 1.1, 0.9
 
 
@@ -141,9 +141,9 @@ class FairSteps:
             return self._step
         least = min((self._served[client] for client in here if client in self._served), default=0.0)
         self._served = {client: max(least, self._served.get(client, 0.0)) for client in self._last_here}
-        limit = self._limit_among(self._last_here, running)
-        self._largest = min(limit, self._most(running))
-        sitting_out = self._take_turns(running, limit) if self._most(running) > limit else set()
+        limit, most = self._limit_among(self._last_here, running), self._most(running)
+        self._largest = min(limit, most)
+        sitting_out = self._take_turns(running, limit) if most > limit else set()
         starts = max(MIN_ROWS, self.answers.rows if running else self.prompts.rows)
         self._step = FairStep(starts, sitting_out, self._served)
         return self._step

@@ -1,7 +1,6 @@
 """The one order in which requests get places and blocks, and in which they lose them: priority, then arrival."""
 
 from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Reversible
 from operator import attrgetter
 
@@ -15,7 +14,7 @@ class Line(Reversible[Request]):
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self._by_client: defaultdict[str, list[Request]] = defaultdict(list)
+        self._by_client: dict[str, list[Request]] = {}
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
@@ -33,11 +32,11 @@ class Line(Reversible[Request]):
 
     @property
     def clients(self) -> Collection[str]:
-        """Whose requests stand in line."""
+        """The clients that have requests in the line."""
         return self._by_client.keys()
 
     def first_of(self, client: str) -> Request:
-        """Return whose turn it is among the requests of one of ``clients``."""
+        """Return the first request of one of ``clients``."""
         return self._by_client[client][0]
 
     def of(self, client: str) -> Iterator[Request]:
@@ -46,12 +45,12 @@ class Line(Reversible[Request]):
 
     def num_of(self, client: str) -> int:
         """Return how many requests of a client stand in line."""
-        return len(self._by_client[client]) if client in self._by_client else 0
+        return len(self._by_client.get(client, ()))
 
     def add(self, request: Request) -> None:
         """The request joins; it must not stand in line already."""
         insort(self._requests, request, key=_PRECEDENCE)
-        insort(self._by_client[request.asked.tenant], request, key=_PRECEDENCE)
+        insort(self._by_client.setdefault(request.asked.tenant, []), request, key=_PRECEDENCE)
 
     def remove(self, request: Request) -> bool:
         """The request leaves; False, and nothing happens, where it does not stand in line."""

@@ -36,7 +36,7 @@ async def read_body(
             return await decode_body(raw, max_values, schema)
 
 
-async def decode_body(raw: bytes | bytearray, max_values: int, schema: Json) -> "Body":
+async def decode_body(raw: bytes, max_values: int, schema: Json) -> "Body":
     """Return the JSON object in ``raw``, whose fields ``schema`` describes.
 
     max_values: values in it at most. Raises PayloadTooLargeError, InvalidRequestError.

@@ -31,7 +31,7 @@ class Rest:
         self._began = time.monotonic()
 
 
-async def decode(raw: bytes | bytearray, max_values: int) -> Any:
+async def decode(raw: bytes, max_values: int) -> Any:
     """Return the value of a JSON text.
 
     max_values: values in it at most. Raises PayloadTooLargeError, InvalidRequestError. Other coroutines run while it is
@@ -51,7 +51,7 @@ async def decode(raw: bytes | bytearray, max_values: int) -> Any:
     return data
 
 
-async def _has_few(raw: bytes | bytearray, max_values: int) -> bool:
+async def _has_few(raw: bytes, max_values: int) -> bool:
     """Return whether the text certainly has few enough lists and values, those that its strings seem to hold included."""
     num_lists = num_commas = 0
     rest = Rest()
@@ -66,12 +66,12 @@ async def _has_few(raw: bytes | bytearray, max_values: int) -> bool:
     return True
 
 
-def _at_most(text: bytes | bytearray, start: int = 0, end: int | None = None) -> tuple[int, int]:
+def _at_most(text: bytes, start: int = 0, end: int | None = None) -> tuple[int, int]:
     """Count brackets and commas: bounds on the lists and objects in a text, and on the values beside them."""
     return text.count(b"[", start, end) + text.count(b"{", start, end), text.count(b",", start, end)
 
 
-async def _count(raw: bytes | bytearray, max_values: int) -> None:
+async def _count(raw: bytes, max_values: int) -> None:
     """Count outside of strings, a piece at a time. Raises PayloadTooLargeError at the first one too many."""
     num_lists = num_commas = 0
     is_inside, left, rest = False, b"", Rest()
@@ -111,7 +111,7 @@ def _is_too_deep(data: Any) -> bool:
     return True
 
 
-def _reason(raw: bytes | bytearray, error: Exception) -> str:
+def _reason(raw: bytes, error: Exception) -> str:
     """The parser's words, but for half a surrogate pair, which it calls truncated data."""
     if b"\\u" not in raw:
         return str(error)

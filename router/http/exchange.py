@@ -19,6 +19,7 @@ from router.pipeline import Pipeline
 from router.request import GenerationRequest
 
 _SMALL = 256
+"""Parts (deltas) up to which an answer is written in the event loop."""
 OpenStream = Callable[[web.Request, dict[str, str], float], EventStream]
 
 
@@ -68,5 +69,5 @@ class Exchange:
 
 
 async def written(num_parts: int, write: Callable[[], bytes]) -> bytes:
-    """Return what ``write`` returns, which is called by a thread where it has so many parts that others would wait."""
+    """Return the result of ``write``. A thread calls it if the answer has so many parts that it would block the loop."""
     return await asyncio.to_thread(write) if num_parts > _SMALL else write()

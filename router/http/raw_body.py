@@ -57,7 +57,7 @@ class BodyReader:
     def take(self, num_bytes: int, held_by_body: int = 0) -> None:
         """Count bytes of a body that holds some already.
 
-        Raises OverloadedError where all bodies together hold too many, unless this one is so small that it keeps nobody out.
+        Raises OverloadedError if all bodies together hold too many bytes and this body is not small.
         """
         is_small = held_by_body + num_bytes <= self._small_bytes
         if self.num_bytes + num_bytes > self._max_total_bytes and not is_small:

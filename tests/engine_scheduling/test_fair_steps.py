@@ -132,7 +132,7 @@ def test_answers_take_turns() -> None:
 
 
 def test_rows_that_cost_nothing_are_not_held_back() -> None:
-    """As on a GPU: everybody is in every step, and the next step still begins before the last one is taken in."""
+    """As on a GPU: every answer is in every step, and the next step still begins before the last one is taken in."""
     engine = crowded(0.0)
     engine.step(30)
     before = engine.num_gone_on
@@ -159,7 +159,7 @@ def test_who_is_alone_gets_every_row() -> None:
 
 
 def test_equals_are_not_held_back() -> None:
-    """Two clients with as many answers each: nobody gets fewer rows than the one with the fewest has."""
+    """Two clients have as many answers each: no client gets fewer rows than the smallest client has."""
     engine = TimedEngine(BASE_SECONDS / 8)
     engine.ask("alice", 0, 60)
     engine.step(3)
@@ -212,7 +212,7 @@ def test_the_client_that_was_served_least_begins_next() -> None:
 def test_whoever_sits_out_ends_with_the_same_tokens(
     asked: list[tuple[str, int]], steps: list[int], rows: float, num_blocks: int
 ) -> None:
-    """Whatever comes when, with and without preemption; nobody sits out for ever, and the books are right."""
+    """In any order of arrival, with and without preemption, every answer ends, and the books are right."""
     engine = TimedEngine(0.0005, num_blocks=num_blocks, max_num_seqs=24)
     fair = engine.scheduler.batcher.fair_steps
     fair.answers._rows = fair.prompts._rows = rows

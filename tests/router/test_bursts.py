@@ -120,7 +120,7 @@ async def test_a_worker_that_does_not_answer_holds_up_its_client_for_a_moment_on
         while not calls.starts.may_start("m"):
             await asyncio.sleep(0.01)
     assert calls.num_told
-    for end in calls.ends:  # late answers count nobody twice
+    for end in calls.ends:  # a late answer must not be counted again
         end.set()
     await asyncio.sleep(0.01)
     num_started = 0
