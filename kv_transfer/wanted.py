@@ -67,6 +67,7 @@ class Wanted:
             "state": str(self.fetch.state),
             "age_seconds": now - self.since,
             "num_blocks": self.fetch.num_blocks,
+            "num_announced": len(self.fetch.digests),
             "num_landed": self.fetch.num_landed,
             "transport": None if self.source is None else self.source.transport,
             "rungs": [str(rung) for rung in self.fetch.rungs],

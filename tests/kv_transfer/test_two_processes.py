@@ -132,7 +132,8 @@ def test_a_cancelled_read_from_a_hung_sender_drains_by_the_receivers_own_doing(t
         prefill.tell("open", name="r", num_tokens=len(prompt))
         prefill.tell("publish", num_tokens=len(prompt))
         driver.scheduler.start_fetch(fetch)
-        driver.wait_for(lambda: driver.published, "published")
+        fetches = driver.scheduler.debug_state
+        driver.wait_for(lambda: fetches()["fetches"][0]["num_announced"] == 3, "announced")
         stop(prefill.process)
         driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
         driver.wait_for(lambda: driver.scheduler.debug_state()["data"]["current"], "a read in progress")
