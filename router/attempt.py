@@ -313,7 +313,7 @@ class Attempt:
         if not leg.may_hold or leg.worker.gone.is_set():
             return
         try:
-            await leg.worker.calls.cancel(*self._key)
+            await leg.worker.cancel(self._key)
         except KvbatonError as error:
             logger.warning("%s; the request's own deadline ends it there", error.message)
 

@@ -24,6 +24,12 @@ LegKey = tuple[str, int, int]
 """(request id, attempt, choice)"""
 
 
+_MAX_CANCELS = 4
+"""To one worker at a time. A client that hangs up ends hundreds of answers at once; others' starts would wait for those."""
+_REST, _MAX_REST_SECONDS = 3, 0.02
+"""How many times as long as a cancel took the next one waits, and for how long at most."""
+
+
 class AttachedWorker:
     """One incarnation of a worker, from its registration until its stream closes.
 
@@ -49,6 +55,7 @@ class AttachedWorker:
         self._on_change = on_change
         self.held = Held()
         self._legs: dict[LegKey, tuple[Callable[[Event], None], int, str]] = {}
+        self._cancels = asyncio.Semaphore(_MAX_CANCELS)
 
     @property
     def role(self) -> Role:
@@ -77,6 +84,15 @@ class AttachedWorker:
             self.num_tokens -= num_tokens
             self.held.add(tenant, -1, -num_tokens)
             self._on_change()
+
+    async def cancel(self, key: LegKey) -> None:
+        """Stop a leg there, after those that are being stopped, unless the worker is gone by then. Raises KvbatonError."""
+        async with self._cancels:
+            if self.gone.is_set():
+                return
+            began = time.monotonic()
+            await self.calls.cancel(*key)
+            await asyncio.sleep(min(_REST * (time.monotonic() - began), _MAX_REST_SECONDS))
 
     def deliver(self, step: pb.StepOutput) -> None:
         """Hand the entries of one step to their legs; those of older attempts and unknown requests are dropped."""

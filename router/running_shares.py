@@ -55,14 +55,15 @@ class RunningShares:
         Always where it holds nothing, or while it alone uses the service.
         """
         held_requests = sum(use.held.num_requests[tenant] for use in uses)
-        if not held_requests or self._is_alone(tenant, uses):
+        if not held_requests or self.is_alone(tenant, uses):
             return True
         held_tokens = sum(use.held.num_tokens[tenant] for use in uses)
         return held_requests + num_requests <= self._max_share * sum(
             use.max_requests for use in uses
         ) and held_tokens + num_tokens <= self._max_share * sum(use.max_tokens for use in uses)
 
-    def _is_alone(self, tenant: str, uses: Sequence[Use]) -> bool:
+    def is_alone(self, tenant: str, uses: Sequence[Use]) -> bool:
+        """Return whether no other client has asked for anything lately, or holds anything."""
         since = self._clock() - RECENT_SECONDS
         self._seen_at = {name: seen for name, seen in self._seen_at.items() if seen > since}
         others = self._seen_at.keys() | {name for use in uses for name in use.held.num_requests}

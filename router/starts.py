@@ -2,7 +2,7 @@
 
 A start is a call to each of its workers, which takes the router and the worker about a millisecond each. A burst of a
 hundred of one client's would stand before everybody else's at the worker's door. So the next ones are sent when the first
-ones have been accepted.
+ones have been accepted; and beside other clients only after a rest, so that starts leave most of the time to them.
 """
 
 import asyncio
@@ -13,6 +13,8 @@ from typing import Any
 _MAX_STARTING = 4
 _PATIENCE_SECONDS = 0.05
 """A call that takes longer no longer holds up its client's next one: its worker may be dead."""
+_REST, _MAX_REST_SECONDS = 3, 0.02
+"""How many times as long as its calls took a client rests, where it is not alone; and for how long at most."""
 
 
 class Starts:
@@ -26,20 +28,25 @@ class Starts:
         """Return whether another request of this client may be started now."""
         return self._starting[client] < _MAX_STARTING
 
-    def add(self, client: str, calls: Collection[asyncio.Task[Any]]) -> None:
-        """Count a request until its calls are done, or have taken too long."""
+    def add(self, client: str, calls: Collection[asyncio.Task[Any]], *, is_alone: bool) -> None:
+        """Count a request until its calls are done, or have taken too long. is_alone: there is no other client."""
         if all(call.done() for call in calls):
             return
         self._starting[client] += 1
-        left = set(calls)
+        left, loop = set(calls), asyncio.get_running_loop()
+        began = loop.time()
 
         def ended(call: asyncio.Task[Any] | None = None) -> None:
             left.difference_update([call] if call else calls)
             if not left and not timer.cancelled():
                 timer.cancel()
-                self._leave(client)
+                if is_alone:
+                    self._leave(client)
+                else:
+                    rest = min(_REST * (loop.time() - began), _MAX_REST_SECONDS)
+                    loop.call_later(rest, self._leave, client)
 
-        timer = asyncio.get_running_loop().call_later(_PATIENCE_SECONDS, ended)
+        timer = loop.call_later(_PATIENCE_SECONDS, ended)
         for call in calls:
             call.add_done_callback(ended)
 

@@ -79,9 +79,10 @@ class WaitingLine:
         self._patience = Patience(patience_seconds, self._serve)
         self._queue: FairQueue[_Lane, _Waiter] = FairQueue()
         self._able: list[tuple[object, ...]] = []
-        self._starts = Starts(self._serve)
+        self._starts = Starts(self._serve_soon)
         self._turn = 0
-        changes.listen(self._serve)
+        self._is_due = False
+        changes.listen(self._serve_soon)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -118,6 +119,12 @@ class WaitingLine:
         for ticket in self._queue:
             ticket.item.stop_timer()
 
+    def _serve_soon(self) -> None:
+        """Serve once in the next round of the event loop, however many changes there are until then."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._serve)
+
     def _serve_if_it_matters(self, ticket: Ticket[_Lane, _Waiter]) -> None:
         """Do nothing for one that comes behind a head that waits for room: nothing changes for anybody."""
         if self._is_head(ticket) or self._patience.missing(ticket.item.wish.need):
@@ -145,6 +152,7 @@ class WaitingLine:
 
     def _serve(self) -> None:
         """Bind the heads of the lanes for as long as there is room."""
+        self._is_due = False
         workers = self._registry.snapshot()
         self._patience.look(workers)
         self._sort_into_lanes(workers)
@@ -155,8 +163,9 @@ class WaitingLine:
 
     def _bind_one(self, workers: Sequence[WorkerView], severed: Pairs) -> bool:
         """Bind the first head that has room. Workers that an earlier head waits for are taken as full."""
-        for ticket in self._queue.heads(self._may_go(self._registry.decoding())):
-            lane = ticket.lane
+        uses = self._registry.decoding()
+        for ticket in self._queue.heads(self._may_go(uses)):
+            lane, tenant = ticket.lane, ticket.claim.tenant
             if ticket.item.attempt.done():
                 self._discard(ticket)
                 return True
@@ -168,7 +177,7 @@ class WaitingLine:
                 ticket.item.is_queued = False
                 self._turn += 1
                 attempt = ticket.item.begin(placement)
-                self._starts.add(ticket.claim.tenant, attempt.calls)
+                self._starts.add(tenant, attempt.calls, is_alone=self._shares.is_alone(tenant, uses))
                 ticket.item.attempt.set_result(attempt)
                 return True
             kept = awaited(workers, wish)

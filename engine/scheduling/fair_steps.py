@@ -20,6 +20,10 @@ RECENT_SECONDS = 1.0
 MIN_ROWS = 4
 """Rows that every client gets, whatever they cost."""
 _GROWTH, _CUT = 1.1, 0.9
+_UP, _DOWN = 0.02, 0.3
+"""How fast the length of a short step follows longer and shorter ones: a busy moment shall not become the measure."""
+_PAUSE = 3
+"""How many times as long as a step of one limited client's answers the pause before the next one is."""
 
 
 class RowLimit:
@@ -44,7 +48,8 @@ class RowLimit:
     def note(self, num_rows: int, largest: int | None, seconds: float) -> None:
         """Take in a measured step. largest: rows of the client with most; None where it had the step for itself."""
         if num_rows <= MIN_ROWS + 1:
-            self._short_seconds = _smoothed(self._short_seconds, seconds, 0.1)
+            weight = _DOWN if seconds < self._short_seconds else _UP
+            self._short_seconds = _smoothed(self._short_seconds, seconds, weight)
         if largest is None or not self._short_seconds:
             return
         self._seconds = _smoothed(self._seconds, seconds, 0.5)
@@ -105,7 +110,7 @@ class FairSteps:
         num_rows = len(scheduled.num_scheduled_tokens)
         if not num_rows or not seconds:
             return
-        self._pause_until = self._clock() + seconds
+        self._pause_until = self._clock() + _PAUSE * seconds
         if num_rows < scheduled.total_num_scheduled_tokens:
             started = self._step.num_started if self._step and self._step.limit is not None else None
             self.prompts.note(num_rows, max(started.values(), default=0) if started else None, seconds)
@@ -113,9 +118,9 @@ class FairSteps:
             self.answers.note(num_rows, self._largest, seconds)
 
     def seconds_to_pause(self, *lines: Line) -> float:
-        """Return how long the coming step is delayed: as long as the last one took, where one client's answers are limited.
+        """Return how long the coming step is delayed, where one client's answers are limited: three times a step.
 
-        Not while another client's request is in one of the lines: so that one finds the machine idle half of the time.
+        Not while another client's request is in one of the lines. So that one mostly finds the machine idle.
         """
         if self._step is None or not self._step.sitting_out:
             return 0.0

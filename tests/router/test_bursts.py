@@ -2,12 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
+from protos import worker_pb2 as pb
+from router import starts, turns
+from router.registry import AttachedWorker
 from router.starts import Starts
 from router.tasks import giving_way
 from router.testing import Script
@@ -18,11 +22,11 @@ from tests.text.tiny_model import END
 
 async def test_one_request_of_each_client_begins_in_a_round() -> None:
     """Whoever comes first goes first; another client does not wait behind them."""
-    turns, begun = Turns(), list[tuple[int, str]]()
+    taking, begun = Turns(), list[tuple[int, str]]()
     rounds = 0
 
     async def ask(name: str) -> None:
-        await turns.take(name[0])
+        await taking.take(name[0])
         begun.append((rounds, name))
 
     async def count() -> None:
@@ -41,16 +45,35 @@ async def test_one_request_of_each_client_begins_in_a_round() -> None:
     assert when["a0"] == when["m0"] and len({when[f"m{number}"] for number in range(4)}) == 4
 
 
+async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop was busy for an hour, so the next turn is far; another client begins at once, and a lone one never rests."""
+    monkeypatch.setattr(turns, "_MAX_REST_SECONDS", 3600.0)
+    now = {"clock": 0.0, "cpu": 0.0}
+    taking = Turns(lambda: now["clock"], lambda: now["cpu"])
+    for _ in range(3):
+        now["cpu"] += 3600
+        await asyncio.wait_for(taking.take("m"), 5)
+    await asyncio.sleep(0.001)
+    now["cpu"] += 3600
+    await taking.take("a")
+    await taking.take("m")
+    waiting = asyncio.create_task(taking.take("m"))
+    await asyncio.sleep(0.001)
+    assert not waiting.done()
+    await asyncio.wait_for(taking.take("b"), 5)
+    waiting.cancel()
+
+
 async def test_one_that_is_cancelled_takes_nobodys_turn() -> None:
-    turns = Turns()
-    await turns.take("m")
-    waiting = [asyncio.create_task(turns.take("m")) for _ in range(3)]
+    taking = Turns()
+    await taking.take("m")
+    waiting = [asyncio.create_task(taking.take("m")) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     async with asyncio.timeout(5):
         await asyncio.gather(*waiting[1:])
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(turns.take("m"), 5)
+    await asyncio.wait_for(taking.take("m"), 5)
 
 
 async def test_long_work_gives_way() -> None:
@@ -80,10 +103,11 @@ class Calls:
     def tell(self) -> None:
         self.num_told += 1
 
-    def start(self, client: str, count: int = 2) -> None:
+    def start(self, client: str, count: int = 2, *, is_alone: bool = True) -> None:
         ends = [asyncio.Event() for _ in range(count)]
         self.ends += ends
-        self.starts.add(client, [asyncio.create_task(self._until(end)) for end in ends])
+        calls = [asyncio.create_task(self._until(end)) for end in ends]
+        self.starts.add(client, calls, is_alone=is_alone)
 
     @staticmethod
     async def _until(end: asyncio.Event) -> None:
@@ -111,6 +135,20 @@ async def test_the_next_request_starts_when_one_was_accepted_by_both_workers(cal
     await asyncio.sleep(0.001)
     assert calls.starts.may_start("m")
     assert [calls.num_told] == [1]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_a_client_that_is_not_alone_rests_between_starts(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    monkeypatch.setattr(starts, "_MAX_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(starts, "_REST", 10**9)
+    while calls.starts.may_start("m"):
+        calls.start("m", is_alone=is_alone)
+    for end in calls.ends:
+        end.set()
+    await asyncio.sleep(0.001)
+    assert calls.starts.may_start("m") is is_alone and calls.starts.may_start("a")
 
 
 async def test_a_worker_that_does_not_answer_holds_up_its_client_for_a_moment_only(calls: Calls) -> None:
@@ -148,6 +186,34 @@ def test_starts_are_counted_to_zero(events: list[str]) -> None:
         assert not calls.starts._starting
 
     asyncio.run(run())
+
+
+class Cancelled:
+    """A worker's calls, of which only cancels come, and end when a test says so."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.may_end = asyncio.Event()
+
+    async def cancel(self, *_: object) -> None:
+        self.num_begun += 1
+        await self.may_end.wait()
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_answers_that_end_together_are_cancelled_a_few_at_a_time(is_gone: bool) -> None:
+    """So others' starts do not stand behind hundreds of them; a worker that goes meanwhile is told nothing more."""
+    calls: Any = Cancelled()
+    worker = AttachedWorker(pb.Registration(worker_id="d"), calls, lambda: None)
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(20):
+            tasks.create_task(worker.cancel((f"r{number}", 0, 0)))
+        await asyncio.sleep(0.001)
+        assert calls.num_begun == 4
+        if is_gone:
+            worker.gone.set()
+        calls.may_end.set()
+    assert calls.num_begun == (4 if is_gone else 20)
 
 
 async def test_a_burst_of_one_client_is_answered_whole() -> None:

@@ -101,8 +101,8 @@ async def test_one_key_does_not_take_all_workers_while_another_is_there(roles: t
         cluster.script = lambda _: Script(tokens=TOKENS)
         async with asyncio.timeout(20):
             assert await ask(cluster, "bob") == 200
-        state = await cluster.debug_state()
-        assert (state["num_in_line"], state["requests"]["streaming"]) == (6, 2)
+        await cluster.until(lambda state: state["num_in_line"] == 6)
+        assert (await cluster.debug_state())["requests"]["streaming"] == 2
         for hog in hogs:
             hog.cancel()
 

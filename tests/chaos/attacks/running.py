@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from tests.chaos.attacks.bystander import Bystander, bystander_of, p99
 from tests.chaos.attacks.target import Target, attacked_service
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
-_CALM_SECONDS = 15.0
 _WEAPON_SECONDS = 150.0
 _RECOVERY_SECONDS = 60.0
 _MIB = 2**20
@@ -70,19 +69,22 @@ class AttackReport:
         return {**asdict(self), "wrong": self.wrong}
 
 
-async def run_attack(folder: Path, name: str, python: str) -> AttackReport:
-    """Attack the service that ``python`` has installed with the weapon of this name."""
+async def run_attack(folder: Path, name: str, python: str, seconds: float = 15.0) -> AttackReport:
+    """Attack the service that ``python`` has installed with the weapon of this name.
+
+    seconds: for how long at least, and for how long the bystander is watched before.
+    """
     report = AttackReport(name)
     async with attacked_service(folder, python) as target, bystander_of(target) as bystander:
         for _ in range(3):
             await bystander.ask()
         async with _asking(bystander):
             calm = time.monotonic()
-            await asyncio.sleep(_CALM_SECONDS)
+            await asyncio.sleep(seconds)
             report.idle_mib = _mib(target.memory())
             logged, began = target.log_bytes(), time.monotonic()
             async with _watching_memory(target, report) as too_large:
-                await _strike(target, name, too_large)
+                await _strike(replace(target, attack_seconds=seconds), name, too_large)
                 ended = time.monotonic()
                 report.answered_after = await _first_answer(bystander, ended)
             report.log_bytes = target.log_bytes() - logged

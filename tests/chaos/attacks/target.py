@@ -25,7 +25,10 @@ _POOL_FLAG = f"--kv-cache-bytes={64 * 2**20}"
 
 @dataclass(frozen=True)
 class Target:
-    """A running service. attacker_key, bystander_key: two valid API keys. processes: as the ready file lists them."""
+    """A running service. attacker_key, bystander_key: two valid API keys. processes: as the ready file lists them.
+
+    attack_seconds: for how long at least it is attacked.
+    """
 
     http: str
     grpc: str
@@ -33,6 +36,7 @@ class Target:
     attacker_key: str
     bystander_key: str
     log: Path
+    attack_seconds: float = 15.0
 
     @classmethod
     def from_json(cls, text: str) -> "Target":

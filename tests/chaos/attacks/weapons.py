@@ -1,6 +1,6 @@
 """What strangers send: one coroutine an attack. Each ends by itself, whether or not the service has answered.
 
-``python -m tests.chaos.attacks.weapons NAME TARGET`` attacks for at least 15 seconds; TARGET is a Target as JSON. An
+``python -m tests.chaos.attacks.weapons NAME TARGET`` attacks for at least ``attack_seconds``; TARGET is a Target as JSON. An
 attacker is a process of its own, to be started with the lowest priority: it stands for another machine, whose work is not
 the service's.
 """
@@ -24,7 +24,6 @@ from protos import inference_pb2_grpc
 from tests.chaos.attacks.target import MODEL, Target
 
 _BODY_BYTES = 8 * 2**20 - 2**12
-_HOLD_SECONDS = 15.0
 _PATIENCE_SECONDS = 60.0
 _ADDRESS = ("127.0.0.66", 0)
 """Where attackers call from: a service may close its doors to an address, and others must not share that."""
@@ -70,12 +69,13 @@ async def long_stop_strings(target: Target) -> None:
 async def silent_connections(target: Target) -> None:
     """Open 1,500 connections to HTTP, a third each silent, with half a request line, with half of the headers."""
     beginnings = (b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ")
-    await _hold_connections([_host_port(target.http)] * 1500, beginnings)
+    await _hold_connections([_host_port(target.http)] * 1500, beginnings, target.attack_seconds)
 
 
 async def silent_grpc_connections(target: Target) -> None:
     """Open 1,500 connections to gRPC that send nothing, or half of the preface."""
-    await _hold_connections([_host_port(target.grpc)] * 1500, (b"", b"PRI * HTTP/2.0\r\n"))
+    beginnings = (b"", b"PRI * HTTP/2.0\r\n")
+    await _hold_connections([_host_port(target.grpc)] * 1500, beginnings, target.attack_seconds)
 
 
 async def slow_headers(target: Target) -> None:
@@ -83,7 +83,7 @@ async def slow_headers(target: Target) -> None:
 
     async def drip() -> None:
         with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_HOLD_SECONDS):
+            async with asyncio.timeout(target.attack_seconds):
                 _, writer = await asyncio.open_connection(*_host_port(target.http), local_addr=_ADDRESS)
                 for byte in b"POST /v1/completions HTTP/1.1\r\n" * 100:
                     writer.write(bytes([byte]))
@@ -155,7 +155,7 @@ async def compressed_bodies(target: Target) -> None:
 async def control_port_flood(target: Target) -> None:
     """Keep opening connections to the workers' internal ports that never prove who they are."""
     ports = target.internal_ports()
-    until = time.monotonic() + _HOLD_SECONDS
+    until = time.monotonic() + target.attack_seconds
     while time.monotonic() < until:
         await _hold_connections(ports * 60, (b"", b"\x00\x00\x00\x08kvbaton"), seconds=1.0)
 
@@ -261,13 +261,13 @@ async def _hold_unread(target: Target, path: str, bodies: list[dict[str, Any]]) 
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(head.encode() + data)
             writers.append(writer)
-    await asyncio.sleep(_HOLD_SECONDS)
+    await asyncio.sleep(target.attack_seconds)
     for writer in writers:
         writer.transport.abort()
 
 
 async def _hold_connections(
-    addresses: Iterable[tuple[str, int]], beginnings: tuple[bytes, ...], seconds: float = _HOLD_SECONDS
+    addresses: Iterable[tuple[str, int]], beginnings: tuple[bytes, ...], seconds: float
 ) -> None:
     """Open a connection to each address, send one of the beginnings, and hold them all."""
     gate, writers = asyncio.Semaphore(100), list[asyncio.StreamWriter]()
@@ -299,7 +299,7 @@ async def _send_and_close(
 
 
 async def _attack(name: str, target: Target) -> None:
-    until = time.monotonic() + _HOLD_SECONDS
+    until = time.monotonic() + target.attack_seconds
     while time.monotonic() < until:
         await WEAPONS[name](target)
 
