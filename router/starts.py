@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 _MAX_STARTING = 4
+"""For each worker that decodes."""
 _PATIENCE_SECONDS = 0.05
 """A call that takes longer no longer holds up its client's next one: its worker may be dead."""
 _REST, _MAX_REST_SECONDS = 3, 0.02
@@ -18,15 +19,19 @@ _REST, _MAX_REST_SECONDS = 3, 0.02
 
 
 class Starts:
-    """Owns the count of what is being started, by client. on_accepted: called when a client may start requests again."""
+    """Owns the count of what is being started, by client. on_accepted: called when a client may start requests again.
+
+    num_workers: that decode.
+    """
 
     def __init__(self, on_accepted: Callable[[], None]) -> None:
+        self.num_workers = 1
         self._on_accepted = on_accepted
         self._starting: Counter[str] = Counter()
 
     def may_start(self, client: str) -> bool:
         """Return whether another request of this client may be started now."""
-        return self._starting[client] < _MAX_STARTING
+        return self._starting[client] < _MAX_STARTING * max(1, self.num_workers)
 
     def add(self, client: str, calls: Collection[asyncio.Task[Any]], *, is_alone: bool) -> None:
         """Count a request until its calls are done, or have taken too long. is_alone: there is no other client."""

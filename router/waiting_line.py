@@ -164,6 +164,7 @@ class WaitingLine:
     def _bind_one(self, workers: Sequence[WorkerView], severed: Pairs) -> bool:
         """Bind the first head that has room. Workers that an earlier head waits for are taken as full."""
         uses = self._registry.decoding()
+        self._starts.num_workers = len(uses)
         for ticket in self._queue.heads(self._may_go(uses)):
             lane, tenant = ticket.lane, ticket.claim.tenant
             if ticket.item.attempt.done():

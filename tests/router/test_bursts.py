@@ -137,6 +137,13 @@ async def test_the_next_request_starts_when_one_was_accepted_by_both_workers(cal
     assert [calls.num_told] == [1]
 
 
+async def test_with_more_workers_more_requests_start(calls: Calls) -> None:
+    calls.starts.num_workers = 3
+    while calls.starts.may_start("m"):
+        calls.start("m", 1)
+    assert len(calls.ends) == 12
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 async def test_a_client_that_is_not_alone_rests_between_starts(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, is_alone: bool

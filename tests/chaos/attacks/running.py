@@ -98,7 +98,11 @@ async def run_attack(folder: Path, name: str, python: str, seconds: float = 15.0
 async def _strike(target: Target, name: str, too_large: asyncio.Event) -> None:
     """Attack until the weapon is spent, its time is over, or the service takes more than this machine should give."""
     command = (sys.executable, "-m", "tests.chaos.attacks.weapons", name, target.as_json())
-    attacker = await asyncio.create_subprocess_exec("nice", "-n", "19", *command, cwd=_REPOSITORY)
+    attacker = await asyncio.create_subprocess_exec(
+        "nice", "-n", "19", *command, cwd=_REPOSITORY, start_new_session=True
+    )
+    with suppress(OSError):  # where Linux weighs sessions (sched(7)), niceness counts only within one
+        Path(f"/proc/{attacker.pid}/autogroup").write_text("19")
     tasks = {asyncio.create_task(attacker.wait()), asyncio.create_task(too_large.wait())}
     _, pending = await asyncio.wait(tasks, timeout=_WEAPON_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     with suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
 """What strangers send: one coroutine an attack. Each ends by itself, whether or not the service has answered.
 
 ``python -m tests.chaos.attacks.weapons NAME TARGET`` attacks for at least ``attack_seconds``; TARGET is a Target as JSON. An
-attacker is a process of its own, to be started with the lowest priority: it stands for another machine, whose work is not
-the service's.
+attacker is a process of its own, to be started with the lowest priority, in a session of the lowest weight: it stands for
+another machine, whose work is not the service's.
 """
 
 import asyncio
