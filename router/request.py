@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -160,8 +161,9 @@ def for_prompts(first: _Asked, prompts: Iterable[str | tuple[int, ...]]) -> list
     """The request, and the same for each of ``prompts`` under an id of its own."""
     asked = [first]
     for number, prompt in enumerate(prompts, 1):
-        request_id = f"{first.request_id}-{number}"
-        asked.append(replace(first, request_id=request_id, prompt=prompt, family=first.request_id))
+        other = copy(first)  # ``replace`` takes 20 µs, which are too many for a thousand prompts
+        vars(other).update(request_id=f"{first.request_id}-{number}", prompt=prompt, family=first.request_id)
+        asked.append(other)
     return asked
 
 
