@@ -15,6 +15,7 @@ from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
 from router.inbox import Event
 from router.policy import UNLIMITED, Need, WorkerView, is_full, longest, missing_role
+from router.resting import MAX_REST_SECONDS, Rest
 from router.running_shares import Held, Use
 from router.worker_calls import WorkerCalls
 
@@ -26,8 +27,6 @@ LegKey = tuple[str, int, int]
 
 _MAX_CANCELS = 4
 """To one worker at a time. A client that hangs up ends hundreds of answers at once; others' starts would wait for those."""
-_REST, _MAX_REST_SECONDS = 3, 0.02
-"""How many times as long as a cancel took the next one waits, and for how long at most."""
 
 
 class AttachedWorker:
@@ -90,9 +89,9 @@ class AttachedWorker:
         async with self._cancels:
             if self.gone.is_set():
                 return
-            began = time.monotonic()
+            rest = Rest(MAX_REST_SECONDS)
             await self.calls.cancel(*key)
-            await asyncio.sleep(min(_REST * (time.monotonic() - began), _MAX_REST_SECONDS))
+            await rest.after_work()
 
     def deliver(self, step: pb.StepOutput) -> None:
         """Hand the entries of one step to their legs; those of older attempts and unknown requests are dropped."""

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from router.recent_clients import RecentClients
+
 RECENT_SECONDS = 10.0
 """For how long a client that asks for nothing more counts as one that uses the service."""
 
@@ -38,16 +40,15 @@ class Use:
 
 
 class RunningShares:
-    """Owns when each client was seen last. max_share: of all requests, and of all tokens, that run at the same time."""
+    """Decides whether a client may begin more. max_share: of all requests, and of all tokens, that run at the same time."""
 
     def __init__(self, max_share: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_share = max_share
-        self._clock = clock
-        self._seen_at: dict[str, float] = {}
+        self._recent = RecentClients(RECENT_SECONDS, clock)
 
     def note(self, tenant: str) -> None:
         """Record that a client asks for something now."""
-        self._seen_at[tenant] = self._clock()
+        self._recent.note(tenant)
 
     def may_begin(self, tenant: str, num_requests: int, num_tokens: int, uses: Sequence[Use]) -> bool:
         """Return whether a client may begin requests of ``num_tokens`` together beside what it holds.
@@ -64,7 +65,5 @@ class RunningShares:
 
     def is_alone(self, tenant: str, uses: Sequence[Use]) -> bool:
         """Return whether no other client has asked for anything lately, or holds anything."""
-        since = self._clock() - RECENT_SECONDS
-        self._seen_at = {name: seen for name, seen in self._seen_at.items() if seen > since}
-        others = self._seen_at.keys() | {name for use in uses for name in use.held.num_requests}
+        others = self._recent.names | {name for use in uses for name in use.held.num_requests}
         return others <= {tenant}

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
+from router.resting import rest_seconds
+
 _MAX_STARTING = 4
 """For each worker that decodes."""
 _PATIENCE_SECONDS = 0.05
 """A call that takes longer no longer holds up its client's next one: its worker may be dead."""
-_REST, _MAX_REST_SECONDS = 3, 0.02
-"""How many times as long as its calls took a client rests, where it is not alone; and for how long at most."""
 
 
 class Starts:
@@ -38,7 +38,8 @@ class Starts:
         if all(call.done() for call in calls):
             return
         self._starting[client] += 1
-        left, loop = set(calls), asyncio.get_running_loop()
+        left = set(calls)
+        loop = asyncio.get_running_loop()
         began = loop.time()
 
         def ended(call: asyncio.Task[Any] | None = None) -> None:
@@ -48,8 +49,7 @@ class Starts:
                 if is_alone:
                     self._leave(client)
                 else:
-                    rest = min(_REST * (loop.time() - began), _MAX_REST_SECONDS)
-                    loop.call_later(rest, self._leave, client)
+                    loop.call_later(rest_seconds(loop.time() - began), self._leave, client)
 
         timer = loop.call_later(_PATIENCE_SECONDS, ended)
         for call in calls:

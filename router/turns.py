@@ -11,15 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from router.recent_clients import RecentClients
+from router.resting import rest_seconds
+
 RECENT_SECONDS = 1.0
 """For how long after its last request a client counts as one that is there."""
-_REST = 2
+_FACTOR = 2
 """How many times as long as the loop was busy since the round before no other round begins."""
-_MAX_REST_SECONDS = 0.02
 
 
 class Turns:
-    """Owns who waits for its turn, by client, and when each client has asked last.
+    """Owns who waits for its turn, by client.
 
     clock, cpu_clock: seconds, and those for which the event loop's thread was busy.
     """
@@ -27,14 +29,14 @@ class Turns:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, cpu_clock: Callable[[], float] = time.thread_time
     ) -> None:
-        self._clock, self._cpu_clock = clock, cpu_clock
+        self._cpu_clock = cpu_clock
+        self._recent = RecentClients(RECENT_SECONDS, clock)
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._asked_at: dict[str, float] = {}
         self._busy_before = 0.0
 
     async def take(self, client: str) -> None:
         """Wait until no other request of this client has begun in this round of the event loop."""
-        self._asked_at[client] = self._clock()
+        self._recent.note(client)
         if (waiting := self._waiting.get(client)) is not None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             waiting.append(turn)
@@ -59,7 +61,5 @@ class Turns:
         """Return how long after this round the next one begins: at once, where one client is alone."""
         busy = self._cpu_clock() - self._busy_before
         self._busy_before += busy
-        since = self._clock() - RECENT_SECONDS
-        self._asked_at = {client: asked for client, asked in self._asked_at.items() if asked > since}
-        is_alone = len(self._asked_at.keys() | self._waiting.keys()) < 2
-        return 0.0 if is_alone else min(_REST * busy, _MAX_REST_SECONDS)
+        is_alone = len(self._recent.names | self._waiting.keys()) < 2
+        return 0.0 if is_alone else rest_seconds(busy, _FACTOR)

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _ACCEPTS_AT_ONCE = 8
-"""In one round of the event loop. Each takes about 0.2 ms, and whoever has a connection waits for all of them."""
+"""The most connections accepted in one round of the event loop: each takes about 0.2 ms, and delays the open ones."""
 _RETRY_SECONDS = 1.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REFUSAL = (

@@ -1,13 +1,12 @@
 """JSON from outside: counted before it is decoded, since many small values cost far more than their bytes."""
 
-import asyncio
 import json
-import time
 from typing import Any
 
 import msgspec
 
 from contract.errors import InvalidRequestError, PayloadTooLargeError
+from router.resting import Rest
 
 MAX_DEPTH = 100
 """What is nested deeper cannot be written out (in a message, by a chat template) within Python's recursion limit."""
@@ -17,18 +16,6 @@ LARGE_BYTES = 2**19
 """What is larger is decoded alone, and leaves most of the event loop's time to others."""
 _SPAN_BYTES = 2**19
 _CHUNK_BYTES = 2**16
-
-
-class Rest:
-    """Leaves three quarters of the event loop's time to others: begun before a piece of work."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    async def after_work(self) -> None:
-        """Sleep for three times as long as the work took since the last rest."""
-        await asyncio.sleep(3 * (time.monotonic() - self._began))
-        self._began = time.monotonic()
 
 
 async def decode(raw: bytes, max_values: int) -> Any:

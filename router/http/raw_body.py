@@ -13,7 +13,8 @@ from contract.errors import (
     PayloadTooLargeError,
     UnsupportedMediaTypeError,
 )
-from router.http.decoding import LARGE_BYTES, Rest
+from router.http.decoding import LARGE_BYTES
+from router.resting import Rest
 
 _CHUNK_BYTES = 2**16
 _SMALL_BYTES = 2**14

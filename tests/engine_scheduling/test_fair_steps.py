@@ -132,7 +132,7 @@ def test_answers_take_turns() -> None:
 
 
 def test_rows_that_cost_nothing_are_not_held_back() -> None:
-    """As on a GPU: every answer is in every step, and the next step still begins before the last one is taken in."""
+    """Every step holds every answer, as on a GPU; the next step still begins before the last one's tokens are processed."""
     engine = crowded(0.0)
     engine.step(30)
     before = engine.num_gone_on

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router import starts, turns
+from router import resting, starts
 from router.registry import AttachedWorker
 from router.starts import Starts
 from router.tasks import giving_way
@@ -47,7 +47,7 @@ async def test_one_request_of_each_client_begins_in_a_round() -> None:
 
 async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop was busy for an hour, so the next turn is far; another client begins at once, and a lone one never rests."""
-    monkeypatch.setattr(turns, "_MAX_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(resting, "MAX_REST_SECONDS", 3600.0)
     now = {"clock": 0.0, "cpu": 0.0}
     taking = Turns(lambda: now["clock"], lambda: now["cpu"])
     for _ in range(3):
@@ -148,8 +148,7 @@ async def test_with_more_workers_more_requests_start(calls: Calls) -> None:
 async def test_a_client_that_is_not_alone_rests_between_starts(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    monkeypatch.setattr(starts, "_MAX_REST_SECONDS", 3600.0)
-    monkeypatch.setattr(starts, "_REST", 10**9)
+    monkeypatch.setattr(starts, "rest_seconds", lambda _: 3600.0)
     while calls.starts.may_start("m"):
         calls.start("m", is_alone=is_alone)
     for end in calls.ends:
@@ -209,7 +208,7 @@ class Cancelled:
 
 @pytest.mark.parametrize("is_gone", [True, False])
 async def test_answers_that_end_together_are_cancelled_a_few_at_a_time(is_gone: bool) -> None:
-    """So others' starts do not stand behind hundreds of them; a worker that goes meanwhile is told nothing more."""
+    """Hundreds of cancels must not delay other clients' starts; a worker that leaves meanwhile receives no more cancels."""
     calls: Any = Cancelled()
     worker = AttachedWorker(pb.Registration(worker_id="d"), calls, lambda: None)
     async with asyncio.TaskGroup() as tasks:
