@@ -91,7 +91,7 @@ class LocalSettings(CommandSettings):
     max_hold_share: float | None = Field(default=None, ge=0, le=1)
     """Share of the time in which steps may be held for answers that are about to join them; 0: never; unset: 0.03."""
     max_key_slowdown: float | None = Field(default=None, ge=0)
-    """How many times as long one API key's answers may make the steps of other keys; 0: not bounded; unset: 1.5."""
+    """How many times as long one API key's answers may make the steps of other keys; 0: not bounded; unset: 1.25."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Bytes of each worker's KV pool, which it has from its start; unset: measured."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)

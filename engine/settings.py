@@ -37,7 +37,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     max_num_mixed_tokens: int = 512
     max_hold_share: float = 0.03
-    max_key_slowdown: float = 1.5
+    max_key_slowdown: float = 1.25
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9

@@ -34,7 +34,6 @@ from kv_transfer.listening import Listener
 from kv_transfer.messages import Message, Ping
 from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric
 from kv_transfer.strangers import (
-    MAX_ACCEPTS_AT_ONCE,
     MAX_STRANGERS,
     Seldom,
     giving_way,
@@ -183,11 +182,7 @@ class LinkLoop:
                 pass
 
     def _accept(self) -> None:
-        """Accept some connections, and not all: those that are open are served before there are too many."""
-        for _ in range(MAX_ACCEPTS_AT_ONCE):
-            sock = self._listener.accept()
-            if sock is None:
-                return
+        for sock in self._listener.accept_some():
             strangers = [link for link in self._links if link.session is None and link.target is None]
             if len(strangers) >= self._most_strangers:
                 what = f"more than {self._most_strangers} handshakes are not finished"

@@ -6,6 +6,7 @@ import math
 import selectors
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from kv_transfer.framing import listen_on
@@ -13,6 +14,8 @@ from kv_transfer.framing import listen_on
 logger = logging.getLogger(__name__)
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE_SECONDS = 0.2
+_ACCEPTS_AT_ONCE = 4
+_REST = 3
 
 
 class Listener:
@@ -40,6 +43,21 @@ class Listener:
         elif not is_wanted and self._is_watched:
             selector.unregister(self._sock)
         self._is_watched = is_wanted
+
+    def accept_some(self) -> Iterator[socket.socket]:
+        """Yield a few connections, then rest for three times as long as they took the caller.
+
+        So who is connected already is heard before there are too many, and a burst leaves the process to others.
+        """
+        began = time.monotonic()
+        for _ in range(_ACCEPTS_AT_ONCE):
+            sock = self.accept()
+            if sock is None:
+                break
+            yield sock
+        if self.resume_at == math.inf:
+            now = time.monotonic()
+            self.resume_at = now + _REST * (now - began)
 
     def accept(self) -> socket.socket | None:
         """The next connection; None when there is none, or nothing to accept it with: then a pause begins."""

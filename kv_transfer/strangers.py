@@ -1,7 +1,8 @@
 """Connections whose peer has proved nothing yet: how many may be open, and which one gives way to a new one.
 
 A flood must not cost an honest peer its place before it could answer. So few connections are accepted between two looks at
-those that have something to say, and room is made by the address that holds the most, first by a silent connection.
+those that have something to say (``Listener.accept_some``), and room is made by the address that holds the most, first by a
+silent connection.
 """
 
 import resource
@@ -14,7 +15,7 @@ from typing import Protocol, TypeVar
 MAX_STRANGERS = 256
 _SHARE = 8
 _FEWEST = 8
-MAX_ACCEPTS_AT_ONCE = 16
+MAX_ACCEPTS_AT_ONCE = 4
 
 
 def most_strangers(most: int, limit: int | None = None) -> int:

@@ -57,7 +57,7 @@ class WorkerSettings(Settings):
     """Tokens of prompts in a step in which answers go on as well: their next tokens wait for it."""
     max_hold_share: float = Field(default=0.03, ge=0, le=1)
     """Share of the time in which a decode worker may hold steps for answers that are about to join them; 0: never."""
-    max_key_slowdown: float = Field(default=1.5, ge=0)
+    max_key_slowdown: float = Field(default=1.25, ge=0)
     """How many times as long one API key's answers and prompts may make the steps of other keys; 0: not bounded."""
     max_queued_tokens: int | None = Field(default=None, ge=1)
     """Prompt tokens up to which a prefill worker is given more requests; two steps' worth where unset."""

@@ -17,7 +17,7 @@ from engine.scheduling.request import Request
 
 RECENT_SECONDS = 1.0
 """For how long after its last step a client counts as one that others must leave room for."""
-MIN_ROWS = 4
+MIN_ROWS = 2
 """Rows that every client gets, whatever they cost."""
 _GROWTH, _CUT = 1.1, 0.9
 _UP, _DOWN = 0.02, 0.3

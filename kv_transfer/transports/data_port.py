@@ -1,4 +1,7 @@
-"""A data port: peers dial it, show the token of their control link, and are spoken with, one thread per connection."""
+"""A data port: peers dial it, prove the session of their control link, and are spoken with, one thread per connection.
+
+A connection has a thread from when it has proved a session; until then one thread hears all of them.
+"""
 
 import logging
 import math
@@ -8,45 +11,36 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 from contract.errors import PeerUnreachableError, TransferError, UnauthenticatedError
 from kv_transfer.framing import format_address, parse_address, read_frame, write_frame
 from kv_transfer.listening import Listener
-from kv_transfer.strangers import most_strangers
 from kv_transfer.transport import Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending, Reading
+from kv_transfer.transports.data_lobby import Lobby, Stranger
 from kv_transfer.transports.tcp_stream import DataStream
 from kv_transfer.transports.tcp_wire import (
     MAX_DATA_FRAME_BYTES,
     DataChallenge,
-    DataHello,
-    DataProve,
     DataReply,
     DataStatus,
     reply_frame,
 )
 
 logger = logging.getLogger(__name__)
-_MAX_STRANGERS = 64
-"""Connections that have proved nothing; one more costs the oldest of them its place, first those that name no session."""
 _MAX_WAIT_SECONDS = 3600.0
 _MAX_NAME_BYTES = 16
 """Linux's TCP_CA_NAME_MAX."""
 
 
 class Visit:
-    """One connection. names_session: it has named one that is open, which no stranger can.
+    """One connection of a peer that has proved a session. token: the session's."""
 
-    token: empty until it was shown; up to ``greet_by`` (monotonic) there is time for that.
-    """
-
-    def __init__(self, sock: socket.socket, greet_by: float) -> None:
+    def __init__(self, sock: socket.socket, token: str) -> None:
         self.sock, self.stream = sock, DataStream(sock)
-        self.greet_by = greet_by
-        self.token = ""
-        self.names_session = False
+        self.token = token
         self._lock = threading.Lock()
         self._is_kept = self._is_over = False
 
@@ -88,7 +82,6 @@ class DataPort:
         self._lock = threading.Lock()
         self._visits: dict[Visit, threading.Thread] = {}
         self._is_closed = False
-        self._most_strangers = most_strangers(_MAX_STRANGERS)
         self._listener = Listener(context.host, context.data_port)
         self.address = format_address(context.advertise_host or context.host, self._listener.port)
         self._wake_in, self._wake_out = socket.socketpair()
@@ -119,58 +112,56 @@ class DataPort:
             self._on_failed(self._thread.name, error)
 
     def _accept(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with (
+            selectors.DefaultSelector() as selector,
+            closing(Lobby(selector, self._patience_seconds)) as lobby,
+        ):
             selector.register(self._wake_in, selectors.EVENT_READ)
             while True:
                 self._listener.watch(selector)
-                ready = [key.fileobj for key, _ in selector.select(self._end_strangers(time.monotonic()))]
-                if self._wake_in in ready:
+                due = min(lobby.dismiss_late(time.monotonic()), self._listener.resume_at)
+                ready = [key for key, _ in selector.select(_seconds_until(due))]
+                if any(key.fileobj is self._wake_in for key in ready):
                     return
-                if ready and (sock := self._listener.accept()) is not None:
-                    self._receive(sock)
+                for stranger in [key.data for key in ready if key.data is not None]:
+                    self._hear(lobby, stranger)
+                if any(key.data is None for key in ready):
+                    for sock in self._listener.accept_some():
+                        lobby.let_in(sock, Lending(self._sessions, self._transport))
 
-    def _end_strangers(self, now: float) -> float | None:
-        """Dismiss who did not say who it is in time; returns the seconds to the next look."""
-        with self._lock:
-            strangers = self._strangers()
-            for stranger in [stranger for stranger in strangers if stranger.greet_by <= now]:
-                _dismiss(stranger)
-        due = min((stranger.greet_by for stranger in strangers), default=math.inf)  # inf for the dismissed
-        due = min(due, self._listener.resume_at)
-        return None if due == math.inf else max(0.0, min(due - now, _MAX_WAIT_SECONDS))
+    def _hear(self, lobby: Lobby, stranger: Stranger) -> None:
+        try:
+            token = stranger.hear()
+        except (OSError, TransferError, UnauthenticatedError) as error:
+            logger.debug("%s: a stranger's connection ended: %s", self._name, error)
+            lobby.dismiss(stranger)
+            return
+        if token is not None:
+            self._receive(Visit(lobby.release(stranger), token))
 
-    def _strangers(self) -> list[Visit]:
-        """Who has said nothing yet and may still do so."""
-        return [one for one in self._visits if not one.token and one.greet_by < math.inf]
-
-    def _receive(self, sock: socket.socket) -> None:
-        visit = Visit(sock, time.monotonic() + self._patience_seconds)
+    def _receive(self, visit: Visit) -> None:
         thread = threading.Thread(target=self._serve, args=(visit,), name=f"{self._name}-serve", daemon=True)
         with self._lock:
-            strangers = self._strangers()
-            if len(strangers) >= self._most_strangers:
-                _dismiss(min(strangers, key=lambda stranger: (stranger.names_session, stranger.greet_by)))
             if self._is_closed:
-                sock.close()
-                return
-            try:
-                thread.start()  # it waits for the lock before it forgets the visit
-            except RuntimeError as error:
-                sock.close()
-                self._listener.pause(f"no thread can be had: {error}")
+                visit.sock.close()
                 return
             self._visits[visit] = thread
+            try:
+                thread.start()  # which may end at once: it waits for the lock before it forgets the visit
+            except RuntimeError as error:
+                del self._visits[visit]
+                visit.sock.close()
+                self._listener.pause(f"no thread can be had: {error}")
 
     def _serve(self, visit: Visit) -> None:
         try:
             visit.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             visit.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             leave_unpaced(visit.sock)
-            visit.stream.wait_at_most(self._patience_seconds, self._patience_seconds)
-            if self._greet(visit):
-                visit.stream.wait_at_most(0, self._patience_seconds)  # the next word may be long in coming
+            visit.stream.wait_at_most(0, self._patience_seconds)  # the next word may be long in coming
+            if self._confirm(visit):
                 self._talk(visit)
-        except (OSError, TransferError, UnauthenticatedError) as error:
+        except (OSError, TransferError) as error:
             logger.debug("%s: a connection ended: %s", self._name, error)
         except Exception:  # the boundary of the data protocol: the peer sees its connection close
             logger.exception("%s: serving a connection failed", self._name)
@@ -179,18 +170,9 @@ class DataPort:
                 del self._visits[visit]
                 visit.sock.close()
 
-    def _greet(self, visit: Visit) -> bool:
-        lending = Lending(self._sessions, self._transport)
-        challenge = lending.challenge(visit.stream.hear(DataHello))
-        visit.stream.say(challenge)
-        if challenge.status is not DataStatus.OK:
-            return False
-        visit.names_session = True
-        token = lending.check(visit.stream.hear(DataProve))
-        with self._lock:
-            visit.token = token
-        # Looked up behind the line above: else the end of a session in between is missed.
-        is_known = token in self._sessions
+    def _confirm(self, visit: Visit) -> bool:
+        """Tell a peer whether its session is still open: one that ends from here on finds the visit."""
+        is_known = visit.token in self._sessions
         status, message = (DataStatus.OK, "") if is_known else (DataStatus.DENIED, UNKNOWN)
         visit.stream.send(reply_frame(status, message))
         return is_known
@@ -246,6 +228,5 @@ def shut_down(sock: socket.socket) -> None:
         logger.debug("a connection was closed by its peer already")
 
 
-def _dismiss(stranger: Visit) -> None:
-    stranger.greet_by = math.inf
-    shut_down(stranger.sock)
+def _seconds_until(due: float) -> float | None:
+    return None if due == math.inf else max(0.0, min(due - time.monotonic(), _MAX_WAIT_SECONDS))

@@ -1,7 +1,9 @@
 """A flood of connections on the control and the data port: an honest peer gets in at its first try."""
 
+import selectors
 import socket
 import threading
+import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -10,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.framing import parse_address, read_frame, write_frame
+from kv_transfer.framing import encode_frame, parse_address, read_frame, write_frame
+from kv_transfer.listening import Listener
 from kv_transfer.strangers import MAX_STRANGERS, Seldom, giving_way
 from kv_transfer.transport import Source
 from kv_transfer.transports.data_greeting import Reading
+from kv_transfer.transports.data_port import dial, unconnected
 from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
 from tests.kv_transfer.builders import hand_over, pair_of
 from tests.kv_transfer.test_strangers import WAIT, data_port, silent_links
@@ -89,6 +93,62 @@ def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
         assert second.recv(1) == b""
         write_frame(honest, reading.prove(challenge), MAX_DATA_FRAME_BYTES)
         assert read_frame(honest, DataReply, MAX_DATA_FRAME_BYTES).status is DataStatus.OK
+
+
+def test_a_stranger_on_a_data_port_has_no_thread() -> None:
+    """L7: 60 connections that say nothing started 60 threads. Who has proved its session has one."""
+    with data_port(300.0) as sender, ExitStack() as stack:
+        sender._port._sessions.begin("token")
+        source = Source("p", "b", sender.address, "token")
+        before = threading.active_count()
+        silent_links(sender.address, 60, stack)
+        served = stack.enter_context(unconnected(source, WAIT))
+        dial(served, source)
+        assert threading.active_count() == before + 1
+
+
+@pytest.mark.parametrize("beginning", [b"", b"\xff" * 8, b"\x08\0\0\0kvbaton", b"\0\x04\0\0" + b"\0" * 1028])
+def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: bytes) -> None:
+    """So is who ends its side; who is good comes in behind it."""
+    with data_port(300.0) as sender, ExitStack() as stack:
+        sender._port._sessions.begin("token")
+        (stranger,) = silent_links(sender.address, 1, stack)
+        stranger.sendall(beginning)
+        stranger.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        source = Source("p", "b", sender.address, "token")
+        dial(stack.enter_context(unconnected(source, WAIT)), source)
+
+
+def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
+    """It cannot know whether its session is open still."""
+    with data_port(300.0) as sender, ExitStack() as stack:
+        sender._port._sessions.begin("token")
+        reading = Reading(Source("p", "b", sender.address, "token"))
+        (hasty,) = silent_links(sender.address, 1, stack)
+        write_frame(hasty, reading.hello, MAX_DATA_FRAME_BYTES)
+        challenge = read_frame(hasty, DataChallenge, MAX_DATA_FRAME_BYTES)
+        proof = encode_frame(reading.prove(challenge), MAX_DATA_FRAME_BYTES)
+        hasty.sendall(proof + proof)
+        with suppress(ConnectionResetError):
+            assert hasty.recv(1) == b""
+
+
+def test_a_listener_rests_after_a_few_connections() -> None:
+    """L7: who is connected is heard between them, and the step of an engine goes on."""
+    listener = Listener("127.0.0.1", 0)
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        stack.callback(listener.close)
+        silent_links(f"127.0.0.1:{listener.port}", 10, stack)
+        counts = list[int]()
+        while sum(counts) < 10:
+            listener.watch(selector)
+            if selector.select(max(0.0, min(WAIT, listener.resume_at - time.monotonic()))):
+                counts.append(len([stack.enter_context(sock) for sock in listener.accept_some()]))
+                listener.watch(selector)
+                assert selector.get_map() == {} or time.monotonic() >= listener.resume_at
+        assert counts == [4, 4, 2]
 
 
 def test_what_is_said_seldom_tells_how_often_it_was_not_said() -> None:

@@ -127,7 +127,7 @@ class BuggySeconds(float):
     def __radd__(self, other: float) -> float:
         return BuggySeconds(other)
 
-    def __lt__(self, other: float) -> bool:
+    def __le__(self, other: float) -> bool:
         raise RuntimeError("a bug while strangers are looked at")
 
 
