@@ -37,7 +37,7 @@ class RowLimit:
 
     def __init__(self, max_slowdown: float) -> None:
         self._max_slowdown = max_slowdown
-        self._rows = float(MIN_ROWS)
+        self._rows = 2.0 * MIN_ROWS
         self._short_seconds = self._seconds = 0.0
 
     @property
