@@ -3,6 +3,7 @@
 2026-01-31T12:00:00.123 INFO decode-0 worker.service: registered with 127.0.0.1:9100
 """
 
+import asyncio
 import logging
 import sys
 from datetime import UTC, datetime
@@ -33,6 +34,12 @@ class LineFormatter(logging.Formatter):
         )
 
 
+def is_no_cancelled_call(record: logging.LogRecord) -> bool:
+    """Return False for the traceback that gRPC logs for a call that is cancelled before it has begun, as at a stop."""
+    is_cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not (is_cancelled and record.name.startswith("grpc."))
+
+
 def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None = None) -> None:
     """Send every record of this process at ``level`` and above to ``stream`` (standard error) as single lines.
 
@@ -40,6 +47,7 @@ def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(process_name))
+    handler.addFilter(is_no_cancelled_call)
     handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     for old in list(root.handlers):

@@ -1,5 +1,6 @@
 """Logs: one line a record, settings without secrets."""
 
+import asyncio
 import io
 import logging
 from collections.abc import Iterator
@@ -43,6 +44,20 @@ def test_a_traceback_stays_on_its_line(stream: io.StringIO) -> None:
     (line,) = stream.getvalue().splitlines()
     assert "step failed\\nTraceback" in line
     assert line.endswith("ValueError: broken")
+
+
+@pytest.mark.parametrize("name", ["grpc._cython.cygrpc", "router.service"])
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("why")])
+def test_a_call_that_is_cancelled_at_a_stop_is_no_error_of_grpc(
+    stream: io.StringIO, name: str, error: BaseException
+) -> None:
+    """A stop under load wrote a traceback: gRPC logs the cancellation of a call that has not begun."""
+    try:
+        raise error
+    except BaseException:
+        logging.getLogger(name).exception("not handled")
+    is_dropped = name.startswith("grpc.") and isinstance(error, asyncio.CancelledError)
+    assert bool(stream.getvalue()) is not is_dropped
 
 
 def test_records_below_the_level_are_dropped(stream: io.StringIO) -> None:
