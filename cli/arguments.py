@@ -4,7 +4,7 @@ import argparse
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -13,11 +13,11 @@ from pydantic_settings import CLI_SUPPRESS, CliApp, CliSettingsSource, EnvSettin
 from cli.commands import NEVER_IN_A_FILE, all_setting_names, setting_names
 from cli.settings import refuse_unknown_variables, variable
 from contract.errors import SettingError
+from contract.options import allowed
 from serving.settings import FLAG, Settings, Sources
 from serving.settings_file import SettingsFile, is_secret, read_settings_file
 
 S = TypeVar("S", bound=Settings)
-_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,7 +109,7 @@ def _refuse_booleans(
         field = settings_class.model_fields[name]
         if isinstance(value, bool) and field.annotation is not bool:
             raise SettingError(
-                f"{name} is {str(value).lower()}: it is no switch{_allowed(field)} ({origins[name]})",
+                f"{name} is {str(value).lower()}: it is no switch{allowed(field)} ({origins[name]})",
                 param=name,
             )
 
@@ -141,34 +141,13 @@ def _explain(settings_class: type[Settings], error: ValidationError, origins: Ma
             continue
         place = origins.get(name, "")
         value = "***" if is_secret(name) else repr(problem["input"])
-        lines.append(
-            f"{name} is {value}: {reason}{_allowed(field)} ({how if place in ('', FLAG) else place})"
-        )
+        lines.append(f"{name} is {value}: {reason}{allowed(field)} ({how if place in ('', FLAG) else place})")
     return "; ".join(lines)
 
 
 def _how_to_set(name: str, field: FieldInfo | None) -> str:
     flag = name.upper() if field and is_positional(field) else f"--{name.replace('_', '-')}"
     return f"{flag} or {variable(name)}"
-
-
-def _allowed(field: FieldInfo | None) -> str:
-    """What the field accepts, as ", allowed: at least 0, at most 64"; empty where it has no range."""
-    if field is None:
-        return ""
-    choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
-    allowed = ", ".join(bounds(field) or choices)
-    return f", allowed: {allowed}" if allowed else ""
-
-
-def bounds(field: FieldInfo) -> list[str]:
-    """The range of a number, as ["at least 0", "at most 64"]."""
-    return [
-        f"{word} {bound}"
-        for part in field.metadata
-        for attribute, word in _BOUNDS
-        if (bound := getattr(part, attribute, None)) is not None
-    ]
 
 
 def is_positional(field: FieldInfo) -> bool:

@@ -1,7 +1,7 @@
 """What a settings file gives to the processes that ``up`` and its like start.
 
 The file is read once, by ``up``. For a process of role R, whoever says a setting first here is believed: a flag or a
-variable of ``up``, the table [R], ``up``'s own table, the top of the file. What R has and ``up`` has not (lease_seconds,
+variable of ``up``, the table [R], ``up``'s own table, the top of the file. What R has and ``up`` has not (advertise_host,
 max_queue, ...) comes from [R] or the top. It travels in the child's environment, below the variables that are there
 already, so the order flag > environment > file holds in the child too, and a secret is in no argv.
 """

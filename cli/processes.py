@@ -14,27 +14,11 @@ from contract.errors import SettingError
 from contract.identity import Role
 from worker.cores import show_cores
 from worker.launch import Facts, ProcessSpec
+from worker.options import WorkerOptions
 
 ROUTER = "router"
 _LOOPBACK = "127.0.0.1:0"
 _NVIDIA = Path("/dev/nvidiactl")
-_WORKER_FLAGS = (
-    "device",
-    "transport",
-    "shm_dir",
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_num_mixed_tokens",
-    "max_hold_share",
-    "max_key_slowdown",
-    "kv_cache_bytes",
-    "gpu_memory_utilization",
-    "attention_backend",
-    "enforce_eager",
-    "tensor_parallel_size",
-)
 
 
 def local_processes(
@@ -57,7 +41,7 @@ def local_processes(
     own_cores = iter(_cores_of_each(cores, num_threads, num_workers) if settings.pin_cores else ())
     worker_flags = {
         **shared,
-        **{flag: getattr(settings, flag) for flag in _WORKER_FLAGS},
+        **_given_options(settings, Role.PREFILL),
         "workers_on_host": num_workers,
         "num_threads": num_threads,
         "admin": _LOOPBACK,
@@ -117,10 +101,17 @@ def _router_command(
         asked = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
         earlier = {name: known[ROUTER][name] for name in asked} if ROUTER in known else {}
         files_dir = settings.files_dir if settings.keeps_files else None
-        own = {**shared, "drain_seconds": settings.drain_seconds, "files_dir": files_dir}
+        options = _given_options(settings, Role.ROUTER)
+        own = {**shared, **options, "drain_seconds": settings.drain_seconds, "files_dir": files_dir}
         return _python(Role.ROUTER, {**_without({**own, **asked}, given), **earlier})
 
     return command
+
+
+def _given_options(settings: LocalSettings, role: Role) -> dict[str, Any]:
+    """Return the options of workers that were set and that a process of this role has too; it knows the defaults itself."""
+    names = WorkerOptions.names() & settings.model_fields_set & command_setting_names(role.value)
+    return {name: getattr(settings, name) for name in sorted(names)}
 
 
 def _without(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

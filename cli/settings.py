@@ -12,6 +12,7 @@ from pydantic_settings import CliPositionalArg, CliSuppress, SettingsConfigDict
 from contract.errors import SettingError
 from serving.settings import FLAG, Address, Settings
 from serving.settings_file import is_secret, nearest
+from worker.options import WorkerOptions
 
 DEMO = "demo"
 """The name of the model that is shipped with the package."""
@@ -59,8 +60,8 @@ class ServiceSettings(CommandSettings):
     """The process that this one shall not outlive; used by `kvbaton up`."""
 
 
-class LocalSettings(CommandSettings):
-    """The processes of one machine: how many, on which model, how the workers run."""
+class PoolSettings(CommandSettings):
+    """Which model the processes of one machine serve, and how many workers there are."""
 
     model: str = DEMO
     """Folder or Hugging Face id of the model; "demo" is the small model that comes with kvbaton."""
@@ -72,42 +73,17 @@ class LocalSettings(CommandSettings):
     """Workers that fetch KV and stream tokens; 1 where no pool is given."""
     both: int | None = Field(default=None, ge=0, le=64)
     """Aggregated workers, which do both without a hand-over."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs."""
-    transport: Literal["auto", "shm", "nixl", "nccl", "tcp"] = "auto"
-    """How KV blocks travel: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers can do."""
-    shm_dir: Path | None = None
-    """Folder of the sockets of transport shm; containers share it by a volume. Unset: a fresh private one in /tmp."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of weights and KV; auto is the checkpoint's own."""
-    max_model_len: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and answer together; unset: the model's own limit."""
-    max_num_seqs: int | None = Field(default=None, ge=1)
-    """Requests that may run at once on one worker."""
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one step of one worker; longer prompts are computed in chunks of this size."""
-    max_num_mixed_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of prompts in a step in which answers go on as well: their next tokens wait for it."""
-    max_hold_share: float | None = Field(default=None, ge=0, le=1)
-    """Share of the time in which steps may be held for answers that are about to join them; 0: never; unset: 0.03."""
-    max_key_slowdown: float | None = Field(default=None, ge=0)
-    """How many times as long one API key's answers may make the steps of other keys; 0: not bounded; unset: 1.25."""
-    kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of each worker's KV pool, which it has from its start; unset: measured."""
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of a GPU's memory that all workers on it may use together; unset: 0.9."""
-    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] | None = None
-    """What computes attention; unset: the fastest that is installed and can compute the model."""
-    enforce_eager: bool | None = None
-    """Do without CUDA graphs: decode steps are slower, and start-up is faster."""
+
+
+class LocalSettings(WorkerOptions, PoolSettings):
+    """The processes of one machine: how many, on which model, how the workers run."""
+
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of each worker; unset: the machine's cores shared evenly."""
     pin_cores: bool = False
     """Keep each worker to cores of its own, as many as it has threads; for machines with nothing else to do."""
     prefill_nice: int = Field(default=5, ge=0, le=19)
     """How far prefill workers on the CPU give way to decode workers on the same cores, as nice(1) counts it."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Processes (on CUDA: devices) of each worker that share the model's weights and KV heads."""
     http: Address = "127.0.0.1:8000"
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:9000"

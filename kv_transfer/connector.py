@@ -65,7 +65,7 @@ def create_connector(
         links = LinkLoop(_link_settings(settings), counters)
         undo.callback(links.close)
         senders, receivers = open_transports(
-            settings.transport,
+            settings.transport_name,
             _context(settings, sessions, lambda lease: controls[0].lease_idle(lease), failed),
         )
         lending, chooser = Lending(senders), Chooser(of_ranks(receivers), counters)

@@ -4,7 +4,6 @@ Which types a method takes and gives is what its annotations in ``ModelRunner`` 
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -64,12 +63,12 @@ _Decoder = msgspec.msgpack.Decoder[Any]
 
 def encode_plan(plan: RankPlan) -> str:
     """As text for a command line."""
-    return msgspec.json.encode(plan, enc_hook=str).decode()
+    return msgspec.json.encode(plan, enc_hook=lambda settings: settings.model_dump(mode="json")).decode()
 
 
 def decode_plan(text: str) -> RankPlan:
     """The opposite of ``encode_plan``."""
-    return msgspec.json.decode(text, type=RankPlan, dec_hook=lambda kind, value: Path(value))
+    return msgspec.json.decode(text, type=RankPlan, dec_hook=lambda _, values: EngineSettings(**values))
 
 
 def runner_method(method: str) -> Callable[..., Any]:

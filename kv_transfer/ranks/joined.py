@@ -80,7 +80,7 @@ def rank_settings(settings: TransferSettings, rank: int, num_ranks: int) -> Rank
         host=settings.host,
         advertise_host=settings.advertise_host,
         data_port=settings.data_port and settings.data_port + rank,
-        transport=settings.transport,
+        transport=settings.transport_name,
         read_timeout_seconds=settings.read_timeout_seconds,
         max_staging_bytes=settings.max_staging_bytes,
         shm_dir=None if settings.shm_dir is None else str(settings.shm_dir),

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -15,7 +14,6 @@ from contract.errors import SettingError
 from serving.logs import log_settings
 from tests.cli.test_command_line import refusal
 from worker.launch import ProcessSpec
-from worker.settings import WorkerSettings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kvbaton.toml"
 FACTS = {
@@ -110,11 +108,6 @@ def test_a_bad_secret_is_not_shown(file: Path) -> None:
     assert "12345678" not in caught.value.message
 
 
-def test_up_offers_the_transports_that_workers_know() -> None:
-    offered, known = UpSettings.model_fields["transport"], WorkerSettings.model_fields["transport"]
-    assert get_args(offered.annotation) == get_args(known.annotation)
-
-
 def test_a_bad_file_is_a_bad_setting_for_the_command_line(file: Path) -> None:
     assert "cannot be read" in refusal("up", "--config", str(file))
 
@@ -123,14 +116,15 @@ def test_up_hands_on_what_concerns_each_process_and_not_the_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text(
-        "lease_seconds = 60\nmax_num_seqs = 4\nenable_prefix_caching = false\n[up]\nmax_model_len = 64\n"
+        "advertise_host = 'box'\nmax_num_seqs = 4\nenable_prefix_caching = false\n[up]\nmax_model_len = 64\n"
         "[router]\nmax_queue = 5\nadmin = '127.0.0.1:77'\n[decode]\nmax_num_seqs = 9\n"
     )
     monkeypatch.setenv("KVBATON_CONFIG", str(file))
     settings = parse(UpSettings, "kvbaton up", [])
     argv, given = child(settings, "prefill-0")
-    assert given == {"KVBATON_LEASE_SECONDS": "60", "KVBATON_ENABLE_PREFIX_CACHING": "false"}
+    assert given == {"KVBATON_ADVERTISE_HOST": "box"}
     assert argv[argv.index("--max-num-seqs") + 1] == "4"
+    assert "--no-enable-prefix-caching" in argv
     argv, given = child(settings, "decode-0")
     assert given["KVBATON_MAX_NUM_SEQS"] == "9"
     assert "--max-num-seqs" not in argv
@@ -143,13 +137,13 @@ def test_up_hands_on_what_concerns_each_process_and_not_the_file(
 def test_flags_and_variables_of_up_win_over_the_table_of_a_worker(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file.write_text("[decode]\nmax_num_seqs = 9\ndtype = 'float32'\nlease_seconds = 60\n")
+    file.write_text("[decode]\nmax_num_seqs = 9\ndtype = 'float32'\nadvertise_host = 'box'\n")
     monkeypatch.setenv("KVBATON_DTYPE", "bfloat16")
-    monkeypatch.setenv("KVBATON_LEASE_SECONDS", "70")
+    monkeypatch.setenv("KVBATON_ADVERTISE_HOST", "host")
     argv, given = child(up(file, "--max-num-seqs", "3"), "decode-0")
     assert argv[argv.index("--max-num-seqs") + 1] == "3"
     assert argv[argv.index("--dtype") + 1] == "bfloat16"
-    assert given == {"KVBATON_DTYPE": "bfloat16", "KVBATON_LEASE_SECONDS": "70"}
+    assert given == {"KVBATON_DTYPE": "bfloat16", "KVBATON_ADVERTISE_HOST": "host"}
 
 
 def test_a_restarted_router_keeps_its_ports_though_the_file_names_others(file: Path) -> None:

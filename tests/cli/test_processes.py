@@ -1,7 +1,7 @@
 """Which processes ``up`` starts, and with which flags."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -11,8 +11,8 @@ from cli.settings import LocalSettings, RunSettings, ServeSettings, UpSettings
 from cli.workers import PrefillCommand
 from contract.errors import SettingError
 from contract.identity import Role
-from kv_transfer.settings import TransportName
 from worker.launch import ProcessSpec
+from worker.options import WorkerOptions
 
 ROUTER_FACTS = {
     "internal": "127.0.0.1:7",
@@ -146,7 +146,15 @@ def test_flags_of_values() -> None:
     assert to_arguments(values) == ["--one-two", "3", "--yes", "--no-no"]
 
 
-def test_up_offers_every_transport_that_its_workers_have() -> None:
-    """Written out there, because a router's command must not load what moves KV."""
-    offered = get_args(LocalSettings.model_fields["transport"].annotation)
-    assert offered == get_args(TransportName)
+def test_a_router_gets_the_options_of_workers_that_it_has_too() -> None:
+    """One flag of ``up`` must not mean one thing to the workers and nothing to the router."""
+    router, prefill, _ = specs(UpSettings(peer_timeout_seconds=5.0, lease_seconds=40.0))
+    assert flags(router.command({}))["--peer-timeout-seconds"] == "5.0"
+    assert "--lease-seconds" not in router.command({})
+    given = flags(prefill.command({"router": ROUTER_FACTS}))
+    assert (given["--peer-timeout-seconds"], given["--lease-seconds"]) == ("5.0", "40.0")
+
+
+def test_options_that_were_not_set_are_left_to_the_worker() -> None:
+    command = specs(UpSettings())[1].command({"router": ROUTER_FACTS})
+    assert not {f"--{name.replace('_', '-')}" for name in WorkerOptions.names()} & set(command)

@@ -1,7 +1,7 @@
 """Tokens drawn at random by the kernels: the same as torch draws, whatever is asked for."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -126,7 +126,7 @@ def test_who_draws(kernels: Kernels, checkpoint: MakeCheckpoint) -> None:
         ({"intermediate_size": 100, "vocab_size": 9000}, "torch", False),
     ):
         model = checkpoint("llama", **overrides)
-        asked = EngineSettings(model=model, dtype="bfloat16", attention_backend=setting)
+        asked = EngineSettings(model=model, dtype="bfloat16", attention_backend=cast(Any, setting))
         forward = forward_pass(load(model, "bfloat16", None, CPU), asked, CPU)
         assert isinstance(forward.draw, KernelDraw) == is_by_kernels, (overrides, setting)
         forward.close()

@@ -106,9 +106,7 @@ class Unequal:
 @contextmanager
 def unequal(theirs: KVLayout, ours: KVLayout, transport: str = "tcp", **decode: Any) -> Iterator[Unequal]:
     plan = TransferPlan(Side(ours), Side(theirs))
-    both: dict[str, Any] = {"transport": transport}
-    if transport == "local":
-        both["local"] = LocalHub()
+    both: dict[str, Any] = {"local": LocalHub()} if transport == "local" else {"transport": transport}
     with ExitStack() as stack:
         prefill = stack.enter_context(
             worker(

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from contract.errors import ErrorKind, UnavailableError
 from contract.identity import Role, new_boot_id
@@ -158,7 +158,7 @@ class Worker:
             advertise_host=self.place.advertise_host,
             control_port=self.place.control_port,
             data_port=self.place.data_port,
-            transport=self.transport,
+            transport=cast(Any, self.transport),
             peer_timeout_seconds=PEER_TIMEOUT,
             lease_seconds=LEASE,
             parked_seconds=1.5,
