@@ -119,7 +119,7 @@ def compute(pair: Pair, number: int) -> None:
 
 
 def num_bytes(pair: Pair) -> float:
-    return pair.decode.count(f"transfer_bytes_total{{transport={pair.decode.settings.transport}}}")
+    return pair.decode.count(f"transfer_bytes_total{{transport={pair.decode.settings.transport_name}}}")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "local"])

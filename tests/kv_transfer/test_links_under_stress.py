@@ -11,6 +11,7 @@ import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
+from contract.options import MAX_SECONDS
 from kv_transfer.counters import Counters
 from kv_transfer.handshake import Accepting, LocalIdentity, Session
 from kv_transfer.leases import Sessions
@@ -87,8 +88,8 @@ def test_descriptors_above_1023_are_read_from() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_timeouts_of_years_can_be_waited_for() -> None:
-    patient = {"peer_timeout_seconds": 1e9, "lease_seconds": 1e9}
+def test_the_longest_timeouts_can_be_waited_for() -> None:
+    patient = dict.fromkeys(("peer_timeout_seconds", "lease_seconds"), float(MAX_SECONDS))
     with pair_of(Sides(patient, patient)) as pair:
         hand_over(pair, "r")
 
