@@ -15,7 +15,7 @@ from engine.core import EngineInfo
 from engine.hosting.delivery import Delivery
 from engine.hosting.messages import Abort, AbortRequest, AddRequest, Call, FromEngine, Shutdown, ToEngine
 from engine.hosting.process import EngineProcess
-from engine.hosting.step_loop import EnginePlan
+from engine.hosting.running import EnginePlan
 from engine.hosting.thread import EngineThread
 from engine.scheduling.stats import SchedulerStats
 from engine.settings import EngineSettings

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.boarding import Boarding, steps_to_hold
+from engine.stepping.pacing import StepPacing, steps_to_delay
 from engine.testing import fake_answer
 from tests.engine_scheduling.stepping import PROMPT, SteppedEngine, fake_request, receiving
 from tests.soak_settings import machine_settings
@@ -24,19 +24,19 @@ class Clock:
         return self.now
 
 
-def stepping(share: float) -> tuple[Boarding, Clock]:
+def stepping(share: float) -> tuple[StepPacing, Clock]:
     """One step is over."""
     clock = Clock()
-    boarding = Boarding(share, clock)
-    step(boarding, clock)
-    return boarding, clock
+    pacing = StepPacing(share, clock)
+    step(pacing, clock)
+    return pacing, clock
 
 
-def step(boarding: Boarding, clock: Clock) -> float:
+def step(pacing: StepPacing, clock: Clock) -> float:
     """Returns for how long it was held."""
-    held = boarding.begun()
+    held = pacing.started()
     clock.now += STEP_SECONDS
-    boarding.ended(is_empty=False)
+    pacing.ended(is_empty=False)
     return held
 
 
@@ -57,7 +57,7 @@ def step(boarding: Boarding, clock: Clock) -> float:
     ],
 )
 def test_the_smaller_one_of_both_gaps_is_chosen(until_due: float, hold: float) -> None:
-    assert steps_to_hold(until_due) == pytest.approx(hold)
+    assert steps_to_delay(until_due) == pytest.approx(hold)
 
 
 @machine_settings(300, 1)
@@ -66,7 +66,7 @@ def test_no_gap_grows_by_more_than_half_a_step(until_due: float) -> None:
     """And by less, the earlier it is known when somebody comes."""
     most, left = 0.0, until_due
     while left > 0:
-        hold = min(steps_to_hold(left), left)
+        hold = min(steps_to_delay(left), left)
         left -= hold
         most = max(most, hold)
         if left > 1e-9:
@@ -75,84 +75,84 @@ def test_no_gap_grows_by_more_than_half_a_step(until_due: float) -> None:
 
 
 def test_a_step_is_held_until_the_one_that_is_expected_is_there() -> None:
-    boarding, clock = stepping(share=0.1)
+    pacing, clock = stepping(share=0.1)
     due = clock.now + 0.25 * STEP_SECONDS
-    assert boarding.seconds_to_hold(due) == pytest.approx(0.4 * STEP_SECONDS)
+    assert pacing.seconds_to_delay(due) == pytest.approx(0.4 * STEP_SECONDS)
     clock.now += 0.3 * STEP_SECONDS
-    assert boarding.seconds_to_hold(due) == pytest.approx(0.1 * STEP_SECONDS)
-    assert step(boarding, clock) == pytest.approx(0.3 * STEP_SECONDS)
-    assert boarding.seconds_to_hold(due) == 0, "it has not come"
+    assert pacing.seconds_to_delay(due) == pytest.approx(0.1 * STEP_SECONDS)
+    assert step(pacing, clock) == pytest.approx(0.3 * STEP_SECONDS)
+    assert pacing.seconds_to_delay(due) == 0, "it has not come"
 
 
 def test_who_comes_first_after_a_rest_waits_for_those_who_come_with_it() -> None:
-    boarding, clock = stepping(share=0.1)
+    pacing, clock = stepping(share=0.1)
     clock.now += 50 * STEP_SECONDS
-    boarding.rested()
-    assert boarding.seconds_to_hold(clock.now + 0.1) > 0
-    assert step(boarding, clock) == 0, "they came at once"
+    pacing.idle_ended()
+    assert pacing.seconds_to_delay(clock.now + 0.1) > 0
+    assert step(pacing, clock) == 0, "they came at once"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2])
 def test_no_more_than_its_share_of_the_time_is_spent(share: float) -> None:
-    boarding, clock = stepping(share)
+    pacing, clock = stepping(share)
     held = 0.0
     for _ in range(1000):
-        clock.now += boarding.seconds_to_hold(clock.now + 0.4 * STEP_SECONDS)
-        held += step(boarding, clock)
+        clock.now += pacing.seconds_to_delay(clock.now + 0.4 * STEP_SECONDS)
+        held += step(pacing, clock)
     num_saved_at_first = 4 if share else 0
     assert held <= (1000 * share + num_saved_at_first + 1e-6) * STEP_SECONDS
     assert held >= 0.95 * 1000 * share * STEP_SECONDS
 
 
 def test_a_step_that_was_cut_short_counts_as_held_and_says_nothing_of_how_long_steps_take() -> None:
-    boarding, clock = stepping(share=0.1)
+    pacing, clock = stepping(share=0.1)
     for _ in range(3):
-        boarding.begun()
+        pacing.started()
         clock.now += 0.2 * STEP_SECONDS
-        boarding.cut_short()
-    assert step(boarding, clock) == pytest.approx(0.6 * STEP_SECONDS)
-    assert boarding.seconds_to_hold(clock.now + 0.25 * STEP_SECONDS) == pytest.approx(0.4 * STEP_SECONDS)
+        pacing.interrupted()
+    assert step(pacing, clock) == pytest.approx(0.6 * STEP_SECONDS)
+    assert pacing.seconds_to_delay(clock.now + 0.25 * STEP_SECONDS) == pytest.approx(0.4 * STEP_SECONDS)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_a_step_is_cut_short_in_its_first_half_alone(share: float) -> None:
-    boarding, clock = stepping(share)
-    boarding.begun()
+    pacing, clock = stepping(share)
+    pacing.started()
     clock.now += 0.49 * STEP_SECONDS
-    assert boarding.may_cut_short() is (share > 0)
+    assert pacing.may_interrupt() is (share > 0)
     clock.now += 0.02 * STEP_SECONDS
-    assert not boarding.may_cut_short()
+    assert not pacing.may_interrupt()
 
 
 def test_steps_are_not_cut_short_for_ever() -> None:
     """Each counts as held, and what may be spent on that is saved up slowly."""
-    boarding, clock = stepping(share=0.1)
+    pacing, clock = stepping(share=0.1)
     num_cut = 0
     for _ in range(100):
-        boarding.begun()
+        pacing.started()
         clock.now += 0.4 * STEP_SECONDS
-        if boarding.may_cut_short():
+        if pacing.may_interrupt():
             num_cut += 1
-            boarding.cut_short()
-            step(boarding, clock)
+            pacing.interrupted()
+            step(pacing, clock)
         else:
             clock.now += 0.6 * STEP_SECONDS
-            boarding.ended(is_empty=False)
+            pacing.ended(is_empty=False)
     assert 10 <= num_cut <= (4 + 100 * 0.1) / 0.4
 
 
 def test_nobody_knows_a_first_step_well_enough_to_cut_it_short() -> None:
-    boarding = Boarding(0.1, Clock())
-    boarding.begun()
-    assert not boarding.may_cut_short()
+    pacing = StepPacing(0.1, Clock())
+    pacing.started()
+    assert not pacing.may_interrupt()
 
 
 def test_a_step_that_computed_nothing_says_nothing_of_how_long_steps_take() -> None:
-    boarding, clock = stepping(share=0.1)
+    pacing, clock = stepping(share=0.1)
     for _ in range(20):
-        boarding.begun()
-        boarding.ended(is_empty=True)
-    assert boarding.seconds_to_hold(clock.now + 0.25 * STEP_SECONDS) == pytest.approx(0.4 * STEP_SECONDS)
+        pacing.started()
+        pacing.ended(is_empty=True)
+    assert pacing.seconds_to_delay(clock.now + 0.25 * STEP_SECONDS) == pytest.approx(0.4 * STEP_SECONDS)
 
 
 def answering(engine: SteppedEngine) -> None:
@@ -172,13 +172,13 @@ def answering(engine: SteppedEngine) -> None:
 def test_a_core_holds_a_step_for_kv_that_is_about_to_arrive() -> None:
     engine = SteppedEngine()
     answering(engine)
-    assert engine.core.seconds_to_hold() == 0, "nobody has said when"
+    assert engine.core.seconds_to_start() == 0, "nobody has said when"
     engine.connector.expected = engine.now + 0.2 * STEP_SECONDS
-    assert engine.core.seconds_to_hold() == pytest.approx(0.35 * STEP_SECONDS)
+    assert engine.core.seconds_to_start() == pytest.approx(0.35 * STEP_SECONDS)
     engine.now += 0.2 * STEP_SECONDS
     engine.connector.land("d#0.0")
     engine.connector.expected = None
-    assert engine.core.seconds_to_hold() == 0, "it is here"
+    assert engine.core.seconds_to_start() == 0, "it is here"
     engine.step()
     assert engine.scheduler.get_request_counts() == (2, 0)
     assert engine.core.call("counters", [])["step_held_seconds_total"] == pytest.approx(0.2 * STEP_SECONDS)
@@ -191,7 +191,7 @@ def test_blocks_are_given_to_who_is_waited_for_before_the_step() -> None:
     key = receiving(engine, "late")
     engine.connector.publish_peer(key)
     engine.connector.expected = engine.now + 0.2 * STEP_SECONDS
-    assert engine.core.seconds_to_hold() > 0
+    assert engine.core.seconds_to_start() not in (0, None)
     assert engine.connector.fetches[key].state == "reading"
 
 
@@ -204,7 +204,7 @@ def test_a_core_holds_nothing_where(what: str) -> None:
         engine.add(fake_request("other", PROMPT))
     elif what == "nothing runs":
         engine.core.abort(["r#0.0"])
-    assert engine.core.seconds_to_hold() == 0
+    assert engine.core.seconds_to_start() == 0
 
 
 @pytest.mark.parametrize("is_expected", [True, False])
