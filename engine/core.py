@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,12 @@ from engine.connector import (
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduler import Scheduler
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.ending import RequestStatus
 from engine.scheduling.grammars import Grammars
 from engine.scheduling.inspection import check_integrity, counters, debug_state
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.waits import WaitStage
 from engine.settings import EngineSettings
 from engine.stepping.gate import PacedGate, StepGate
 
@@ -85,6 +86,7 @@ class EngineCore:
 
     load_vocabulary: model folder, its end tokens → what the tokens stand for; called in another thread, if ever.
     gate: decides when a step starts; None: a PacedGate. It asks the core about its work (``engine.stepping.gate.Work``).
+    stages: see Scheduler.
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class EngineCore:
         load_vocabulary: VocabularyLoader = load_vocabulary,
         clock: Callable[[], float] = time.monotonic,
         gate: StepGate | None = None,
+        stages: Sequence[WaitStage] = (),
     ) -> None:
         self.executor, num_blocks = start(settings)
         self._has_news = False
+        self._stages = stages
         self._under_way: _Begun | None = None
         self._clock, self._wake = clock, wake
         self._gate = gate or PacedGate(settings.max_hold_share, clock)
@@ -132,21 +136,20 @@ class EngineCore:
         scheduled, finish = self._under_way or self._begin()
         self._under_way = None
         meanwhile()
-        self.scheduler.batcher.draft(scheduled)
+        self.scheduler.draft_next(scheduled)
         output = finish()
         if output.was_cut_short:
             self._gate.interrupted()
-            self.scheduler.batcher.drop_draft()
             return self.scheduler.update_from_output(scheduled, output)
         self._gate.ended(is_empty=not scheduled.total_num_scheduled_tokens)
         if may_go_on() and self._gate.may_continue(self) and (following := self.scheduler.go_on(output)):
             self._under_way = self._let_begin(following)
         outputs = self.scheduler.update_from_output(scheduled, output)
-        self.scheduler.batcher.fair_steps.note(scheduled, self._clock() - started)
+        self.scheduler.note_duration(scheduled, self._clock() - started)
         return outputs
 
     def _begin(self) -> _Begun:
-        self.scheduler.hear_finished(*self._take_finished())
+        self.scheduler.on_transfers_finished(*self._take_finished())
         return self._let_begin(self.scheduler.schedule())
 
     def _let_begin(self, scheduled: SchedulerOutput) -> _Begun:
@@ -170,8 +173,8 @@ class EngineCore:
 
     def take_news(self) -> None:
         """Process what the connector has reported: transfers that ended, and those that need blocks."""
-        self.scheduler.hear_finished(*self._take_finished())
-        self.scheduler.hear_connector()
+        self.scheduler.on_transfers_finished(*self._take_finished())
+        self.scheduler.take_news()
 
     def next_arrival(self) -> float | None:
         """Return when, on the clock, the KV of a request is expected; None where none is."""
@@ -179,12 +182,11 @@ class EngineCore:
 
     def has_answers_only(self) -> bool:
         """Return whether the next step holds answers, and no prompt waits."""
-        batcher = self.scheduler.batcher
-        return bool(batcher.running or batcher.arrived) and not batcher.waiting
+        return self.scheduler.has_answers_only()
 
     def seconds_to_pause(self) -> float:
         """Return how long the next step leaves the machine to other clients."""
-        return self.scheduler.batcher.seconds_to_pause()
+        return self.scheduler.seconds_to_pause()
 
     # What other threads report.
 
@@ -200,7 +202,7 @@ class EngineCore:
 
     def _has_newcomer(self) -> bool:
         connector = self._connector
-        return connector is not None and connector.scheduler.has_arrived() and self.scheduler.batcher.has_room
+        return connector is not None and connector.scheduler.has_arrived() and self.scheduler.has_room()
 
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""
@@ -304,7 +306,10 @@ class EngineCore:
             vocab_size=model.vocab_size,
             model_fingerprint=model.fingerprint,
             connector=connector.scheduler if connector is not None else None,
-            grammars=Grammars(self._grammars, settings.max_grammar_bytes, wake),
+            grammars=Grammars(
+                self._grammars, settings.max_grammar_bytes, settings.grammar_timeout_seconds, wake
+            ),
+            stages=self._stages,
             clock=self._clock,
         )
         return info, scheduler

@@ -52,7 +52,8 @@ class Request:
     token_ids: all known tokens: the prompt, then the answer's. num_computed_tokens: how many of them have their KV in
     this request's blocks. num_emitted_tokens: tokens that left this engine as output. hash_root: what ``block_hashes``
     start from; computed_root: what they start from for KV that this engine computes. structured_output_request: where
-    the answer stands in its grammar; None without one, and while that is compiled.
+    the answer stands in its grammar; None without one, and while that is compiled. received: what came with the prompt's
+    KV from another worker; None but between its arrival and the request's first step.
     """
 
     asked: EngineRequest
@@ -74,6 +75,7 @@ class Request:
     is_fork: bool = False
     dismissed: set[int] = field(default_factory=set)
     structured_output_request: GrammarMatcher | None = None
+    received: Received | None = None
 
     @classmethod
     def from_engine_request(
@@ -114,6 +116,7 @@ class Request:
             is_fork=True,
             dismissed=set(),
             structured_output_request=matcher.fork() if matcher else None,
+            received=None,
         )
 
     @cached_property
@@ -245,6 +248,7 @@ class Request:
         self.append_token(first_token)
         self.milestones.queued = now
         self.milestones.transfer = received.report
+        self.received = None
 
     def lose_blocks(self) -> None:
         """Its blocks were taken away: everything must be computed again, here, whoever computed it before."""

@@ -123,7 +123,7 @@ class DecodeSide(EngineSide):
         """``remote_kv_timeout_seconds`` are over for whoever waits for KV."""
         late = [one for one in self.scheduler.requests.values() if one.status is _WAITING]
         for request in late:
-            self.scheduler._finish(request, ended_by_error(ErrorKind.DEADLINE, "no KV came in time"))
+            self.scheduler.live.finish(request, ended_by_error(ErrorKind.DEADLINE, "no KV came in time"))
 
     def begin(self, peer: str, source_blocks: tuple[int, ...]) -> None:
         """The lease was valid before the first byte."""

@@ -6,9 +6,9 @@ from contract.errors import KvbatonError
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import FirstToken, Received, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduler import Scheduler
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.inspection import check_integrity
+from engine.scheduling.scheduler import Scheduler
 from kv_transfer.counters import Completions
 from kv_transfer.fetching import FetchDesk
 from kv_transfer.orders import PublishOrder, TransferMetadata
@@ -136,7 +136,7 @@ class EngineSide:
 
     def step(self) -> None:
         """Hear, decide, compute, take in."""
-        self.scheduler.hear_finished(*self.completions.take())
+        self.scheduler.on_transfers_finished(*self.completions.take())
         output = self.scheduler.schedule()
         computed = self._compute(output)
         self.take_metadata(output.kv_connector_metadata)

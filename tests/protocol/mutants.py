@@ -1,14 +1,12 @@
 """Production's rules with one of them taken out, each by a class that differs in that rule alone."""
 
-from typing import Any
-
 from msgspec.structs import replace
 
-from contract.errors import InternalError
-from engine.connector import Failed
-from engine.scheduler import Scheduler
+from engine.connector import SchedulerConnector
 from engine.scheduling.remote_kv import KVReceiver
 from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.settings import EngineSettings
 from kv_transfer import events as ev
 from kv_transfer.fetching import FetchDesk
 from tests.protocol.scenario import Rules
@@ -29,21 +27,17 @@ class EagerReceiver(KVReceiver):
         super().start(request)
         self._published.add(request)
 
-    def take_events(self) -> list[Failed]:
-        failures = super().take_events()
+    def take_events(self) -> None:
+        super().take_events()
         for key in self._num_cached_blocks:
             self._published.remove(self._waiting[key])
-        return failures
 
 
 class EagerScheduler(Scheduler):
     """A decode worker's scheduler with an EagerReceiver."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self._connector is None:
-            raise InternalError("a decode worker needs a connector")
-        self.receiver = EagerReceiver(self._connector, self.pool)
+    def make_receiver(self, connector: SchedulerConnector, settings: EngineSettings) -> KVReceiver:
+        return EagerReceiver(connector, self.pool, settings.remote_kv_timeout_seconds)
 
 
 class EagerReader(FetchDesk):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from contract.block_hash import full_block_hashes
 from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
 from kv_transfer.fetching import FetchDesk
 from kv_transfer.sending import SendDesk
