@@ -1,4 +1,4 @@
-"""Decides what each step computes, and what its results mean (seed 001). Plain integers, no tensors.
+"""Decides what each step computes, and what its results mean. Plain integers, no tensors.
 
 A request's way: ``add_request`` lets it wait for its turn, or, when its KV comes from another worker, for that
 (``KVReceiver``). ``schedule`` hears what the connector has to say, has the ``Batcher`` share out the step's tokens and
@@ -71,7 +71,7 @@ class Scheduler:
     # One step.
 
     def schedule(self) -> SchedulerOutput:
-        """Decide one forward pass (B1). Its result goes to ``update_from_output`` before anything else is called."""
+        """Decide one forward pass. Its result goes to ``update_from_output`` before anything else is called."""
         self._end_overdue()
         self.hear_connector()
         self._hear_grammars()
@@ -88,7 +88,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> dict[int, list[EngineOutput]]:
-        """Take in a step's results; returns what each client must hear, by client index (B7)."""
+        """Take in a step's results; returns what each client must hear, by client index."""
         self.hear_finished(runner_output.finished_sending or (), runner_output.finished_recving or ())
         computed = {} if runner_output.was_cut_short else scheduler_output.num_scheduled_tokens
         for key, num_tokens in computed.items():
@@ -111,7 +111,7 @@ class Scheduler:
     # Requests come and go.
 
     def add_request(self, asked: EngineRequest) -> None:
-        """Enqueue a request; nothing runs before the next step (A18). One that can never run is answered at once (A28).
+        """Enqueue a request; nothing runs before the next step. One that can never run is answered at once.
 
         Raises InvalidRequestError for a key or a transfer that is still in use, or a transfer in an engine without a
         connector; and what the connector raises when it refuses to fetch. Then nothing has changed.
@@ -154,7 +154,7 @@ class Scheduler:
         self._outbox.refusal(asked, error)
 
     def finish_requests(self, keys: str | Iterable[str], status: RequestStatus) -> None:
-        """End one request or many from outside, in whatever state they are (B12). Unknown keys are ignored."""
+        """End one request or many from outside, in whatever state they are. Unknown keys are ignored."""
         for key in [keys] if isinstance(keys, str) else list(keys):
             if request := self.requests.get(key):
                 self._finish(request, Ending(status))
@@ -178,14 +178,14 @@ class Scheduler:
         return self._outbox.take()
 
     def shutdown(self) -> dict[int, list[EngineOutput]]:
-        """Abort every request; returns what the clients must hear (B16)."""
+        """Abort every request; returns what the clients must hear."""
         self.finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
         return self._outbox.take()
 
     # Questions.
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have not ended (B15)."""
+        """How many requests have not ended."""
         return len(self.requests)
 
     def has_unfinished_requests(self) -> bool:
@@ -217,7 +217,7 @@ class Scheduler:
         return self._deadlines.next()
 
     def make_stats(self) -> SchedulerStats:
-        """How things stand (B14)."""
+        """How things stand."""
         running, waiting = self.get_request_counts()
         stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
         stats.kv_cache_usage, stats.num_corrupted_reqs = self.pool.usage, self.totals.num_corrupted
@@ -225,11 +225,11 @@ class Scheduler:
         return stats
 
     def get_kv_connector(self) -> SchedulerConnector | None:
-        """The scheduler's half of the connector (B16)."""
+        """The scheduler's half of the connector."""
         return self._connector
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content, because the weights changed; False while any block is in use (B16)."""
+        """Forget all cached content, because the weights changed; False while any block is in use."""
         was_reset = self.pool.reset_prefix_cache()
         self.prefix_stats.reset |= was_reset
         return was_reset

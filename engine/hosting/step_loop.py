@@ -1,4 +1,4 @@
-"""The loop around an engine core (A8): block for input while idle, else drain it, step, send the outputs.
+"""The loop around an engine core: block for input while idle, else drain it, step, send the outputs.
 
 The same loop runs in a thread beside its client and in a process of its own; only the queue's other end and ``emit``
 differ. ``run_engine`` is the one boundary where any exception is caught: a step that raises ends every request.

@@ -150,7 +150,7 @@ class Grammars:
 
     @staticmethod
     def mask(plan: StepPlan, output: SchedulerOutput) -> None:
-        """Say in ``output`` what the requests with a grammar may draw that draw in this step (B17)."""
+        """Say in ``output`` what the requests with a grammar may draw that draw in this step."""
         rows: list[NDArray[np.int32]] = []
         for turn in plan:
             request, matcher = turn.request, turn.request.structured_output_request
