@@ -1,4 +1,4 @@
-"""The persistent batch: what the runner knows of every request, and the two tables that hold it (seed 002)."""
+"""The persistent batch: what the runner knows of every request, and the two tables that hold it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -151,7 +151,7 @@ class InputBatch:
         self._write_blocks(state, new.block_ids[0], is_replacement=True)
 
     def _update_cached(self, cached: CachedRequestData, scheduled: dict[str, int]) -> None:
-        """Append new blocks, or replace all of them (and the tokens, where given) for a resumed request (B6)."""
+        """Append new blocks, or replace all of them (and the tokens, where given) for a resumed request."""
         for index, req_id in enumerate(cached.req_ids):
             state = self.requests.get(req_id)
             if state is None:

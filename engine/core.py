@@ -71,7 +71,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
-    """Executor → workers → runner → weights, then the KV cache (A10). Raises SettingError for what cannot be served."""
+    """Executor → workers → runner → weights, then the KV cache. Raises SettingError for what cannot be served."""
     # Imported here, so that a process that only talks to an engine never loads torch.
     from engine.executor import create_executor
     from engine.kv_cache.startup import initialize_kv_cache
@@ -124,7 +124,7 @@ class EngineCore:
         meanwhile: Callable[[], None] = lambda: None,
         may_go_on: Callable[[], bool] = lambda: False,
     ) -> dict[int, list[EngineOutput]]:
-        """One step (A19): every running request advances by one token, or by a chunk of its prompt.
+        """One step: every running request advances by one token, or by a chunk of its prompt.
 
         A request whose KV has arrived since the last one is among them. While the model is computed, the next step is
         drafted, and ``meanwhile`` called.
@@ -215,7 +215,7 @@ class EngineCore:
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def add_request(self, request: EngineRequest) -> None:
-        """Enqueue tokenized input (A18). A bad one is answered with an error output, so that nobody waits (A9)."""
+        """Enqueue tokenized input. A bad one is answered with an error output, so that nobody waits."""
         try:
             request.check(self.info.vocab_size)
             if request.pooling_params is None and not self.info.has_head:

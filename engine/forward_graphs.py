@@ -78,7 +78,7 @@ class CudaRecorder:
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4 and the multiples of 8, up to the first that holds ``max_num_seqs``, at most 8192 (seed 001)."""
+    """1, 2, 4 and the multiples of 8, up to the first that holds ``max_num_seqs``, at most 8192."""
     sizes = [*_SMALL_SIZES, *range(_SIZE_STEP, _LARGEST_SIZE + 1, _SIZE_STEP)]
     return [size for size, before in zip(sizes, [0, *sizes], strict=False) if before < max_num_seqs]
 

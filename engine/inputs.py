@@ -1,4 +1,4 @@
-"""From a scheduler's decision to the vectors that a forward pass needs (seed 002).
+"""From a scheduler's decision to the vectors that a forward pass needs.
 
 Two tables persist between steps and hold one row per request: the token table and the block table. A step's vectors
 are gathered from them with plain integer arithmetic; nothing here touches a device. Where everybody goes on by a token,

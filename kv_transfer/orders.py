@@ -32,7 +32,7 @@ class PublishOrder(msgspec.Struct, frozen=True):
 
 
 class TransferMetadata(msgspec.Struct, frozen=True):
-    """One step's orders to the ranks (B19)."""
+    """One step's orders to the ranks."""
 
     orders: list[PublishOrder]
 

@@ -1,4 +1,4 @@
-"""The engine-core process (A8), and the end of it that its client holds.
+"""The engine-core process, and the end of it that its client holds.
 
 The two talk over a pair of ZeroMQ sockets in a private 0700 directory, which is gone again once both are connected.
 The process begins with a handshake (Ready or StartFailed), then runs the step loop; a thread reads its input. It dies

@@ -15,7 +15,7 @@ from contract.errors import InternalError
 from engine.ranks.ring import Ring
 
 SLOT_BYTES = 10 * 2**20
-"""Payloads above 10 MB go over ZeroMQ (seed 003)."""
+"""Payloads above 10 MB go over ZeroMQ: a slot of the ring has a fixed size."""
 NUM_SLOTS = 4
 _INLINE, _LARGE = b"\x00", b"\x01"
 _LARGE_SECONDS = 60.0

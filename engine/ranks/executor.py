@@ -1,4 +1,4 @@
-"""Several ranks, each in a process of its own (D1): a call goes to all of them, their answers come back.
+"""Several ranks, each in a process of its own: a call goes to all of them, their answers come back.
 
 Calls are broadcast over one ring in shared memory, and each rank has a ring for its answers (``engine.ranks.channel``).
 One call is under way at a time, so the ranks make the same collectives in the same order. A rank that dies or falls
@@ -88,7 +88,7 @@ class RanksExecutor:
         return [process.pid for process in self._processes]
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """See Executor (D2). What a rank raised is raised here, as the same kind of error, with the rank's name.
+        """See Executor. What a rank raised is raised here, as the same kind of error, with the rank's name.
 
         Raises InternalError for a method that the runner does not have and for arguments that are not plain data,
         WorkerLostError when a rank has died or does not answer.

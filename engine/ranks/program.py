@@ -1,4 +1,4 @@
-"""A rank process (D4): stand the group up, then take calls, carry them out on the runner and answer, until hung up."""
+"""A rank process: stand the group up, then take calls, carry them out on the runner and answer, until hung up."""
 
 import contextlib
 import ctypes

@@ -2,7 +2,7 @@
 
 Running requests come first, and of those the decodes, among which one client's take turns where they would slow down
 other clients' (``FairSteps``). Then others start, in the order of the ``Line`` (priority, then arrival): requests whose KV
-has arrived from another worker, preempted ones, new ones. Blocks are handed out on demand (A14), except for a prefill leg:
+has arrived from another worker, preempted ones, new ones. Blocks are handed out on demand, except for a prefill leg:
 it gets those of its whole prompt at once or does not start, and is never preempted, because another worker reads them (law
 4). Who runs short of blocks takes them from the last in the same order, itself included: so the first of all always
 advances, and two requests cannot preempt each other in turns.
@@ -156,7 +156,7 @@ class Batcher:
         return num_needed - self._pool.num_blocks_of(request.key)
 
     def _continue_running(self, plan: StepPlan, step: FairStep) -> None:
-        """Decodes before chunks of prompts, so that a long prompt does not hold up running answers (A32)."""
+        """Decodes before chunks of prompts, so that a long prompt does not hold up running answers."""
         for request in sorted(self.running, key=lambda request: not request.is_decoding):
             if request.status is RequestStatus.PREEMPTED or request.key in step.sitting_out:
                 continue
@@ -190,7 +190,7 @@ class Batcher:
         self.waiting.add(request)
 
     def _start_others(self, plan: StepPlan, step: FairStep, unserved: Request | None) -> None:
-        """As far as budget, ``max_num_seqs`` and blocks reach (A27).
+        """As far as budget, ``max_num_seqs`` and blocks reach.
 
         The first that lacks blocks holds up all that need some, or a big one would be passed by small ones for ever. While
         one outside lacks them the first in line is the only one that may pass it: so one of these two can always go on.

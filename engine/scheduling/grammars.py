@@ -142,7 +142,7 @@ class Grammars:
 
     @staticmethod
     def mask(plan: StepPlan, output: SchedulerOutput) -> None:
-        """Put into ``output`` the tokens that requests with a grammar may draw in this step (B17)."""
+        """Put into ``output`` the tokens that requests with a grammar may draw in this step."""
         rows: list[NDArray[np.int32]] = []
         for turn in plan:
             request, matcher = turn.request, turn.request.structured_output_request

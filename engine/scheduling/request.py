@@ -43,7 +43,7 @@ class Milestones:
 
 @dataclass(eq=False)
 class Request:
-    """One EngineRequest in the scheduler's hands (B10); the scheduler alone changes it.
+    """One EngineRequest in the scheduler's hands; the scheduler alone changes it.
 
     arrival_number: counts the scheduler's requests and their choices; no two have the same. expires: when it must have
     ended, on the scheduler's clock. dismissed: choices that nobody wants any more. is_fork: another choice has computed, or
@@ -134,32 +134,32 @@ class Request:
 
     @property
     def client_index(self) -> int:
-        """Which front end asked (B10)."""
+        """Index of the front end that sent the request; its outputs go back there."""
         return self.asked.client_index
 
     @property
     def arrival_time(self) -> float:
-        """When the front end received it, on the front end's clock (B10)."""
+        """When the front end received it, on the front end's clock."""
         return self.asked.arrival_time
 
     @property
     def priority(self) -> int:
-        """Higher runs earlier (B10)."""
+        """Higher runs earlier."""
         return self.asked.priority
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """The lower, the earlier it is served and the later it is preempted: by priority, then arrival (B11)."""
+        """The lower, the earlier it is served and the later it is preempted: by priority, then arrival."""
         return -self.priority, self.arrival_number
 
     @property
     def cache_salt(self) -> str:
-        """Isolates cached KV (B10)."""
+        """Part of the block hash: requests with different salts never share cached KV."""
         return self.asked.cache_salt
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The model's own end tokens (B10)."""
+        """The model's own end tokens."""
         return self.asked.eos_token_ids
 
     @property
@@ -342,7 +342,7 @@ def ended_corrupted(request: Request, has_nans: bool) -> Ending:
 
 
 def why_impossible(request: Request, max_length: int, num_usable_blocks: int) -> str | None:
-    """Why the request can never run in an engine of this size (A27, A28); None when it can."""
+    """Why the request can never run in an engine of this size; None when it can."""
     num_prompt = request.num_prompt_tokens
     if request.is_pooling and num_prompt > max_length:
         return f"the prompt has {num_prompt} tokens; this engine takes {max_length} at most: shorten it"

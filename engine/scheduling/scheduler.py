@@ -92,7 +92,7 @@ class Scheduler:
     # One step.
 
     def schedule(self) -> SchedulerOutput:
-        """Decide one forward pass (B1). Its result goes to ``update_from_output`` before anything else is called."""
+        """Decide one forward pass. Its result goes to ``update_from_output`` before anything else is called."""
         self._end_overdue()
         self.take_news()
         return self._order(self.batcher.plan(self.receiver.unserved if self.receiver else None))
@@ -108,7 +108,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> dict[int, list[EngineOutput]]:
-        """Process a step's results; return the outputs for each client, by client index (B7)."""
+        """Process a step's results; return the outputs for each client, by client index."""
         self.on_transfers_finished(runner_output.finished_sending or (), runner_output.finished_recving or ())
         if runner_output.was_cut_short:
             self.batcher.drop_draft()
@@ -146,7 +146,7 @@ class Scheduler:
     # Requests come and go.
 
     def add_request(self, asked: EngineRequest) -> None:
-        """Queue a request; nothing runs before the next step (A18). One that can never run is answered at once (A28).
+        """Queue a request; nothing runs before the next step. One that can never run is answered at once.
 
         Raises InvalidRequestError for a key or a transfer that is still in use, or a transfer in an engine without a
         connector; and what a wait stage raises when it refuses the request. Then nothing has changed.
@@ -180,7 +180,7 @@ class Scheduler:
         self._outbox.refusal(asked, error)
 
     def finish_requests(self, keys: str | Iterable[str], status: RequestStatus) -> None:
-        """End one request or many from outside, in whatever state they are (B12). Unknown keys are ignored."""
+        """End one request or many from outside, in whatever state they are. Unknown keys are ignored."""
         for key in [keys] if isinstance(keys, str) else list(keys):
             if request := self.requests.get(key):
                 self.live.finish(request, Ending(status))
@@ -203,14 +203,14 @@ class Scheduler:
         return self._outbox.take()
 
     def shutdown(self) -> dict[int, list[EngineOutput]]:
-        """Abort every request; return the last outputs (B16)."""
+        """Abort every request; return the last outputs."""
         self.finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
         return self._outbox.take()
 
     # Questions.
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have not ended (B15)."""
+        """How many requests have not ended."""
         return len(self.requests)
 
     def has_unfinished_requests(self) -> bool:
@@ -255,7 +255,7 @@ class Scheduler:
         return self._deadlines.next()
 
     def make_stats(self) -> SchedulerStats:
-        """How things stand (B14)."""
+        """How things stand."""
         running, waiting = self.get_request_counts()
         stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
         stats.kv_cache_usage, stats.num_corrupted_reqs = self.pool.usage, self.totals.num_corrupted
@@ -263,11 +263,11 @@ class Scheduler:
         return stats
 
     def get_kv_connector(self) -> SchedulerConnector | None:
-        """The scheduler's half of the connector (B16)."""
+        """The scheduler's half of the connector."""
         return self._connector
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content, because the weights changed; False while any block is in use (B16)."""
+        """Forget all cached content, because the weights changed; False while any block is in use."""
         was_reset = self.pool.reset_prefix_cache()
         self.prefix_stats.reset |= was_reset
         return was_reset

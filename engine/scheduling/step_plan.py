@@ -9,7 +9,7 @@ from engine.scheduling.request import Request
 
 
 class Turn(NamedTuple):
-    """One request's part of a step. ``new_block_ids`` replace the runner's when the request comes back (B6)."""
+    """One request's part of a step. ``new_block_ids`` replace the runner's when the request comes back."""
 
     request: Request
     num_tokens: int
