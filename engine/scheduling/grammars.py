@@ -144,9 +144,9 @@ class Grammars:
     def mask(plan: StepPlan, output: SchedulerOutput) -> None:
         """Put into ``output`` the tokens that requests with a grammar may draw in this step."""
         rows: list[NDArray[np.int32]] = []
-        for turn in plan:
-            request, matcher = turn.request, turn.request.structured_output_request
-            if matcher is not None and turn.num_tokens == request.num_missing_tokens:
+        for entry in plan:
+            request, matcher = entry.request, entry.request.structured_output_request
+            if matcher is not None and entry.num_tokens == request.num_missing_tokens:
                 output.structured_output_request_ids[request.key] = len(rows)
                 rows.append(matcher.bitmask)
         if rows:

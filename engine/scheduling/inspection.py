@@ -44,8 +44,8 @@ def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError unless blocks belong to live requests and leases only, and each request is in one place."""
     pool, batcher = scheduler.pool, scheduler.batcher
     pool.check_integrity()
-    scheduler.live.roll.check_integrity()
-    assert sorted(scheduler.live.roll.keys) == sorted(scheduler.requests)
+    scheduler.live.index.check_integrity()
+    assert sorted(scheduler.live.index.keys) == sorted(scheduler.requests)
     leases = scheduler.sender.leases if scheduler.sender else ()
     assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, leases)}
     places = [

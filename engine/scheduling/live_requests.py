@@ -8,7 +8,7 @@ from engine.scheduling.ending import Ending
 from engine.scheduling.outbox import Outbox
 from engine.scheduling.remote_kv import KVSender
 from engine.scheduling.request import Request
-from engine.scheduling.roll import Roll
+from engine.scheduling.request_index import RequestIndex
 from engine.scheduling.waits import Waits
 
 
@@ -29,7 +29,7 @@ class LiveRequests:
         outbox: Outbox,
     ) -> None:
         self.by_key: dict[str, Request] = {}
-        self.roll = Roll()
+        self.index = RequestIndex()
         self.finished_req_ids: set[str] = set()
         self.has_news = False
         self._pool = pool
@@ -42,7 +42,7 @@ class LiveRequests:
     def register(self, request: Request) -> None:
         """Make a new request known, with the deadline of its whole life."""
         self.by_key[request.key] = request
-        self.roll.add(request.asked, request.dismissed)
+        self.index.add(request.asked, request.dismissed)
         self._deadlines.add(Deadline(request.expires, request.key, request.asked.deadline_seconds))
 
     def finish(
@@ -61,7 +61,7 @@ class LiveRequests:
                 self._pool.free(request.key)
         self._batcher.remove(request)
         del self.by_key[request.key]
-        self.roll.discard(request.key)
+        self.index.discard(request.key)
         self._deadlines.forget(request.key)
         if request.is_known_to_runner:
             self.finished_req_ids.add(request.key)
@@ -76,4 +76,4 @@ class LiveRequests:
     def clear(self) -> None:
         """Forget all requests, without a word to anybody: the engine is broken."""
         self.by_key.clear()
-        self.roll.clear()
+        self.index.clear()

@@ -11,9 +11,9 @@ from contract.requests import EngineRequest
 from engine.connector import Drained, Failed, FirstToken, Published, Received, SchedulerConnector
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import NOT_NEEDED, Ending, RequestStatus, ended_by_error, ended_late
-from engine.scheduling.line import Line, comes_first
+from engine.scheduling.priority_queue import PriorityQueue, comes_first
 from engine.scheduling.request import Request, ends_with_first_token
-from engine.scheduling.roll import Roll
+from engine.scheduling.request_index import RequestIndex
 from engine.scheduling.waits import Ready
 
 NOT_NEEDED_KIND = "not_needed"
@@ -36,7 +36,7 @@ class KVSender:
         self._pool = pool
         self._max_model_len = max_model_len
         self._open: set[str] = set()
-        self._leases = Roll()
+        self._leases = RequestIndex()
 
     @property
     def leases(self) -> Collection[str]:
@@ -124,7 +124,7 @@ class KVReceiver:
         self._pool = pool
         self.timeout_seconds = timeout_seconds
         self._waiting: dict[str, Request] = {}
-        self._published = Line()
+        self._published = PriorityQueue()
         self._failures: dict[str, Failed] = {}
         self._arrived: list[str] = []
         self._num_cached_blocks: dict[str, int] = {}
@@ -229,11 +229,11 @@ class KVReceiver:
         self._num_cached_blocks.pop(request.key, None)
 
 
-def check_transfer(asked: EngineRequest, sender: KVSender | None, roll: Roll) -> None:
+def check_transfer(asked: EngineRequest, sender: KVSender | None, index: RequestIndex) -> None:
     """Raise InvalidRequestError for a transfer that is in use, or in an engine without a connector (and so a sender)."""
     if sender is None:
         raise InvalidRequestError(f"request {asked.key} names a transfer, and this engine has no connector")
-    if asked.transfer and (sender.lends_under(asked) or roll.uses_transfer(asked)):
+    if asked.transfer and (sender.lends_under(asked) or index.uses_transfer(asked)):
         raise InvalidRequestError(
             f"transfer {asked.transfer.transfer_id} (attempt {asked.attempt}) is here already; "
             "each request needs its own"

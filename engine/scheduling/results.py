@@ -43,7 +43,7 @@ class Results:
         limits: Limits,
         clock: Callable[[], float],
     ) -> None:
-        self.forking = Forking(pool, batcher, live.roll, outbox)
+        self.forking = Forking(pool, batcher, live.index, outbox)
         self._live = live
         self._pool = pool
         self._batcher = batcher

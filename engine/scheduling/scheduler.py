@@ -156,7 +156,7 @@ class Scheduler:
         if is_here or is_lent or self.pool.is_quarantined(asked.key):
             raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
         if asked.transfer:
-            check_transfer(asked, self.sender, self.live.roll)
+            check_transfer(asked, self.sender, self.live.index)
         self.grammars.check(asked)
         request = Request.from_engine_request(
             asked,
@@ -190,7 +190,7 @@ class Scheduler:
 
         A prompt that is computed for several choices goes on for those that are left.
         """
-        keys = self.live.roll.dismiss(request_id, attempt, choice)
+        keys = self.live.index.dismiss(request_id, attempt, choice)
         self.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
         if self.sender:
             self.sender.withdraw(request_id, attempt, choice)
@@ -294,15 +294,15 @@ class Scheduler:
                 self.batcher.waiting.add(ready.request)
 
     def _order(self, plan: StepPlan) -> SchedulerOutput:
-        for turn in plan:
-            request = turn.request
+        for entry in plan:
+            request = entry.request
             if not request.is_known_to_runner:
                 request.milestones.scheduled = self._clock()
                 if not request.is_fork:
                     self.prefix_stats.record(request.num_prompt_tokens, request.num_cached_tokens)
                     self.totals.num_cached_tokens += request.num_cached_tokens
             if self.sender and request.is_sending:
-                self.sender.publish(request, request.num_computed_tokens + turn.num_tokens)
+                self.sender.publish(request, request.num_computed_tokens + entry.num_tokens)
         output = plan.to_output(self.pool)
         self.grammars.mask(plan, output)
         output.block_copies = self._results.forking.take_copies()

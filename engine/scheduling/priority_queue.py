@@ -9,8 +9,8 @@ from engine.scheduling.request import Request
 _PRECEDENCE = attrgetter("precedence")
 
 
-class Line(Reversible[Request]):
-    """Requests in the order of ``Request.precedence``, whenever they joined. Who comes back gets the old place."""
+class PriorityQueue(Reversible[Request]):
+    """Requests in the order of ``Request.precedence``, whenever they were added: one that returns gets its old place."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -27,12 +27,12 @@ class Line(Reversible[Request]):
 
     @property
     def first(self) -> Request | None:
-        """Whose turn it is; None while nobody stands in line."""
+        """The request that is next; None while the queue is empty."""
         return self._requests[0] if self._requests else None
 
     @property
     def clients(self) -> Collection[str]:
-        """The clients that have requests in the line."""
+        """The clients that have requests in the queue."""
         return self._by_client.keys()
 
     def first_of(self, client: str) -> Request:
@@ -44,16 +44,16 @@ class Line(Reversible[Request]):
         return iter(self._by_client[client])
 
     def num_of(self, client: str) -> int:
-        """Return how many requests of a client stand in line."""
+        """Return how many requests of a client are queued."""
         return len(self._by_client.get(client, ()))
 
     def add(self, request: Request) -> None:
-        """The request joins; it must not stand in line already."""
+        """Queue a request, which must not be queued already."""
         insort(self._requests, request, key=_PRECEDENCE)
         insort(self._by_client.setdefault(request.asked.tenant, []), request, key=_PRECEDENCE)
 
     def remove(self, request: Request) -> bool:
-        """The request leaves; False, and nothing happens, where it does not stand in line."""
+        """Remove a request; return False if it is not queued."""
         if not _take_out(self._requests, request):
             return False
         own = self._by_client[request.asked.tenant]
@@ -72,5 +72,5 @@ def _take_out(requests: list[Request], request: Request) -> bool:
 
 
 def comes_first(request: Request, other: Request | None) -> bool:
-    """True when ``request`` is served before ``other``, and where there is no other."""
+    """Return whether ``request`` is served before ``other``, or there is no other."""
     return other is None or request.precedence < other.precedence

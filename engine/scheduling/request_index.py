@@ -1,4 +1,4 @@
-"""Who is here: requests found by their key, by the client's request id, and by the transfer that they serve."""
+"""An index of requests: by key, by the client's request id, and by the transfer that they serve."""
 
 from collections.abc import Collection
 
@@ -7,8 +7,8 @@ from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 _Use = tuple[SendTransfer | ReceiveTransfer, int]
 
 
-class Roll:
-    """A set of requests by key; no question looks at more of them than it is about.
+class RequestIndex:
+    """A set of requests by key; no query looks at more of them than it is about.
 
     A (transfer, attempt) belongs to the choices of at most one request: ask ``uses_transfer`` before ``add``.
     """
@@ -21,11 +21,11 @@ class Roll:
 
     @property
     def keys(self) -> Collection[str]:
-        """The keys of all, in order of arrival."""
+        """The keys of all requests, in order of arrival."""
         return self._asked.keys()
 
     def add(self, asked: EngineRequest, dismissed: set[int]) -> None:
-        """The request is here from now on. dismissed: its choices that nobody wants any more; ``dismiss`` adds to them."""
+        """Add a request. dismissed: its choices that were cancelled; ``dismiss`` adds to them."""
         self._asked[asked.key] = asked
         self._dismissed[asked.key] = dismissed
         self._keys_by_request.setdefault(asked.request_id, set()).add(asked.key)
@@ -34,7 +34,7 @@ class Roll:
             self._uses[use] = self._uses.get(use, 0) + 1
 
     def discard(self, key: str) -> bool:
-        """The request is gone; False, and nothing happens, where it was not here."""
+        """Remove a request; return False if it is not in the index."""
         asked = self._asked.pop(key, None)
         if asked is None:
             return False
@@ -48,20 +48,20 @@ class Roll:
         return True
 
     def clear(self) -> None:
-        """Nobody is here any more."""
+        """Remove all requests."""
         self._asked.clear()
         self._dismissed.clear()
         self._keys_by_request.clear()
         self._uses.clear()
 
     def uses_transfer(self, asked: EngineRequest) -> bool:
-        """True when somebody here serves the same transfer in the same attempt."""
+        """Return whether a request here serves the same transfer in the same attempt."""
         return asked.transfer is not None and (asked.transfer, asked.attempt) in self._uses
 
     def dismiss(self, request_id: str, up_to_attempt: int | None, choice: int | None) -> list[str]:
-        """Nobody wants this choice any more (None: no choice), of all attempts up to this one (None: of all).
+        """Cancel this choice (None: all choices) of all attempts up to this one (None: of all).
 
-        Returns the keys of those of whom nobody wants anything now, in a fixed order.
+        Returns the keys of the requests of which every choice is cancelled now, in a fixed order.
         """
         unwanted = []
         for key in sorted(self._keys_by_request.get(request_id, ())):
@@ -73,7 +73,7 @@ class Roll:
         return unwanted
 
     def check_integrity(self) -> None:
-        """Assert that all indexes tell of the same requests."""
+        """Assert that all indexes hold the same requests."""
         by_request = [key for keys in self._keys_by_request.values() for key in keys]
         assert sorted(by_request) == sorted(self._asked) == sorted(self._dismissed)
         uses = [(asked.transfer, asked.attempt) for asked in self._asked.values() if asked.transfer]
