@@ -1,5 +1,7 @@
 """The codec refuses messages that make no sense, and gives absent fields their meaning."""
 
+from collections.abc import Callable
+
 import pytest
 
 from contract.errors import InvalidRequestError
@@ -59,12 +61,13 @@ def test_the_field_at_fault_goes_with_the_error() -> None:
 
 @pytest.mark.parametrize("bad", [pb.Task(request_id="r"), pb.Task(prompt_token_ids=[5]), pb.Task()])
 def test_a_task_without_id_or_prompt_is_refused(bad: pb.Task) -> None:
-    for read in (
+    reads: list[Callable[[], EngineRequest]] = [
         lambda: task_from_proto(bad),
         lambda: prefill_from_proto(pb.PrefillRequest(task=bad, transfer_id="t")),
         lambda: decode_from_proto(pb.DecodeRequest(task=bad)),
         lambda: embed_from_proto(pb.EmbedLegRequest(task=bad), PoolingParams()),
-    ):
+    ]
+    for read in reads:
         with pytest.raises(InvalidRequestError, match="a task needs a request id and a prompt"):
             read()
 
