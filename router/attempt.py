@@ -18,14 +18,24 @@ from functools import partial
 from typing import Any, Self
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
-from contract.requests import FinishReason, TokenLogprobs, TransferReport
+from contract.requests import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    ReceiveTransfer,
+    SendTransfer,
+    TokenLogprobs,
+    TransferReport,
+)
 from protos import worker_pb2 as pb
-from router.delivery import Delivery, Token
+from router.delivery import Delivery, Token, tokens_of
 from router.inbox import Event, Inbox, UnreadAccount, size_of
+from router.leg_requests import error_of, leg_request
 from router.registry import AttachedWorker
 from router.request import PreparedRequest
 from router.tasks import TaskSet
-from router.wire import error_of, logprobs_of, task_message, tokens_of, transfer_report_of
+from wire.legs import decode_to_proto, embed_to_proto, prefill_to_proto
+from wire.tokens import output_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -150,21 +160,23 @@ class Attempt:
         transfer_id, source = f"{self._key[0]}.{self._key[1]}.{secrets.token_hex(4)}", None
         if self._prefill:
             peer = self._prefill.worker.registration
-            source = pb.TransferSource(
+            source = ReceiveTransfer(
                 transfer_id=transfer_id,
-                worker_id=peer.worker_id,
-                boot_id=peer.boot_id,
-                control_address=peer.control_address,
+                peer_worker_id=peer.worker_id,
+                peer_boot_id=peer.boot_id,
+                peer_control=peer.control_address,
             )
-            prefill = pb.PrefillRequest(task=self._task(self._prefill, num_choices), transfer_id=transfer_id)
+            worker = self._prefill.worker
+            request = self._leg_request(self._prefill, num_choices, SendTransfer(transfer_id))
             legs = [(attempt, leg) for attempt in attempts if (leg := attempt._prefill)]
-            self._send(legs, self._prefill.worker.calls.prefill(prefill))
-        task, calls = self._task(self._decode, num_choices), self._decode.worker.calls
+            self._send(legs, worker.calls.prefill(prefill_to_proto(request, worker.session)))
+        worker = self._decode.worker
+        request = self._leg_request(self._decode, num_choices, source)
         legs = [(attempt, attempt._decode) for attempt in attempts]
         if self._request.is_embedding:
-            self._send(legs, calls.embed(pb.EmbedLegRequest(task=task)))
+            self._send(legs, worker.calls.embed(embed_to_proto(request, worker.session)))
         else:
-            self._send(legs, calls.decode(pb.DecodeRequest(task=task, source=source)))
+            self._send(legs, worker.calls.decode(decode_to_proto(request, worker.session)))
         return self
 
     @property
@@ -259,40 +271,40 @@ class Attempt:
             timer.cancel()
 
     def _take(self, leg: Leg, entry: pb.TokenEntry) -> list[Token]:
-        if entry.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+        output = output_from_proto(entry)
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             leg.may_hold = False
-            raise error_of(entry, leg.worker.name)
-        if entry.token_ids and entry.first_index > leg.next_index:
+            raise error_of(output, leg.worker.name)
+        if output.token_ids and output.first_index > leg.next_index:
             raise WorkerLostError(
-                f"worker {leg.worker.name} sent token {entry.first_index} after token {leg.next_index - 1}"
+                f"worker {leg.worker.name} sent token {output.first_index} after token {leg.next_index - 1}"
             )
-        self._read_report(leg, entry)
-        leg.next_index = max(leg.next_index, entry.first_index + len(entry.token_ids))
-        if entry.finish_reason:
-            stop_reason = entry.stop_reason if entry.HasField("stop_reason") else None
-            if self._request.is_embedding and not entry.pooled:
+        self._read_report(leg, output)
+        leg.next_index = max(leg.next_index, output.first_index + len(output.token_ids))
+        if output.finish_reason:
+            if self._request.is_embedding and not output.pooled:
                 raise InternalError(f"worker {leg.worker.name} has ended an embedding without one")
-            self._finish = FinishReason(entry.finish_reason), stop_reason, entry.pooled
+            self._finish = output.finish_reason, output.stop_reason, output.pooled or ()
             self._delivery.end = leg.next_index
             leg.may_hold = False
-        if self._prefill and leg is self._decode and entry.token_ids:
+        if self._prefill and leg is self._decode and output.token_ids:
             self._prefill.may_hold = False  # the KV has been verified, and the lease released
-        due = self._delivery.accept(entry.attempt, tokens_of(entry))
+        due = self._delivery.accept(output.attempt, tokens_of(output))
         for over in [each for each in self._legs if each.is_over]:
             over.worker.unbind(self._key)
         return due
 
-    def _read_report(self, leg: Leg, entry: pb.TokenEntry) -> None:
-        """Of a replay only what lies in the wait that is being measured: for token 0, or for token 1."""
-        if entry.first_index == 0 and entry.HasField("num_cached_tokens"):
-            self._report.num_cached_tokens = entry.num_cached_tokens
-        if entry.prompt_logprobs:
-            self._report.prompt_logprobs = [logprobs_of(one) for one in entry.prompt_logprobs]
-        if entry.HasField("timings"):
-            if entry.first_index == 0:
-                self._report.prefill_seconds = entry.timings.prefill_seconds
+    def _read_report(self, leg: Leg, output: EngineOutput) -> None:
+        """Note what a worker measured. A replay's part counts only within the wait for token 0, or for token 1."""
+        if output.first_index == 0 and output.num_cached_tokens is not None:
+            self._report.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs:
+            self._report.prompt_logprobs = output.prompt_logprobs
+        if output.timings is not None:
+            if output.first_index == 0:
+                self._report.prefill_seconds = output.timings.prefill_seconds
             if leg is self._decode and leg.first_index == 1:
-                self._report.transfer = transfer_report_of(entry.timings)
+                self._report.transfer = output.timings.transfer
 
     def _send(self, legs: "list[tuple[Attempt, Leg]]", call: Coroutine[Any, Any, None]) -> None:
         """Send one call for all these legs of one worker."""
@@ -317,14 +329,16 @@ class Attempt:
         except KvbatonError as error:
             logger.warning("%s; the request's own deadline ends it there", error.message)
 
-    def _task(self, leg: Leg, num_choices: int) -> pb.Task:
-        return task_message(
+    def _leg_request(
+        self, leg: Leg, num_choices: int, transfer: SendTransfer | ReceiveTransfer | None
+    ) -> EngineRequest:
+        return leg_request(
             self._request,
             attempt=self._key[1],
             prompt=self._prompt,
             first_index=leg.first_index,
             num_choices=num_choices,
-            session=leg.worker.session,
+            transfer=transfer,
         )
 
 

@@ -17,6 +17,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.grpc_options import internal_stream_options
+from wire.membership import welcome_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +141,10 @@ class RouterLink:
 
     def _hear(self, message: pb.RouterMessage) -> None:
         if message.HasField("welcome"):
-            logger.info("attached to router %s", message.welcome.router_id)
+            welcome = welcome_from_proto(message.welcome)
+            logger.info("attached to router %s", welcome.router_id)
             self._router_left = False
-            self.session = message.welcome.session
+            self.session = welcome.session
             self._attached.set()
             self._was_attached = True
             self.send(pb.WorkerMessage(credit=self._credit))

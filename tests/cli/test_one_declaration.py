@@ -20,6 +20,7 @@ PACKAGES = (
     "serving",
     "text",
     "tools",
+    "wire",
     "worker",
 )
 DECLARATION = '''

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from contract.identity import Role
+from contract.membership import Registration
 from contract.requests import SamplingParams
 from protos import worker_pb2 as pb
 from router.attempt import Attempt, LegReport
@@ -31,7 +32,7 @@ class _Calls:
 
 
 def attached(role: Role) -> AttachedWorker:
-    registration = pb.Registration(worker_id=role.value, role=role.value, max_model_len=100)
+    registration = Registration(worker_id=role.value, role=role.value, max_model_len=100)
     return AttachedWorker(registration, _Calls(), lambda: None)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from contract.errors import PeerUnreachableError
 from contract.identity import Role
+from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.policy import Placement, Wish, WorkerView, place
 from router.registry import AttachedWorker
@@ -70,7 +71,7 @@ class Clock:
 
 
 def attached(role: Role, name: str) -> AttachedWorker:
-    registration = pb.Registration(worker_id=name, role=role.value, max_model_len=100)
+    registration = Registration(worker_id=name, role=role.value, max_model_len=100)
     return AttachedWorker(registration, None, lambda: None)  # type: ignore[arg-type]
 
 

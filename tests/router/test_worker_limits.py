@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from contract.errors import SIZE_PARAM, InvalidRequestError
 from contract.identity import Role
+from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
 from router.policy import Wish, WorkerView, candidates, fits, place
@@ -19,6 +20,7 @@ from tests.router.cluster import running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_waiting_line import grant_one
 from tests.text.tiny_model import END, byte_ids
+from wire.membership import layout_from_proto
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
 LONG = "x" * 50
@@ -172,7 +174,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
     now = 0.0
     registry = Registry(ChangeSignal(), 30.0, lambda: now)
     for name, length in (("decode-0", 100), ("decode-1", 40)):
-        registration = pb.Registration(
+        registration = Registration(
             protocol_min=1,
             protocol_max=1,
             worker_id=name,
@@ -180,7 +182,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
             role="decode",
             address="a:1",
             model_fingerprint="m@float32",
-            kv_layout=kv_layout(),
+            kv_layout=layout_from_proto(kv_layout()),
             max_model_len=length,
         )
         registry.attach(registry.meet(registration, cast(Any, "nothing is called")))
