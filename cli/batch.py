@@ -24,9 +24,9 @@ from cli.processes import ROUTER
 from cli.progress import progress_bar
 from cli.settings import BatchSettings
 from contract.errors import KvbatonError, SettingError
+from launch.child import Facts
 from serving.logs import configure_logs
 from serving.signals import until_stopped
-from worker.launch import Facts
 
 
 def batch(arguments: Sequence[str]) -> None:

@@ -20,11 +20,11 @@ from cli.local import run_local
 from cli.processes import ROUTER
 from cli.settings import DEMO, DemoSettings
 from cli.terminal import printable
+from launch.child import Facts, ProcessSpec
+from launch.supervisor import ProcessState
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
 from serving.settings import split_address
-from worker.launch import Facts, ProcessSpec
-from worker.supervisor import ProcessState
 
 QUESTION = """lamp: fox
 bread: violin

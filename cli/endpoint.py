@@ -14,8 +14,8 @@ from cli.child_settings import from_file
 from cli.settings import ClientSettings, LocalSettings, child_environment, variable
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
+from launch.child import Facts
 from serving.api_keys import first_key
-from worker.launch import Facts
 
 _CONNECT_SECONDS = 10.0
 

@@ -12,8 +12,8 @@ from cli.local import run_local
 from cli.processes import ROUTER
 from cli.settings import RunSettings
 from cli.terminal import printable
+from launch.child import Facts
 from serving.logs import configure_logs
-from worker.launch import Facts
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from cli.endpoint import local_endpoint
 from cli.local import run_local
 from cli.processes import ROUTER
 from cli.settings import LocalSettings, ServeSettings, UpSettings
+from launch.child import Facts
 from serving.logs import configure_logs, log_settings
-from worker.launch import Facts
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from cli.settings import child_environment, variable
 from contract.errors import UnavailableError
 from contract.identity import Role
 from kvbaton.settings import LLMSettings
+from launch.child import Facts, ProcessSpec
+from launch.supervisor import Supervisor
 from router.pipeline import Pipeline
 from router.service import RouterService
 from router.settings import RouterSettings
 from text.model_card import ModelCard
-from worker.launch import Facts, ProcessSpec
-from worker.supervisor import Supervisor
 
 T = TypeVar("T")
 _LOOPBACK = "127.0.0.1:0"

@@ -11,9 +11,9 @@ from cli.processes import local_processes
 from cli.router import RouterCommand
 from cli.settings import RunSettings, UpSettings
 from contract.errors import SettingError
+from launch.child import ProcessSpec
 from serving.logs import log_settings
 from tests.cli.test_command_line import refusal
-from worker.launch import ProcessSpec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kvbaton.toml"
 FACTS = {

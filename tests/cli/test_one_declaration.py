@@ -13,6 +13,7 @@ PACKAGES = (
     "decode_service",
     "engine",
     "kv_transfer",
+    "launch",
     "native",
     "prefill_service",
     "protos",

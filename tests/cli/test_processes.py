@@ -11,7 +11,7 @@ from cli.settings import LocalSettings, RunSettings, ServeSettings, UpSettings
 from cli.workers import PrefillCommand
 from contract.errors import SettingError
 from contract.identity import Role
-from worker.launch import ProcessSpec
+from launch.child import ProcessSpec
 from worker.options import WorkerOptions
 
 ROUTER_FACTS = {

@@ -45,7 +45,7 @@ class ProcessSpec:
 
 
 class Child:
-    """A running child process; made by ``launch``."""
+    """A running child process; made by ``start_child``."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-async def launch(spec: ProcessSpec, known: Mapping[str, Facts]) -> Child:
+async def start_child(spec: ProcessSpec, known: Mapping[str, Facts]) -> Child:
     """Start the process of ``spec``. Raises OSError when its program cannot be started."""
     read_fd, write_fd = os.pipe()
     with contextlib.ExitStack() as opened:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from contract.identity import Role
-from worker.launch import Facts, ProcessSpec
+from launch.child import Facts, ProcessSpec
 
 
 def write_ready_file(

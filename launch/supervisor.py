@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError, UnavailableError
-from worker.launch import Child, Facts, ProcessSpec, describe_exit, launch
-from worker.ready_file import remove_ready_file, write_ready_file
+from launch.child import Child, Facts, ProcessSpec, describe_exit, start_child
+from launch.ready_file import remove_ready_file, write_ready_file
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Supervisor:
     async def _live(self, spec: ProcessSpec) -> str:
         """One life of a process, from its start to its end; how it ended."""
         try:
-            child = await launch(spec, self._known)
+            child = await start_child(spec, self._known)
         except OSError as error:
             if not self._was_ready[spec.name].is_set():
                 raise UnavailableError(f"{spec.name} could not start: {error}") from error

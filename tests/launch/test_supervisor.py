@@ -16,9 +16,9 @@ import pytest
 
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
-from tests.worker.children import spec, wait_gone
-from worker.launch import Facts, ProcessSpec
-from worker.supervisor import ProcessState, RestartPolicy, Supervisor
+from launch.child import Facts, ProcessSpec
+from launch.supervisor import ProcessState, RestartPolicy, Supervisor
+from tests.launch.children import spec, wait_gone
 
 QUICK = RestartPolicy(first_delay_seconds=0.01, grace_seconds=20.0)
 
@@ -197,7 +197,7 @@ async def test_what_a_dead_child_had_started_dies_too() -> None:
 
 def start_supervisor(ready_file: Path) -> tuple[subprocess.Popen[str], list[int]]:
     program = subprocess.Popen(
-        [sys.executable, "-m", "tests.worker.supervisor_program", str(ready_file)],
+        [sys.executable, "-m", "tests.launch.supervisor_program", str(ready_file)],
         stdout=subprocess.PIPE,
         text=True,
     )
