@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from cli.arguments import parse
 from cli.ask import TIMING_NAMES, Answer, ask_grpc, ask_http, served_model
 from cli.endpoint import Endpoint, local_endpoint
-from cli.local import run_local
-from cli.processes import ROUTER
-from cli.settings import DEMO, DemoSettings
 from cli.terminal import printable
+from launch.arguments import parse
 from launch.child import Facts, ProcessSpec
+from launch.local_cluster import run_local
+from launch.machine_settings import DemoSettings
+from launch.processes import ROUTER
+from launch.settings import DEMO
 from launch.supervisor import ProcessState
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs

@@ -1,6 +1,6 @@
 """The settings of an ``LLM``."""
 
-from cli.settings import LocalSettings, LogLevel
+from launch.settings import LocalSettings, LogLevel
 
 
 class LLMSettings(LocalSettings):

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cli.model import find_model
-from cli.processes import local_processes
-from cli.settings import LocalSettings
 from contract.identity import new_secret
+from launch.child import Facts
+from launch.model import find_model
+from launch.processes import local_processes
+from launch.settings import LocalSettings
+from launch.supervisor import Listener, Supervisor
 from serving.signals import StopEvent, until_stopped
-from worker.launch import Facts
-from worker.supervisor import Listener, Supervisor
 
 WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
 

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cli.commands import setting_names
-from cli.settings import LocalSettings, variable
 from contract.errors import SettingError
 from contract.identity import Role
+from launch.command_settings import setting_names
+from launch.settings import LocalSettings, variable
 from serving.settings import FLAG
 from serving.settings_file import Given, is_secret
 

@@ -5,18 +5,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.arguments import to_arguments
-from cli.child_settings import from_file
-from cli.commands import command_setting_names
-from cli.model import model_name
-from cli.settings import LocalSettings, available_cores, child_environment
 from contract.errors import SettingError
 from contract.identity import Role
+from launch.arguments import to_arguments
+from launch.child import Facts, ProcessSpec
+from launch.child_settings import from_file
+from launch.command_settings import command_setting_names
+from launch.model import model_name
+from launch.settings import LocalSettings, available_cores, child_environment
 from worker.cores import show_cores
-from worker.launch import Facts, ProcessSpec
 from worker.options import WorkerOptions
 
 ROUTER = "router"
+_COMMAND = "cli.main"
+"""Module of the ``kvbaton`` command, which each process runs; it is started here and never imported."""
 _LOOPBACK = "127.0.0.1:0"
 _NVIDIA = Path("/dev/nvidiactl")
 
@@ -127,4 +129,4 @@ def _worker_command(role: Role, flags: Mapping[str, Any]) -> Callable[[Mapping[s
 
 
 def _python(role: Role, flags: Mapping[str, Any]) -> list[str]:
-    return [sys.executable, "-P", "-m", "cli.main", role.value, *to_arguments(flags)]
+    return [sys.executable, "-P", "-m", _COMMAND, role.value, *to_arguments(flags)]

@@ -5,8 +5,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from cli.settings import DEMO
 from contract.errors import SettingError
+from launch.settings import DEMO
 
 DEMO_NAME = "kvbaton-demo"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -52,6 +52,14 @@ def find_model(model: str) -> Path:
             f"model is {model!r}: no such folder, and no Hugging Face id either", param="model"
         )
     return _from_hub(model)
+
+
+def model_folder(model: object) -> object:
+    """Return the folder of a ``model`` setting as ``find_model`` does; None stays None. Raises ValueError, for pydantic."""
+    try:
+        return find_model(str(model)) if model is not None else None
+    except SettingError as error:
+        raise ValueError(error.message) from error
 
 
 def _from_hub(model: str) -> Path:

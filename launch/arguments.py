@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import CLI_SUPPRESS, CliApp, CliSettingsSource, EnvSettingsSource, SettingsError
 
-from cli.commands import NEVER_IN_A_FILE, all_setting_names, setting_names
-from cli.settings import refuse_unknown_variables, variable
 from contract.errors import SettingError
 from contract.options import allowed
+from launch.command_settings import NEVER_IN_A_FILE, all_setting_names, setting_names
+from launch.settings import refuse_unknown_variables, variable
 from serving.settings import FLAG, Settings, Sources
 from serving.settings_file import SettingsFile, is_secret, read_settings_file
 
