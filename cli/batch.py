@@ -20,11 +20,11 @@ from cli.batch_files import (
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from contract.errors import KvbatonError, SettingError
 from launch.arguments import parse
-from launch.child import Facts
 from launch.client_settings import BatchSettings
 from launch.local_cluster import run_local
 from launch.processes import ROUTER
 from launch.progress import progress_bar
+from launch.spec import Facts
 from serving.logs import configure_logs
 from serving.signals import until_stopped
 

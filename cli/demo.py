@@ -17,12 +17,12 @@ from cli.ask import TIMING_NAMES, Answer, ask_grpc, ask_http, served_model
 from cli.endpoint import Endpoint, local_endpoint
 from cli.terminal import printable
 from launch.arguments import parse
-from launch.child import Facts, ProcessSpec
+from launch.kept_process import ProcessState
 from launch.local_cluster import run_local
 from launch.machine_settings import DemoSettings
 from launch.processes import ROUTER
 from launch.settings import DEMO
-from launch.supervisor import ProcessState
+from launch.spec import Facts, ProcessSpec
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
 from serving.settings import split_address

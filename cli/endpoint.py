@@ -12,10 +12,10 @@ import grpc.aio
 
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
-from launch.child import Facts
 from launch.child_settings import from_file
 from launch.client_settings import ClientSettings
 from launch.settings import LocalSettings, child_environment, variable
+from launch.spec import Facts
 from serving.api_keys import first_key
 
 _CONNECT_SECONDS = 10.0

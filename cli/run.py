@@ -9,10 +9,10 @@ from cli.ask import Answer, ask_http, served_model
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.terminal import printable
 from launch.arguments import parse
-from launch.child import Facts
 from launch.client_settings import RunSettings
 from launch.local_cluster import run_local
 from launch.processes import ROUTER
+from launch.spec import Facts
 from serving.logs import configure_logs
 
 

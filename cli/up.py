@@ -7,11 +7,11 @@ from importlib.metadata import version
 
 from cli.endpoint import local_endpoint
 from launch.arguments import parse
-from launch.child import Facts
 from launch.local_cluster import run_local
 from launch.machine_settings import ServeSettings, UpSettings
 from launch.processes import ROUTER
 from launch.settings import LocalSettings
+from launch.spec import Facts
 from serving.logs import configure_logs, log_settings
 
 logger = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from contract.errors import UnavailableError
 from contract.identity import Role
 from kvbaton.settings import LLMSettings
 from launch.arguments import parse, to_arguments
-from launch.child import Facts, ProcessSpec
 from launch.child_settings import from_file
 from launch.local_cluster import cluster_secret, supervise
 from launch.model import find_model, model_name
 from launch.processes import ROUTER, local_processes
 from launch.router_settings import RouterCommand
 from launch.settings import child_environment, variable
+from launch.spec import Facts, ProcessSpec
 from launch.supervisor import Supervisor
 from router.pipeline import Pipeline
 from router.service import RouterService

@@ -1,15 +1,15 @@
-"""A local service in a thread of its own, for commands whose main thread waits for a terminal."""
+"""Runs a local service in a thread of its own, for commands whose main thread waits for a terminal."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from launch.child import Facts
 from launch.local_cluster import serve_until
 from launch.model import find_model
 from launch.processes import ROUTER
 from launch.settings import LocalSettings
+from launch.spec import Facts
 
 
 @contextlib.contextmanager

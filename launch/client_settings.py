@@ -24,7 +24,7 @@ Url = Annotated[str, AfterValidator(_as_url)]
 
 
 class ClientSettings(LocalSettings):
-    """What the commands that ask a model share: the service at --url, or without one their own on free ports."""
+    """The settings of commands that ask a model: of the service at --url, or without one of their own on free ports."""
 
     url: Url | None = None
     """A running service (http://127.0.0.1:8000); unset: this command starts its own, and ends it."""
@@ -63,7 +63,7 @@ _USEFUL_WITH_URL = frozenset({"served_model_name", "config", "log_level"})
 
 
 class AskSettings(ClientSettings):
-    """How the commands that ask questions of their own want them answered."""
+    """The sampling settings of commands that ask questions of their own."""
 
     temperature: float = Field(default=0.0, ge=0, le=2)
     """0 always takes the most likely token."""

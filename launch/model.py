@@ -14,19 +14,19 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 def demo_model_folder() -> Path:
-    """Where the package holds the demo model."""
+    """Return the folder of the demo model in the installed package."""
     return Path(str(files("kvbaton") / "demo_model"))
 
 
 def model_name(model: str) -> str:
-    """The name under which a model is served unless another is asked for."""
+    """Return the name under which a model is served unless another is given."""
     if model == DEMO:
         return DEMO_NAME
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[str, Any]:
-    """Settings before they are checked, ``served_model_name`` filled in from the model where it is known and unnamed."""
+    """Fill ``served_model_name`` into settings that are not checked yet, if it is unset and the model is known."""
     model = values.get("model") or default_model
     if values.get("served_model_name") is not None or model is None:
         return values
@@ -34,7 +34,7 @@ def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[
 
 
 def find_model(model: str) -> Path:
-    """The folder of ``model``. A Hugging Face id is looked up in the local cache, then downloaded.
+    """Return the folder of ``model``. A Hugging Face id is looked up in the local cache, then downloaded.
 
     Raises SettingError that says where it was looked for.
     """

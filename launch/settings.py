@@ -31,7 +31,7 @@ def _check_ready_file(path: Path | None) -> Path | None:
 
 
 class CommandSettings(Settings):
-    """What every command has."""
+    """The settings that every command has."""
 
     config: Path | None = None
     """TOML file with settings; a table named after a command is for that command only."""
@@ -40,7 +40,7 @@ class CommandSettings(Settings):
 
 
 class ServiceSettings(CommandSettings):
-    """What every single-service command adds to its service's own settings."""
+    """The settings that a command of one process adds to those of its service."""
 
     ready_fd: CliSuppress[int | None] = None
     """Open file descriptor that gets one JSON line when the service is ready; used by `kvbaton up`."""
@@ -87,7 +87,7 @@ class LocalSettings(WorkerOptions, PoolSettings):
 
     @property
     def keeps_files(self) -> bool:
-        """Whether the service may have files and batches: it is not there for one command alone."""
+        """Return whether the service may have files and batches: it is not there for one command alone."""
         return True
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ class LocalSettings(WorkerOptions, PoolSettings):
 
     @property
     def pools(self) -> tuple[int, int, int]:
-        """How many prefill, decode and aggregated workers; one of each of the first two where nothing was asked."""
+        """Return the numbers of prefill, decode and aggregated workers; 1, 1 and 0 where none is given."""
         if self.prefill is None and self.decode is None and self.both is None:
             return 1, 1, 0
         return self.prefill or 0, self.decode or 0, self.both or 0
@@ -128,7 +128,7 @@ def refuse_unknown_variables(own: Collection[str], every: Callable[[], Collectio
 
 
 def variable(name: str) -> str:
-    """The environment variable of a setting."""
+    """Return the name of a setting's environment variable."""
     return f"{PREFIX}{name.upper()}"
 
 
@@ -163,7 +163,7 @@ def _as_variable(value: object) -> str:
 
 
 def available_cores() -> list[int]:
-    """Cores that this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -11,7 +11,7 @@ from worker.settings import WorkerSettings
 
 
 class WorkerCommand(ServiceSettings, WorkerSettings):
-    """Settings of a worker whose model may be the demo model or a Hugging Face id."""
+    """The settings of a worker whose model may be the demo model or a Hugging Face id."""
 
     model: Annotated[Path, BeforeValidator(model_folder)] = Field(default=Path(DEMO), validate_default=True)
     """Folder or Hugging Face id of the model; "demo" is the small model that comes with kvbaton."""

@@ -16,7 +16,8 @@ import aiohttp
 
 from contract.errors import UnavailableError
 from contract.identity import Role
-from launch.child import Child, Facts, ProcessSpec, start_child
+from launch.child import Child, start_child
+from launch.spec import Facts, ProcessSpec
 from tests.chaos.books import State, count, read_metrics, read_states
 from tests.chaos.settings import process_environment
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from contract.identity import Role
-from launch.child import Facts, ProcessSpec
+from launch.spec import Facts, ProcessSpec
 
 PATIENCE_SECONDS = 60.0
 

@@ -4,7 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from launch.supervisor import RestartPolicy, Supervisor
+from launch.kept_process import RestartPolicy
+from launch.supervisor import Supervisor
 from serving.signals import until_stopped
 from tests.launch.children import spec
 

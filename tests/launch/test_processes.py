@@ -8,11 +8,11 @@ import pytest
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.arguments import parse, to_arguments
-from launch.child import ProcessSpec
 from launch.client_settings import RunSettings
 from launch.machine_settings import ServeSettings, UpSettings
 from launch.processes import local_processes
 from launch.settings import LocalSettings
+from launch.spec import ProcessSpec
 from launch.worker_settings import PrefillCommand
 from worker.options import WorkerOptions
 
