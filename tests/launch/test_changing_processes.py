@@ -11,7 +11,7 @@ import pytest
 from contract.errors import SettingError, UnavailableError
 from launch.kept_process import ProcessState, RestartPolicy
 from launch.supervisor import Supervisor
-from tests.launch.children import spec, wait_gone
+from tests.launch.children import PATIENCE_SECONDS, spec, wait_gone
 from tests.launch.supervision import QUICK, Watcher, read, running
 
 ROUTER = spec("router")
@@ -52,7 +52,7 @@ async def test_an_added_process_that_fails_is_tried_again_and_the_others_serve_o
     async with running([ROUTER], ready_file) as (supervisor, _):
         router = supervisor.facts["router"]["pid"]
         supervisor.add(spec("decode-0", lambda _: next(lives), needs=NEEDS))
-        await supervisor.wait_ready()
+        await asyncio.wait_for(supervisor.wait_ready(), PATIENCE_SECONDS)
         assert supervisor.num_restarts == {"decode-0": 2}
         assert supervisor.facts["router"]["pid"] == router
         assert names(ready_file) == ["router", "decode-0"]
