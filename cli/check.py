@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.arguments import parse
-from cli.model import find_model
-from cli.settings import CheckSettings
 from contract.errors import SettingError
+from launch.arguments import parse
+from launch.client_settings import CheckSettings
+from launch.model import find_model
 from text.model_card import ModelCard
 from text.tokenizer import read_json
 

@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from cli.arguments import parse
 from cli.ask import TIMING_NAMES, Answer, ask_grpc, ask_http, served_model
 from cli.endpoint import Endpoint, local_endpoint
-from cli.local import run_local
-from cli.processes import ROUTER
-from cli.settings import DEMO, DemoSettings
 from cli.terminal import printable
+from launch.arguments import parse
+from launch.kept_process import ProcessState
+from launch.local_cluster import run_local
+from launch.machine_settings import DemoSettings
+from launch.processes import ROUTER
+from launch.settings import DEMO
+from launch.spec import Facts, ProcessSpec
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
 from serving.settings import split_address
-from worker.launch import Facts, ProcessSpec
-from worker.supervisor import ProcessState
 
 QUESTION = """lamp: fox
 bread: violin

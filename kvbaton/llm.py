@@ -7,8 +7,6 @@ from itertools import count
 from os import PathLike, fspath
 from typing import Any, Literal, Self
 
-from cli.arguments import parse, to_arguments
-from cli.progress import progress_bar
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from kvbaton.asking import ask_all, check_all, check_embeddings, embed_all
 from kvbaton.outputs import EmbeddingRequestOutput, RequestOutput
@@ -16,6 +14,8 @@ from kvbaton.prompts import Prompt, PromptType, parse_conversations, parse_promp
 from kvbaton.sampling import SamplingParams
 from kvbaton.service import OfflineService
 from kvbaton.settings import LLMSettings
+from launch.arguments import parse, to_arguments
+from launch.progress import progress_bar
 from router.request import EmbeddingRequest, GenerationRequest
 from text.chat import Chat
 

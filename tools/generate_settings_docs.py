@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from cli.arguments import is_hidden, is_positional
-from cli.commands import COMMANDS, NEVER_IN_A_FILE, Command
-from cli.settings import variable
+from cli.commands import COMMANDS, Command
 from contract.options import bounds
+from launch.arguments import is_hidden, is_positional
+from launch.command_settings import NEVER_IN_A_FILE, settings_class
+from launch.settings import variable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 _HEAD = """# Settings
@@ -67,7 +68,7 @@ def _section(name: str, command: Command) -> Iterator[str]:
     yield ""
     yield "| name | flag | environment | type and range | default | meaning |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for setting, field in command.settings_class().model_fields.items():
+    for setting, field in settings_class(name).model_fields.items():
         if not is_hidden(field):
             yield _row(setting, field)
     yield ""

@@ -13,6 +13,7 @@ PACKAGES = (
     "decode_service",
     "engine",
     "kv_transfer",
+    "launch",
     "native",
     "prefill_service",
     "protos",
@@ -31,10 +32,10 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 
-from cli.arguments import parse
-from cli.processes import local_processes
-from cli.settings import UpSettings
-from cli.workers import DecodeCommand
+from launch.arguments import parse
+from launch.processes import local_processes
+from launch.machine_settings import UpSettings
+from launch.worker_settings import DecodeCommand
 from contract.errors import SettingError
 from tools.generate_settings_docs import render
 

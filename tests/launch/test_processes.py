@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
-from cli.arguments import parse, to_arguments
-from cli.processes import local_processes
-from cli.settings import LocalSettings, RunSettings, ServeSettings, UpSettings
-from cli.workers import PrefillCommand
 from contract.errors import SettingError
 from contract.identity import Role
-from worker.launch import ProcessSpec
+from launch.arguments import parse, to_arguments
+from launch.client_settings import RunSettings
+from launch.machine_settings import ServeSettings, UpSettings
+from launch.processes import local_processes
+from launch.settings import LocalSettings
+from launch.spec import ProcessSpec
+from launch.worker_settings import PrefillCommand
 from worker.options import WorkerOptions
 
 ROUTER_FACTS = {

@@ -1,27 +1,26 @@
-"""A local service in a thread of its own, for commands whose main thread waits for a terminal."""
+"""Runs a local service in a thread of its own, for commands whose main thread waits for a terminal."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cli.endpoint import Endpoint, local_endpoint
-from cli.local import serve_until
-from cli.model import find_model
-from cli.processes import ROUTER
-from cli.settings import LocalSettings
-from worker.launch import Facts
+from launch.local_cluster import serve_until
+from launch.model import find_model
+from launch.processes import ROUTER
+from launch.settings import LocalSettings
+from launch.spec import Facts
 
 
 @contextlib.contextmanager
-def local_service(settings: LocalSettings) -> Iterator[Endpoint]:
-    """A service that runs as long as the block; no process is left behind it.
+def local_service(settings: LocalSettings) -> Iterator[Facts]:
+    """Run a service as long as the block, and give the facts of its router; no process is left behind it.
 
-    A Ctrl-C is the caller's affair: the processes of the service do not get it. Raises what ``find_model`` and
+    The processes of the service do not get a Ctrl-C; the caller does. Raises what ``find_model`` and
     ``serve_until`` raise, at the latest at the end of the block.
     """
     model = find_model(settings.model)
-    ready: Future[Endpoint] = Future()
+    ready: Future[Facts] = Future()
     stop: Future[Callable[[], object]] = Future()
 
     async def serve() -> None:
@@ -29,7 +28,7 @@ def local_service(settings: LocalSettings) -> Iterator[Endpoint]:
         stop.set_result(lambda: loop.call_soon_threadsafe(stopped.set))
 
         async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
-            ready.set_result(local_endpoint(settings, facts[ROUTER]))
+            ready.set_result(facts[ROUTER])
             await stopped.wait()
 
         await serve_until(stopped, settings, model, announce)

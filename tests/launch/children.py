@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from contract.identity import Role
-from worker.launch import Facts, ProcessSpec
+from launch.spec import Facts, ProcessSpec
 
 PATIENCE_SECONDS = 60.0
 
@@ -22,7 +22,7 @@ def spec(
 
     def command(known: Mapping[str, Facts]) -> list[str]:
         how = behaviour if isinstance(behaviour, str) else behaviour(known)
-        return [sys.executable, "-m", "tests.worker.child_program", how, "--note", note(known)]
+        return [sys.executable, "-m", "tests.launch.child_program", how, "--note", note(known)]
 
     return ProcessSpec(name, Role(name.partition("-")[0]), command, needs=needs)
 

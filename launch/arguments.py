@@ -1,4 +1,4 @@
-"""From ``argv``, the environment and a file to one settings object, with errors of one line."""
+"""Reads one settings object from flags, the environment and a file; an error is one line."""
 
 import argparse
 import inspect
@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import CLI_SUPPRESS, CliApp, CliSettingsSource, EnvSettingsSource, SettingsError
 
-from cli.commands import NEVER_IN_A_FILE, all_setting_names, setting_names
-from cli.settings import refuse_unknown_variables, variable
 from contract.errors import SettingError
 from contract.options import allowed
+from launch.command_settings import NEVER_IN_A_FILE, all_setting_names, setting_names
+from launch.settings import refuse_unknown_variables, variable
 from serving.settings import FLAG, Settings, Sources
 from serving.settings_file import SettingsFile, is_secret, read_settings_file
 
@@ -48,7 +48,9 @@ def _flag_name(word: str) -> str:
 
 
 def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
-    """Flags over environment over file over defaults; ``--help`` prints and ends the process. ``prog``: "kvbaton COMMAND".
+    """Read settings: flags over environment over file over defaults. ``--help`` prints and ends the process.
+
+    prog: "kvbaton COMMAND".
 
     Raises SettingError, one line that holds the names, the values and the allowed ranges of everything wrong.
     """
@@ -115,7 +117,7 @@ def _refuse_booleans(
 
 
 def to_arguments(values: Mapping[str, Any]) -> list[str]:
-    """The flags that give these settings: None is left out, True is ``--name``, False is ``--no-name``."""
+    """Return the flags that give these settings: None is left out, True is ``--name``, False is ``--no-name``."""
     return [word for name, value in values.items() if value is not None for word in _flag(name, value)]
 
 
@@ -151,10 +153,10 @@ def _how_to_set(name: str, field: FieldInfo | None) -> str:
 
 
 def is_positional(field: FieldInfo) -> bool:
-    """Whether the setting is given without a flag."""
+    """Return whether the setting is given without a flag."""
     return any("Positional" in str(part) for part in field.metadata)
 
 
 def is_hidden(field: FieldInfo) -> bool:
-    """Whether the setting is left out of the help: commands tell it to their children only."""
+    """Return whether the setting is left out of the help: commands pass it to their children only."""
     return CLI_SUPPRESS in field.metadata

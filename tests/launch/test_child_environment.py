@@ -10,8 +10,8 @@ import pytest
 SHOW = """
 import json, sys
 from pathlib import Path
-from cli.processes import local_processes
-from cli.settings import UpSettings
+from launch.processes import local_processes
+from launch.machine_settings import UpSettings
 specs = local_processes(UpSettings(both=1, prefill=1, decode=1), Path("/models/one"), Path("/private/secret"))
 print(json.dumps({spec.name: dict(spec.env) for spec in specs}))
 """

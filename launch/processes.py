@@ -1,22 +1,24 @@
-"""Which processes ``up`` starts, and with which flags."""
+"""Decides which processes ``up`` and the library start, and with which flags."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.arguments import to_arguments
-from cli.child_settings import from_file
-from cli.commands import command_setting_names
-from cli.model import model_name
-from cli.settings import LocalSettings, available_cores, child_environment
 from contract.errors import SettingError
 from contract.identity import Role
+from launch.arguments import to_arguments
+from launch.child_settings import from_file
+from launch.command_settings import command_setting_names
+from launch.model import model_name
+from launch.settings import LocalSettings, available_cores, child_environment
+from launch.spec import Facts, ProcessSpec
 from worker.cores import show_cores
-from worker.launch import Facts, ProcessSpec
 from worker.options import WorkerOptions
 
 ROUTER = "router"
+_COMMAND = "cli.main"
+"""Module of the ``kvbaton`` command, which each process runs; it is started here and never imported."""
 _LOOPBACK = "127.0.0.1:0"
 _NVIDIA = Path("/dev/nvidiactl")
 
@@ -24,7 +26,7 @@ _NVIDIA = Path("/dev/nvidiactl")
 def local_processes(
     settings: LocalSettings, model: Path, secret_file: Path, cores: Sequence[int] | None = None
 ) -> list[ProcessSpec]:
-    """The router first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
+    """Return the router first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
 
     cores: what they share; None is what this process may use. Raises SettingError where there are too few to pin.
     """
@@ -68,14 +70,14 @@ def local_processes(
 
 
 def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
-    """files_dir is a flag of the router, where there is one."""
+    """Return a process's environment; ``files_dir`` is not in it, since the router gets it as a flag."""
     return child_environment(
         given, [name for name in command_setting_names(role.value) if name != "files_dir"]
     )
 
 
 def _nice(role: Role, settings: LocalSettings) -> int | None:
-    """Prompts wait for some milliseconds rather than everybody's next token does, where they share cores."""
+    """Return the niceness of a worker: on shared cores prompts wait, rather than the next tokens of all requests."""
     return settings.prefill_nice if role is Role.PREFILL and not _may_use_gpu(settings) else None
 
 
@@ -115,7 +117,7 @@ def _given_options(settings: LocalSettings, role: Role) -> dict[str, Any]:
 
 
 def _without(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that the file does not give to this process more closely."""
+    """Return the flags that the file does not give to this process more closely."""
     return {name: value for name, value in flags.items() if name not in given}
 
 
@@ -127,4 +129,4 @@ def _worker_command(role: Role, flags: Mapping[str, Any]) -> Callable[[Mapping[s
 
 
 def _python(role: Role, flags: Mapping[str, Any]) -> list[str]:
-    return [sys.executable, "-P", "-m", "cli.main", role.value, *to_arguments(flags)]
+    return [sys.executable, "-P", "-m", _COMMAND, role.value, *to_arguments(flags)]

@@ -1,33 +1,35 @@
-"""The file that says where everything listens, for scripts and tests; always whole, never half-written."""
+"""Writes the file that says where everything listens, for scripts and tests; it is replaced in one step."""
 
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from contract.identity import Role
-from worker.launch import Facts, ProcessSpec
+from launch.spec import Facts, ProcessSpec
 
 
 def write_ready_file(
     path: Path | None,
     specs: Sequence[ProcessSpec],
-    running: Mapping[str, Facts],
+    running: Collection[str],
     known: Mapping[str, Facts],
 ) -> None:
     """Replace ``path`` in one step; None writes nothing.
 
+    running: names of the processes that are ready now. known: the facts of all that were ever ready.
+
     Content: ``{"http", "grpc", "processes": [{"name", "role", "pid", "admin"}]}``, the router's addresses and the
-    processes that are ready now, in the order of ``specs``.
+    running processes in the order of ``specs``.
     """
     if path is None:
         return
-    router = next((known[spec.name] for spec in specs if spec.role is Role.ROUTER), {})
+    router = next((known[spec.name] for spec in specs if spec.role is Role.ROUTER and spec.name in known), {})
+    ready = [(spec, known[spec.name]) for spec in specs if spec.name in running]
     processes = [
         {"name": spec.name, "role": spec.role.value, "pid": facts["pid"], "admin": facts["admin"]}
-        for spec in specs
-        if (facts := running.get(spec.name))
+        for spec, facts in ready
     ]
     content = {"http": router.get("http"), "grpc": router.get("grpc"), "processes": processes}
     _replace(path, json.dumps(content, indent=2) + "\n")

@@ -5,8 +5,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from cli.settings import DEMO
 from contract.errors import SettingError
+from launch.settings import DEMO
 
 DEMO_NAME = "kvbaton-demo"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -14,19 +14,19 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 def demo_model_folder() -> Path:
-    """Where the package holds the demo model."""
+    """Return the folder of the demo model in the installed package."""
     return Path(str(files("kvbaton") / "demo_model"))
 
 
 def model_name(model: str) -> str:
-    """The name under which a model is served unless another is asked for."""
+    """Return the name under which a model is served unless another is given."""
     if model == DEMO:
         return DEMO_NAME
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[str, Any]:
-    """Settings before they are checked, ``served_model_name`` filled in from the model where it is known and unnamed."""
+    """Fill ``served_model_name`` into settings that are not checked yet, if it is unset and the model is known."""
     model = values.get("model") or default_model
     if values.get("served_model_name") is not None or model is None:
         return values
@@ -34,7 +34,7 @@ def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[
 
 
 def find_model(model: str) -> Path:
-    """The folder of ``model``. A Hugging Face id is looked up in the local cache, then downloaded.
+    """Return the folder of ``model``. A Hugging Face id is looked up in the local cache, then downloaded.
 
     Raises SettingError that says where it was looked for.
     """
@@ -52,6 +52,14 @@ def find_model(model: str) -> Path:
             f"model is {model!r}: no such folder, and no Hugging Face id either", param="model"
         )
     return _from_hub(model)
+
+
+def model_folder(model: object) -> object:
+    """Return the folder of a ``model`` setting as ``find_model`` does; None stays None. Raises ValueError, for pydantic."""
+    try:
+        return find_model(str(model)) if model is not None else None
+    except SettingError as error:
+        raise ValueError(error.message) from error
 
 
 def _from_hub(model: str) -> Path:

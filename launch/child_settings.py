@@ -1,6 +1,6 @@
-"""What a settings file gives to the processes that ``up`` and its like start.
+"""Selects what a settings file gives to each process that ``up`` and the library start.
 
-The file is read once, by ``up``. For a process of role R, whoever says a setting first here is believed: a flag or a
+The file is read once, by ``up``. For a process of role R the first of these that gives a setting wins: a flag or a
 variable of ``up``, the table [R], ``up``'s own table, the top of the file. What R has and ``up`` has not (advertise_host,
 max_queue, ...) comes from [R] or the top. It travels in the child's environment, below the variables that are there
 already, so the order flag > environment > file holds in the child too, and a secret is in no argv.
@@ -10,10 +10,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cli.commands import setting_names
-from cli.settings import LocalSettings, variable
 from contract.errors import SettingError
 from contract.identity import Role
+from launch.command_settings import setting_names
+from launch.settings import LocalSettings, variable
 from serving.settings import FLAG
 from serving.settings_file import Given, is_secret
 
@@ -26,7 +26,7 @@ _OWN_OF_WORKERS = frozenset({"router", "admin", "worker_id", "workers_on_host"})
 
 
 def from_file(settings: LocalSettings, role: Role) -> dict[str, Any]:
-    """What the file gives to the processes of a role, beyond what ``settings`` say themselves; empty without a file.
+    """Return what the file gives to the processes of a role beyond ``settings`` themselves; empty without a file.
 
     Raises SettingError where it contradicts ``settings``; logs what is not used.
     """
@@ -51,7 +51,7 @@ def from_file(settings: LocalSettings, role: Role) -> dict[str, Any]:
 
 
 def _is_said_by(settings: LocalSettings, name: str, given: Given) -> bool:
-    """Whether the value of ``settings`` goes before the file's: it was asked for more closely, or is the same line."""
+    """Return whether ``settings`` win over the file: they were given more closely, or are the same line."""
     if name not in type(settings).model_fields:
         return False
     origin = settings.sources.origins.get(name)

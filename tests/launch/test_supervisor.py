@@ -1,63 +1,22 @@
 """The supervisor with real child processes."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
-from tests.worker.children import spec, wait_gone
-from worker.launch import Facts, ProcessSpec
-from worker.supervisor import ProcessState, RestartPolicy, Supervisor
-
-QUICK = RestartPolicy(first_delay_seconds=0.01, grace_seconds=20.0)
-
-
-class Watcher:
-    """A listener that a test can wait on."""
-
-    def __init__(self) -> None:
-        self.events: asyncio.Queue[tuple[str, ProcessState, Facts]] = asyncio.Queue()
-
-    def __call__(self, spec: ProcessSpec, state: ProcessState, facts: Facts) -> None:
-        self.events.put_nowait((spec.name, state, facts))
-
-    async def wait_for(self, name: str, state: ProcessState) -> Facts:
-        while True:
-            found, found_state, facts = await self.events.get()
-            if (found, found_state) == (name, state):
-                return facts
-
-
-@asynccontextmanager
-async def running(
-    specs: Sequence[ProcessSpec], ready_file: Path | None = None, policy: RestartPolicy = QUICK
-) -> AsyncIterator[tuple[Supervisor, Watcher]]:
-    """A supervisor whose processes are all ready; stopped cleanly afterwards."""
-    watcher, stopped = Watcher(), asyncio.Event()
-    supervisor = Supervisor(specs, ready_file=ready_file, policy=policy, listener=watcher)
-    run = asyncio.create_task(supervisor.run(stopped))
-    try:
-        await supervisor.wait_ready()
-        yield supervisor, watcher
-    finally:
-        stopped.set()
-        await run
-
-
-def read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
+from launch.kept_process import ProcessState, RestartPolicy
+from launch.spec import ProcessSpec
+from launch.supervisor import Supervisor
+from tests.launch.children import spec, wait_gone
+from tests.launch.supervision import QUICK, Watcher, read, running
 
 
 def is_empty(folder: Path) -> bool:
@@ -197,7 +156,7 @@ async def test_what_a_dead_child_had_started_dies_too() -> None:
 
 def start_supervisor(ready_file: Path) -> tuple[subprocess.Popen[str], list[int]]:
     program = subprocess.Popen(
-        [sys.executable, "-m", "tests.worker.supervisor_program", str(ready_file)],
+        [sys.executable, "-m", "tests.launch.supervisor_program", str(ready_file)],
         stdout=subprocess.PIPE,
         text=True,
     )

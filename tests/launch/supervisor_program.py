@@ -4,9 +4,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from launch.kept_process import RestartPolicy
+from launch.supervisor import Supervisor
 from serving.signals import until_stopped
-from tests.worker.children import spec
-from worker.supervisor import RestartPolicy, Supervisor
+from tests.launch.children import spec
 
 
 async def main(ready_file: Path) -> None:

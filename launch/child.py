@@ -11,41 +11,18 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from contract.errors import UnavailableError
-from contract.identity import Role
+from launch.spec import Facts, ProcessSpec
 
 logger = logging.getLogger(__name__)
-
-Facts = dict[str, Any]
-"""What a child says when it is ready: addresses ("http", "grpc", "internal", "admin" as "host:port") and "pid"."""
 
 _MAX_READY_LINE_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class ProcessSpec:
-    """What to start.
-
-    command: known facts by process name → argv; the facts hold every process that was ever ready, this one's earlier
-    life included, so that a restart can take the same ports. needs: names of the processes that must be ready first.
-    env: the child's whole environment, None passes on the supervisor's own. drain_seconds: how long it may go on working
-    after it was asked to stop, beside the supervisor's grace.
-    """
-
-    name: str
-    role: Role
-    command: Callable[[Mapping[str, Facts]], list[str]]
-    needs: tuple[str, ...] = ()
-    env: Mapping[str, str] | None = None
-    drain_seconds: float = 0.0
-
-
 class Child:
-    """A running child process; made by ``launch``."""
+    """A running child process; made by ``start_child``."""
 
     def __init__(
         self,
@@ -60,7 +37,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id, also that of its process group."""
+        """The process id, which is also the id of its process group."""
         return self._process.pid
 
     async def wait_ready(self) -> Facts:
@@ -75,7 +52,7 @@ class Child:
         return {**facts, "pid": self.pid}
 
     async def wait(self) -> int:
-        """Block until it has ended and nothing of its process group runs any more; the exit code (−N for signal N)."""
+        """Block until it and its process group have ended; return the exit code (−N for signal N)."""
         code = await self._process.wait()
         if not self._is_over:  # later the number may belong to somebody else's group
             self._is_over = True
@@ -84,7 +61,7 @@ class Child:
         return code
 
     async def stop(self, grace_seconds: float, at_once: asyncio.Event | None = None) -> int:
-        """SIGTERM, and SIGKILL to its whole group after ``grace_seconds``; the exit code.
+        """Send SIGTERM, and SIGKILL to the whole group after ``grace_seconds``; return the exit code.
 
         at_once: when it is set a second SIGTERM follows, with which the child gives up work that it was to finish.
         """
@@ -116,7 +93,7 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-async def launch(spec: ProcessSpec, known: Mapping[str, Facts]) -> Child:
+async def start_child(spec: ProcessSpec, known: Mapping[str, Facts]) -> Child:
     """Start the process of ``spec``. Raises OSError when its program cannot be started."""
     read_fd, write_fd = os.pipe()
     with contextlib.ExitStack() as opened:
@@ -146,5 +123,5 @@ async def _read_lines(read_fd: int) -> tuple[asyncio.StreamReader, asyncio.BaseT
 
 
 def describe_exit(code: int) -> str:
-    """An exit code for people."""
+    """Describe an exit code for people."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,6 +1,7 @@
 """A small child that speaks the supervisor's protocol; its first argument says how it behaves.
 
-well: ready, then waits for SIGTERM. fails: exits with code 3 before it is ready. stubborn: ignores SIGTERM. drains:
+well: ready, then waits for SIGTERM. fails: exits with code 3 before it is ready. loads: never becomes
+ready, and ends at SIGTERM. stubborn: ignores SIGTERM. drains:
 works on until a second SIGTERM.
 parent: like well, and has a child of its own that sleeps; its pid is in the ready line as "grandchild".
 """
@@ -17,7 +18,7 @@ from serving.parent import die_with_parent
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("behaviour", choices=["well", "fails", "stubborn", "parent", "drains"])
+    parser.add_argument("behaviour", choices=["well", "fails", "loads", "stubborn", "parent", "drains"])
     parser.add_argument("--note", default="")
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
@@ -26,6 +27,9 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if options.behaviour == "fails":
         sys.exit(3)
+    if options.behaviour == "loads":
+        signal.sigwait({signal.SIGTERM})
+        return
     facts = {
         "admin": f"127.0.0.1:{os.getpid()}",
         "http": "127.0.0.1:1",

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cli.model import DEMO_NAME, demo_model_folder, find_model, model_name
-from cli.router import RouterCommand
-from cli.workers import PrefillCommand
 from contract.errors import SettingError
+from launch.model import DEMO_NAME, demo_model_folder, find_model, model_name
+from launch.router_settings import RouterCommand
+from launch.worker_settings import PrefillCommand
 
 
 def test_a_local_folder_is_taken_and_named_after_itself(tmp_path: Path) -> None:

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from cli.arguments import parse
 from cli.commands import COMMANDS
-from cli.processes import local_processes
-from cli.router import RouterCommand
-from cli.settings import RunSettings, UpSettings
 from contract.errors import SettingError
+from launch.arguments import parse
+from launch.client_settings import RunSettings
+from launch.command_settings import settings_class
+from launch.machine_settings import UpSettings
+from launch.processes import local_processes
+from launch.router_settings import RouterCommand
+from launch.spec import ProcessSpec
 from serving.logs import log_settings
 from tests.cli.test_command_line import refusal
-from worker.launch import ProcessSpec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kvbaton.toml"
 FACTS = {
@@ -181,8 +183,7 @@ def test_what_up_decides_itself_is_logged_as_not_used(file: Path, caplog: pytest
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_reads_the_example(command: str) -> None:
     needed = {"run": ["hello"], "batch": ["--input", "in.jsonl", "--output", "out.jsonl"]}.get(command, [])
-    settings_class = COMMANDS[command].settings_class()
-    settings = parse(settings_class, f"kvbaton {command}", ["--config", str(EXAMPLE), *needed])
+    settings = parse(settings_class(command), f"kvbaton {command}", ["--config", str(EXAMPLE), *needed])
     assert any(str(EXAMPLE) in origin for origin in settings.sources.origins.values())
 
 

@@ -1,4 +1,4 @@
-"""A progress bar on standard error; where that is no terminal there is none."""
+"""Shows a progress bar on standard error if that is a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from rich.progress import (
 def progress_bar(
     title: str, total: int, *, num_done: int = 0, is_shown: bool = True
 ) -> Iterator[Callable[[], None]]:
-    """Gives what to call after each of ``total`` things, from any thread; ``num_done`` of them are done already."""
+    """Give the function to call after each of ``total`` things, from any thread; ``num_done`` are done already."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(

@@ -1,4 +1,4 @@
-"""A router and its workers on this machine, for as long as a block lasts or until a signal."""
+"""Runs a router and its workers on this machine until a signal or an event."""
 
 import asyncio
 import os
@@ -7,20 +7,21 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cli.model import find_model
-from cli.processes import local_processes
-from cli.settings import LocalSettings
 from contract.identity import new_secret
+from launch.kept_process import Listener
+from launch.model import find_model
+from launch.processes import local_processes
+from launch.settings import LocalSettings
+from launch.spec import Facts
+from launch.supervisor import Supervisor
 from serving.signals import StopEvent, until_stopped
-from worker.launch import Facts
-from worker.supervisor import Listener, Supervisor
 
 WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
 
 
 @contextmanager
 def cluster_secret(given: Path | None) -> Iterator[Path]:
-    """The file with the cluster's secret: the given one, or a fresh 0600 file that is removed afterwards."""
+    """Give the file with the cluster's secret: the given one, or a fresh 0600 file that is removed afterwards."""
     if given is not None:
         yield given
         return
@@ -59,7 +60,7 @@ async def serve_until(
 
 
 async def supervise(supervisor: Supervisor, stopped: asyncio.Event, when_ready: WhenReady) -> None:
-    """``serve_until`` for the processes of a supervisor."""
+    """Run a supervisor and await ``when_ready`` as ``serve_until`` does."""
     at_once = stopped.at_once if isinstance(stopped, StopEvent) else None
     run = asyncio.create_task(supervisor.run(stopped, at_once))
     use = asyncio.create_task(_use(supervisor, when_ready, stopped))
