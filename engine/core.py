@@ -34,7 +34,7 @@ from engine.settings import EngineSettings
 from engine.stepping.gate import PacedGate, StepGate
 
 if TYPE_CHECKING:
-    from engine.executor import Executor
+    from engine.executors.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
     """Executor → workers → runner → weights, then the KV cache. Raises SettingError for what cannot be served."""
     # Imported here, so that a process that only talks to an engine never loads torch.
-    from engine.executor import create_executor
+    from engine.executors.executor import create_executor
     from engine.kv_cache.startup import initialize_kv_cache
 
     executor = create_executor(settings)

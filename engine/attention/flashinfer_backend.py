@@ -16,8 +16,8 @@ from engine.attention.backend import LayerShape
 from engine.attention.pages import Pages, pages_of
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import NO_SLOT, num_cleared_behind, store_kv
-from engine.inputs import PreparedInputs
-from engine.staging import on_device
+from engine.compute.inputs import PreparedInputs
+from engine.compute.staging import on_device
 
 _WORKSPACE_BYTES = 256 * 2**20
 _DECODE_GROUPS = (1, 2, 3, 4)

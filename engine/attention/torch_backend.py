@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.backend import LayerShape, StaticDecode
-from engine.inputs import PreparedInputs
+from engine.compute.inputs import PreparedInputs
 
 
 class TorchBackend:

@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.attention import triton_kernels
 from engine.attention.backend import LayerShape
 from engine.attention.torch_backend import TorchBackend
-from engine.inputs import PreparedInputs
-from engine.staging import on_device
+from engine.compute.inputs import PreparedInputs
+from engine.compute.staging import on_device
 
 NUM_SPLITS = 16
 SHORTEST_SPLIT = 256

@@ -28,9 +28,9 @@ import zmq.asyncio
 
 from contract.errors import SettingError
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, Stopped, ToEngine
+from engine.hosting.processor_time import processor_nanoseconds
 from engine.hosting.running import EnginePlan, ProgressOf, run_engine
 from engine.hosting.watching import EngineWatch, Patience
-from engine.processor_time import processor_nanoseconds
 from engine.stepping.loop import Inbox
 
 logger = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contract.errors import InternalError
+from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
-from engine.inputs import PreparedInputs
 from engine.kernels.binding import CStep, Kernels, Stored
 from engine.kernels.draw import KernelDraw
 from engine.kernels.packed import PackedWeights, addresses, null_caches
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
-from engine.sampling import Draw
+from engine.sampling.sampler import Draw
 
 _LINE = 64
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from engine.kernels.binding import PANEL, CLayer, CLinear, CModel, Kernels
 from engine.kernels.compressed import compress, num_panels, weight_bytes
-from engine.load_progress import LoadProgress
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM, DecoderLayer
 from engine.models.layers import RMSNorm
+from engine.models.load_progress import LoadProgress
 from engine.models.rope import rotation
 
 logger = logging.getLogger(__name__)

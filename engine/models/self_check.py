@@ -14,8 +14,8 @@ from torch import Tensor
 
 from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
-from engine.batch import InputBatch
-from engine.inputs import PreparedInputs, prepare_inputs
+from engine.compute.batch import InputBatch
+from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput

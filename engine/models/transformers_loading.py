@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from contract.errors import KvbatonError, SettingError
-from engine.load_progress import has_terminal
 from engine.models.config import ModelShape, RawConfig, unserved
+from engine.models.load_progress import has_terminal
 from engine.models.paged_attention import ASKING, AskedMask, Survey, attach, register
 from engine.models.self_check import Reference, difference, tolerance
 from engine.models.transformers_model import TransformersModel

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contract.requests import SamplingParams
-from engine.forward import forward_pass
+from engine.compute.forward import forward_pass
 from engine.kernels.binding import Kernels
 from engine.kernels.draw import KernelDraw
 from engine.models.loading import load
-from engine.sampling import draw_by_torch, sample
-from engine.scores import SamplingRow
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampler import draw_by_torch, sample
 from engine.settings import EngineSettings
 from tests.attention_cases import CPU
 from tests.engine_kernels.conftest import MakeCheckpoint

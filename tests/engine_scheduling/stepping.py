@@ -16,8 +16,8 @@ from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.waits import WaitStage
 from engine.settings import EngineSettings
-from engine.testing import FakeExecutor, start_fake_executor
-from engine.testing_transfer import FakeConnector
+from engine.testing.fakes import FakeExecutor, start_fake_executor
+from engine.testing.transfer import FakeConnector
 
 MAX_STEPS = 2000
 PROMPT = list(range(1, 11))

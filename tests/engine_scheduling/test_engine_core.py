@@ -29,7 +29,7 @@ from engine.hosting.running import EnginePlan, run_engine
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 from engine.stepping.loop import Inbox
-from engine.testing import (
+from engine.testing.fakes import (
     CRASH_TOKEN,
     FAKE_EOS,
     FAKE_VOCAB_SIZE,
@@ -37,7 +37,7 @@ from engine.testing import (
     fake_answer,
     start_fake_executor,
 )
-from engine.testing_transfer import FakeConnector, fake_connector_factory
+from engine.testing.transfer import FakeConnector, fake_connector_factory
 from tests.engine_scheduling.gates import GATES, MakeGate
 from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request, fake_settings
 

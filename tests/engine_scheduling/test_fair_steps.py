@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.fair_steps import MIN_ROWS, RECENT_SECONDS, RowLimit
-from engine.testing import fake_answer
+from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 from tests.soak_settings import machine_settings, soaked
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.stepping.pacing import StepPacing, steps_to_delay
-from engine.testing import fake_answer
+from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import PROMPT, SteppedEngine, fake_request, receiving
 from tests.soak_settings import machine_settings
 

@@ -11,7 +11,7 @@ from engine.hosting.messages import AddRequest, FromEngine, Shutdown, StepOutput
 from engine.hosting.running import EnginePlan, run_engine
 from engine.mailbox import Mailbox
 from engine.stepping.loop import WAKE, Inbox, StepLoop
-from engine.testing import fake_answer, start_fake_executor
+from engine.testing.fakes import fake_answer, start_fake_executor
 from tests.engine_scheduling.gates import ToldGate
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 

@@ -9,7 +9,7 @@ from contract.requests import EngineRequest, FinishReason
 from engine.scheduling.ending import Ending, RequestStatus, ended_by_error
 from engine.scheduling.request import Request
 from engine.scheduling.waits import Ready
-from engine.testing import fake_answer
+from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SteppedEngine, arrive, fake_request
 
 ADAPTER_SECONDS = 7.0

@@ -7,7 +7,7 @@ from engine.connector import Published
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.remote_kv import KVReceiver
 from engine.scheduling.request import Request
-from engine.testing_transfer import FakeConnector
+from engine.testing.transfer import FakeConnector
 
 OURS, THEIRS = "w@float32", "w@float32 from w@bfloat16/bfloat16"
 SIZE = 4

@@ -12,7 +12,7 @@ from contract.identity import Role
 from contract.requests import ReceiveTransfer
 from engine.client import InProcessClient, ProcessClient
 from engine.mailbox import Mailbox
-from engine.testing import start_fake_executor
+from engine.testing.fakes import start_fake_executor
 from kv_transfer.connector import TransferFactory
 from kv_transfer.framing import parse_address
 from kv_transfer.leases import Sessions

@@ -17,8 +17,8 @@ from contract.identity import Role
 from contract.membership import Load
 from decode_service.servicer import DecodeServicer
 from engine.client import InProcessClient, ProcessClient
-from engine.testing import start_fake_executor
-from engine.testing_transfer import fake_connector_factory
+from engine.testing.fakes import start_fake_executor
+from engine.testing.transfer import fake_connector_factory
 from prefill_service.servicer import PrefillServicer
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
