@@ -1,8 +1,8 @@
 """Several ranks, each in a process of its own: a call goes to all of them, their answers come back.
 
 Calls are broadcast over one ring in shared memory, and each rank has a ring for its answers
-(``engine.distributed.channel``). One call is under way at a time, so the ranks make the same collectives in the same order. A rank that dies or falls
-silent breaks the group for good: the call raises, and so does every later one.
+(``engine.distributed.channel``). One call is under way at a time, so the ranks make the same collectives in the same order.
+A rank that dies or falls silent breaks the group for good: the call raises, and so does every later one.
 """
 
 import logging
