@@ -7,26 +7,26 @@ from typing import Protocol
 
 from contract.layout import KVLayout, Side
 from engine.connector import ConnectorPair, RanksConnectorPair
-from kv_transfer.choosing import Chooser
-from kv_transfer.control import ControlHalf, ControlParts
+from kv_transfer.control.control_half import ControlHalf, ControlParts
+from kv_transfer.control.fetching import FetchDesk, FetchPorts, FetchSettings
+from kv_transfer.control.sending import SendDesk, SendPorts, SendSettings
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import LocalIdentity
-from kv_transfer.leases import Sessions
-from kv_transfer.link_events import LinkSettings
-from kv_transfer.links import LinkLoop
-from kv_transfer.messages import Offer
-from kv_transfer.orders import CommitJob
+from kv_transfer.data.data_half import DataHalf
+from kv_transfer.links.link_events import LinkSettings
+from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.protocol.handshake import LocalIdentity
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.orders import CommitJob
+from kv_transfer.protocol.reads import LeaseName
 from kv_transfer.ranks.halves import RankDataHalves
 from kv_transfer.ranks.joined import JoinedParts, JoinedRanks, rank_settings
 from kv_transfer.ranks.opening import Opening
 from kv_transfer.ranks.receivers import of_ranks
 from kv_transfer.ranks.trials import rank_receivers
-from kv_transfer.sending import SendDesk, SendPorts, SendSettings
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import LeaseName
+from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transports
 

@@ -6,10 +6,10 @@ import socket
 import time
 
 from contract.errors import TransferError, UnauthenticatedError
-from kv_transfer.framing import FrameBuffer, ShortReadError, decode_body, encode_frame
-from kv_transfer.strangers import giving_way, host_of, most_strangers
+from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, encode_frame
+from kv_transfer.links.strangers import giving_way, host_of, most_strangers
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending
-from kv_transfer.transports.tcp_wire import DataHello, DataProve, DataStatus
+from kv_transfer.transports.data_wire import DataHello, DataProve, DataStatus
 
 _MAX_STRANGERS = 64
 _MAX_GREETING_BYTES = 1024

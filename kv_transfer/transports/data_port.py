@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
 from contract.errors import PeerUnreachableError, TransferError, UnauthenticatedError
-from kv_transfer.framing import format_address, parse_address, read_frame, write_frame
-from kv_transfer.listening import Listener
-from kv_transfer.transport import Source
+from kv_transfer.links.framing import format_address, parse_address, read_frame, write_frame
+from kv_transfer.links.listening import Listener
+from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending, Reading
 from kv_transfer.transports.data_lobby import Lobby, Stranger
-from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import (
+from kv_transfer.transports.data_stream import DataStream
+from kv_transfer.transports.data_wire import (
     MAX_DATA_FRAME_BYTES,
     DataChallenge,
     DataReply,

@@ -15,19 +15,19 @@ import xxhash
 from contract.layout import KVLayout
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Failed, FirstToken, Published
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchDesk, FetchPorts, FetchSettings
+from kv_transfer.control.sending import SendDesk, SendPorts, SendSettings
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import PeerTarget, Session
-from kv_transfer.leases import LeaseBook
-from kv_transfer.link import PeerRef
-from kv_transfer.orders import CommitJob, PublishOrder, PullJob
-from kv_transfer.sending import SendDesk, SendPorts, SendSettings
-from kv_transfer.states import Rung
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.handshake import PeerTarget, Session
+from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
+from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
+from kv_transfer.protocol.states import Rung
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import LeaseName, ReadRequest, Source, StaleLeaseError
+from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.leases import LeaseBook
 from tests.kv_transfer.builders import MODEL, block_content, request_of
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
-from kv_transfer import events as ev
-from kv_transfer.arrivals import Arrivals
-from kv_transfer.foresight import Foresight
-from kv_transfer.link import PeerRef
-from kv_transfer.messages import EndExpected, decode_message
-from kv_transfer.states import Send, SendState
+from kv_transfer.control.arrivals import Arrivals
+from kv_transfer.data.foresight import Foresight
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.messages import EndExpected, decode_message
+from kv_transfer.protocol.states import Send, SendState
+from kv_transfer.protocol.transitions import advance_send
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transitions import advance_send
 from tests.kv_transfer.builders import LAYOUT, TOKENS, hand_over, pair_of, prompt_of
 
 NUM_LAYERS = 16

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.framing import encode_frame, parse_address, read_frame, write_frame
-from kv_transfer.listening import Listener
-from kv_transfer.strangers import MAX_STRANGERS, Seldom, giving_way
-from kv_transfer.transport import Source
+from kv_transfer.links.framing import encode_frame, parse_address, read_frame, write_frame
+from kv_transfer.links.listening import Listener
+from kv_transfer.links.strangers import MAX_STRANGERS, Seldom, giving_way
+from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.data_greeting import Reading
 from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
+from kv_transfer.transports.data_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
 from tests.kv_transfer.builders import hand_over, pair_of
 from tests.kv_transfer.test_strangers import WAIT, data_port, silent_links
 

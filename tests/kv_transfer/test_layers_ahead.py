@@ -7,19 +7,21 @@ import pytest
 
 from contract.errors import TransferError
 from contract.requests import ReceiveTransfer
-from kv_transfer import events as ev
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchDesk, FetchPorts, FetchSettings
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.digesting import RunningDigests, split_points
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import Session
-from kv_transfer.link import PeerRef
-from kv_transfer.messages import BlocksPublished, LayersReadable
-from kv_transfer.orders import Ahead, PullJob
-from kv_transfer.states import Fetch, FetchState, Send, SendState
+from kv_transfer.data.digesting import split_points
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import RunningDigests
+from kv_transfer.protocol.handshake import Session
+from kv_transfer.protocol.messages import BlocksPublished, LayersReadable
+from kv_transfer.protocol.orders import Ahead, PullJob
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
+from kv_transfer.protocol.states import Fetch, FetchState, Send, SendState
+from kv_transfer.protocol.transitions import advance_fetch, advance_send
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transitions import advance_fetch, advance_send
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,

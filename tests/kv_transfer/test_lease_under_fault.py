@@ -9,18 +9,18 @@ import pytest
 from contract.layout import KVLayout
 from contract.requests import SendTransfer
 from engine.connector import FirstToken
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
+from kv_transfer.control.desk import Desk
+from kv_transfer.control.sending import SendDesk, SendPorts, SendSettings
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.desk import Desk
-from kv_transfer.leases import LeaseBook, Sessions
-from kv_transfer.link import PeerRef
-from kv_transfer.sending import SendDesk, SendPorts, SendSettings
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.tcp_receiver import TcpReceiver
-from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.leases import LeaseBook, Sessions
+from kv_transfer.transports.tcp.receiver import TcpReceiver
+from kv_transfer.transports.tcp.sender import TcpSender
 from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, Pair, Sides, pair_of, prompt_of, request_of
 
 WAIT = 30.0

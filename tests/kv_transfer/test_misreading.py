@@ -9,17 +9,17 @@ from contract.errors import IncompatiblePeerError, WorkerLostError
 from contract.layout import KVLayout
 from contract.requests import ReceiveTransfer, SendTransfer
 from engine.connector import Failed, Published
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchDesk, FetchPorts, FetchSettings
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import Accepting, Dialing, PeerTarget, Session
-from kv_transfer.link import PeerRef
-from kv_transfer.orders import digest_seeds
-from kv_transfer.states import Send, SendState
-from kv_transfer.transitions import advance_send
-from kv_transfer.transport import Source
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.digests import digest_seeds
+from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
+from kv_transfer.protocol.reads import Source
+from kv_transfer.protocol.states import Send, SendState
+from kv_transfer.protocol.transitions import advance_send
+from kv_transfer.transports.alternatives import Alternatives
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, identity
 from tests.kv_transfer.test_lease_under_fault import LendingDesk

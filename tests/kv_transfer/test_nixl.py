@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from contract.errors import PeerUnreachableError, TransferError
-from kv_transfer.framing import write_frame
-from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import (
+from kv_transfer.links.framing import write_frame
+from kv_transfer.protocol.reads import (
     LeaseName,
     RangeGrant,
     Read,
@@ -19,15 +18,16 @@ from kv_transfer.transport import (
     Source,
     StaleLeaseError,
 )
+from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_grants import encode_grant
 from kv_transfer.transports.data_port import DataPort, Visit
+from kv_transfer.transports.data_wire import DataStatus
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable
-from kv_transfer.transports.nixl_library import load
-from kv_transfer.transports.nixl_memory import ID_TYPE, HostMemory, Region
-from kv_transfer.transports.nixl_owner import NixlOwner
-from kv_transfer.transports.nixl_receiver import agent_name
-from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, NixlWelcome
-from kv_transfer.transports.tcp_wire import DataStatus
+from kv_transfer.transports.nixl.library import load
+from kv_transfer.transports.nixl.memory import ID_TYPE, HostMemory, Region
+from kv_transfer.transports.nixl.owner import NixlOwner
+from kv_transfer.transports.nixl.receiver import agent_name
+from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, NixlWelcome
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
     BEHIND_POST,

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SettingError
-from kv_transfer.block_views import BlockViews, address_of
-from kv_transfer.leases import Sessions
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.nixl_library import load, why_missing
-from kv_transfer.transports.nixl_memory import Region
-from kv_transfer.transports.nixl_owner import NixlOwner
-from kv_transfer.transports.nixl_receiver import agent_name
-from kv_transfer.transports.nixl_sender import NixlSender
+from kv_transfer.transports.block_views import BlockViews, address_of
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.nixl.library import load, why_missing
+from kv_transfer.transports.nixl.memory import Region
+from kv_transfer.transports.nixl.owner import NixlOwner
+from kv_transfer.transports.nixl.receiver import agent_name
+from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.registry import auto_names
 from kv_transfer.transports.settings import has_nvidia_gpu, has_rdma_device, interface_of
 from tests.kv_transfer.nixl_port import LAYOUT, context_for

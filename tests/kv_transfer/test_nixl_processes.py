@@ -15,18 +15,18 @@ import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError
 from contract.identity import Role
-from kv_transfer.framing import read_frame, write_frame
-from kv_transfer.transport import (
+from kv_transfer.links.framing import read_frame, write_frame
+from kv_transfer.protocol.reads import (
     RangeGrant,
     Read,
     ReadRequest,
     ReadStoppedError,
-    ReceiverTransport,
     Source,
     StaleLeaseError,
 )
 from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,

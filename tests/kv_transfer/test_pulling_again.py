@@ -7,16 +7,17 @@ import pytest
 
 from contract.errors import TransferError, WorkerLostError
 from contract.requests import ReceiveTransfer
-from kv_transfer import events as ev
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchDesk, FetchPorts, FetchSettings
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import Session
-from kv_transfer.link import PeerRef
-from kv_transfer.messages import BlocksPublished
-from kv_transfer.orders import PullJob
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.handshake import Session
+from kv_transfer.protocol.messages import BlocksPublished
+from kv_transfer.protocol.orders import PullJob
+from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.testing import CorruptingReceiver
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source, StaleLeaseError
+from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.errors import ErrorKind
-from kv_transfer import events as ev
-from kv_transfer.plan import TransferPlan
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.plan import TransferPlan
+from kv_transfer.protocol.states import ImpossibleEventError
 from kv_transfer.ranks.gathering import JobGather, Range, RangeGather, has_failed
 from kv_transfer.ranks.receivers import ranks_read
-from kv_transfer.states import ImpossibleEventError
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
 NUM_RANKS = 3

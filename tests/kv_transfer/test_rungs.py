@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from engine.connector import FirstToken
-from kv_transfer import events as ev
-from kv_transfer.states import Fetch, FetchState, Rung
-from kv_transfer.transitions import advance_fetch
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.states import Fetch, FetchState, Rung
+from kv_transfer.protocol.transitions import advance_fetch
 
 
 def pulled(*lengths: int) -> Fetch:

@@ -17,18 +17,18 @@ from contract.errors import KvbatonError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
-from kv_transfer.framing import parse_address
-from kv_transfer.handshake import LocalIdentity, PeerTarget, Session
-from kv_transfer.leases import Sessions
-from kv_transfer.link import PeerRef
-from kv_transfer.link_events import LinkSettings
-from kv_transfer.links import LinkLoop
-from kv_transfer.listening import Listener
-from kv_transfer.messages import CancelFetch, FetchBlocks, Message
-from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric, resolve
-from kv_transfer.strangers import MAX_STRANGERS, most_strangers
+from kv_transfer.links.framing import parse_address
+from kv_transfer.links.link import PeerRef
+from kv_transfer.links.link_events import LinkSettings
+from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.links.listening import Listener
+from kv_transfer.links.resolving import Endpoint, Outcome, Resolver, numeric, resolve
+from kv_transfer.links.strangers import MAX_STRANGERS, most_strangers
+from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
+from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.tcp.sender import TcpSender
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
 
 WAIT = 30.0

@@ -14,15 +14,16 @@ from engine.client import InProcessClient, ProcessClient
 from engine.mailbox import Mailbox
 from engine.testing import start_fake_executor
 from kv_transfer.connector import TransferFactory
-from kv_transfer.framing import parse_address
-from kv_transfer.leases import Sessions
-from kv_transfer.orders import CommitJob
-from kv_transfer.transport import LeaseName, Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.links.framing import parse_address
+from kv_transfer.protocol.orders import CommitJob
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.nixl_library import load
-from kv_transfer.transports.nixl_owner import NixlOwner
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.nixl.library import load
+from kv_transfer.transports.nixl.owner import NixlOwner
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.connector import FirstToken
-from kv_transfer import events as ev
-from kv_transfer.states import (
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.states import (
     FETCH_EDGES,
     NOT_NEEDED,
     SEND_EDGES,
@@ -21,7 +21,7 @@ from kv_transfer.states import (
     Send,
     SendState,
 )
-from kv_transfer.transitions import advance_fetch, advance_send
+from kv_transfer.protocol.transitions import advance_fetch, advance_send
 
 BLOCKS = 4
 

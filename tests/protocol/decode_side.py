@@ -2,16 +2,16 @@
 
 from contract.errors import ErrorKind
 from engine.scheduling.ending import RequestStatus, ended_by_error
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchPorts, FetchSettings
 from kv_transfer.counters import Counters
-from kv_transfer.fetching import FetchPorts, FetchSettings
-from kv_transfer.handshake import Session
-from kv_transfer.link import PeerRef
-from kv_transfer.orders import CommitJob, PullJob
-from kv_transfer.states import Rung
-from kv_transfer.transport import Read, ReadRequest, Source
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.handshake import Session
+from kv_transfer.protocol.orders import CommitJob, PullJob
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
+from kv_transfer.protocol.states import Rung
+from kv_transfer.transports.alternatives import Alternatives
 from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.prefill_side import BLOCK_BYTES

@@ -9,10 +9,10 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.scheduler import Scheduler
+from kv_transfer.control.fetching import FetchDesk
+from kv_transfer.control.sending import SendDesk
 from kv_transfer.counters import Completions
-from kv_transfer.fetching import FetchDesk
-from kv_transfer.orders import PublishOrder, TransferMetadata
-from kv_transfer.sending import SendDesk
+from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
 from tests.protocol.scenario import BLOCK_SIZE, MODEL, VOCABULARY, Scenario, asked_of, content_of_hashes
 from tests.protocol.sink import LawBrokenError, Sink
 

@@ -20,10 +20,10 @@ import numpy as np
 from contract.requests import EngineRequest
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.fair_steps import FairSteps
-from kv_transfer.arrivals import Arrivals
+from kv_transfer.control.arrivals import Arrivals
+from kv_transfer.control.fetching import FetchPorts
+from kv_transfer.control.sending import SendPorts
 from kv_transfer.counters import Counters
-from kv_transfer.fetching import FetchPorts
-from kv_transfer.sending import SendPorts
 from tests.protocol.sink import Sink
 
 _T = TypeVar("_T")

@@ -7,8 +7,8 @@ from engine.scheduling.remote_kv import KVReceiver
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
-from kv_transfer import events as ev
-from kv_transfer.fetching import FetchDesk
+from kv_transfer.control.fetching import FetchDesk
+from kv_transfer.protocol import events as ev
 from tests.protocol.scenario import Rules
 
 

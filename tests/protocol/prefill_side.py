@@ -6,13 +6,13 @@ import msgspec
 
 from contract.errors import ErrorKind
 from engine.connector import KVMemory
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
+from kv_transfer.control.sending import SendPorts, SendSettings
 from kv_transfer.counters import Counters
-from kv_transfer.leases import LeaseBook
-from kv_transfer.orders import PublishOrder, TransferMetadata
-from kv_transfer.sending import SendPorts, SendSettings
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
+from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transports.leases import LeaseBook
 from tests.protocol.engine_side import Connector, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.scenario import BLOCK_SIZE, MODEL, Scenario

@@ -9,8 +9,8 @@ from contract.block_hash import full_block_hashes
 from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
-from kv_transfer.fetching import FetchDesk
-from kv_transfer.sending import SendDesk
+from kv_transfer.control.fetching import FetchDesk
+from kv_transfer.control.sending import SendDesk
 
 BLOCK_SIZE = 2
 MODEL = "model"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.states import Rung
+from kv_transfer.protocol.states import Rung
 
 
 class LawBrokenError(AssertionError):

@@ -15,8 +15,8 @@ from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
+from kv_transfer.protocol.states import Rung
 from kv_transfer.settings import TransferSettings
-from kv_transfer.states import Rung
 from tests.transfer_faults.pool import LAYOUT, start_coded_executor
 
 PEER_TIMEOUT = 0.4
