@@ -1,7 +1,7 @@
-"""The control half (``SchedulerConnector``): two desks over one I/O thread.
+"""The control half (``SchedulerConnector``): what is sent and what is fetched, over one I/O thread.
 
 Called from the step thread (the scheduler's verbs), from the I/O thread (links and time) and from the data half
-(reports). The desks own all state; this class only says who hears what.
+(reports). ``SendTransfers`` and ``FetchTransfers`` own all state; this class only says who hears what.
 """
 
 import logging
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from contract.errors import ErrorKind, KvbatonError
 from contract.requests import EngineRequest
 from engine.connector import FirstToken, Received, TransferEvent
-from kv_transfer.control.fetching import FetchDesk
-from kv_transfer.control.sending import SendDesk
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.control.sending import SendTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_loop import LinkLoop
@@ -58,8 +58,8 @@ class SessionBook(Protocol):
 class ControlParts:
     """What the control half is made of."""
 
-    sends: SendDesk
-    fetches: FetchDesk
+    sends: SendTransfers
+    fetches: FetchTransfers
     links: LinkLoop
     data: DataSide
     sessions: SessionBook

@@ -13,8 +13,8 @@ from contract.errors import InternalError
 from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
 from engine.connector import Drained, Failed, Published, Received, TransferEvent
 from kv_transfer.control.arrivals import Arrivals
-from kv_transfer.control.desk import Desk
-from kv_transfer.control.wanted import Wanted, WireKey
+from kv_transfer.control.incoming_transfer import IncomingTransfer, WireKey
+from kv_transfer.control.transfers import Transfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -62,7 +62,7 @@ class FetchPorts:
     alternatives: Alternatives
 
 
-class FetchDesk(Desk):
+class FetchTransfers(Transfers):
     """Owns the receiver's transfers and the events for the scheduler. Thread-safe."""
 
     def __init__(
@@ -77,8 +77,8 @@ class FetchDesk(Desk):
         self._alternatives = ports.alternatives
         self._counters, self._completions = counters, completions
         super().__init__()
-        self._wanted: dict[str, Wanted] = {}
-        self._by_wire: dict[WireKey, Wanted] = {}
+        self._incoming: dict[str, IncomingTransfer] = {}
+        self._by_wire: dict[WireKey, IncomingTransfer] = {}
         self._sources: dict[PeerRef, Source] = {}
         self._terms: dict[PeerRef, PeerTerms] = {}
         self._events: list[TransferEvent] = []
@@ -95,7 +95,7 @@ class FetchDesk(Desk):
             raise InternalError(f"request {request.key} has nothing to receive")
         seeds = digest_seeds(request, self._settings.model_fingerprint, self._settings.block_size)
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
-        wanted = Wanted(
+        incoming = IncomingTransfer(
             request,
             PeerRef(target.boot_id, is_dialed=True),
             transfer.transfer_id,
@@ -105,31 +105,31 @@ class FetchDesk(Desk):
             self._clock(),
         )
         with self._lock:
-            terms = self._terms.get(wanted.ref)
+            terms = self._terms.get(incoming.ref)
         if terms is not None:  # hash a long prompt here, not under the lock when its first block is announced
-            wanted.announced = AnnouncedBlocks.of(request, terms)
+            incoming.announced = AnnouncedBlocks.of(request, terms)
         with self._acting():
-            if request.key in self._wanted or wanted.wire_key in self._by_wire:
+            if request.key in self._incoming or incoming.wire_key in self._by_wire:
                 raise InternalError(
                     f"transfer {transfer.transfer_id} of request {request.key} is being fetched"
                 )
-            self._wanted[request.key] = self._by_wire[wanted.wire_key] = wanted
+            self._incoming[request.key] = self._by_wire[incoming.wire_key] = incoming
             self._ports.dial(target, msg.FetchBlocks(transfer.transfer_id, request.attempt))
 
     def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """See ``SchedulerConnector.receive_into``. A fetch that has just failed is left alone: its event waits."""
         with self._acting():
-            wanted = self._wanted.get(key)
-            if wanted is not None:
-                self._apply(wanted, ev.Reserved(tuple(block_ids), num_cached_blocks))
+            incoming = self._incoming.get(key)
+            if incoming is not None:
+                self._apply(incoming, ev.Reserved(tuple(block_ids), num_cached_blocks))
 
     def cancel(self, key: str) -> bool:
         """See ``SchedulerConnector.cancel_fetch``. Takes back what was not taken yet."""
         with self._acting():
-            wanted = self._wanted.get(key)
-            if wanted is not None:
-                self._apply(wanted, ev.Cancelled())
-            is_free = wanted is None or wanted.fetch.state is FetchState.FREE
+            incoming = self._incoming.get(key)
+            if incoming is not None:
+                self._apply(incoming, ev.Cancelled())
+            is_free = incoming is None or incoming.fetch.state is FetchState.FREE
             kept = () if is_free else (Drained,)
             self._events = [
                 event for event in self._events if event.request_id != key or isinstance(event, kept)
@@ -140,17 +140,17 @@ class FetchDesk(Desk):
     def take_received(self, key: str) -> Received:
         """See ``SchedulerConnector.take_received``."""
         with self._acting():
-            wanted = self._wanted.get(key)
-            if wanted is None or wanted.fetch.state is not FetchState.COMMITTED:
+            incoming = self._incoming.get(key)
+            if incoming is None or incoming.fetch.state is not FetchState.COMMITTED:
                 raise InternalError(f"request {key} has received nothing")
-            fetch = wanted.fetch
-            self._apply(wanted, ev.Told())
+            fetch = incoming.fetch
+            self._apply(incoming, ev.Acknowledged())
         return Received(
             first_tokens=list(fetch.first_tokens or ()),
             report=TransferReport(
                 fetch.exposed_seconds,
                 fetch.hidden_seconds,
-                wanted.num_bytes,
+                incoming.num_bytes,
                 len(fetch.copies),
                 fetch.copying_seconds,
             ),
@@ -163,9 +163,9 @@ class FetchDesk(Desk):
                 raise InternalError(self._failure)
             taken, self._events = self._events, []
             for event in taken:
-                wanted = self._wanted.get(event.request_id)
-                if wanted is not None and not isinstance(event, Published):
-                    self._apply(wanted, ev.Told())
+                incoming = self._incoming.get(event.request_id)
+                if incoming is not None and not isinstance(event, Published):
+                    self._apply(incoming, ev.Acknowledged())
             return taken
 
     def has_events(self) -> bool:
@@ -175,7 +175,7 @@ class FetchDesk(Desk):
 
     def next_arrival(self) -> float | None:
         """See ``SchedulerConnector.next_arrival``."""
-        if not self._wanted:
+        if not self._incoming:
             return None
         with self._lock:
             return self._arrivals.next(self._clock())
@@ -189,15 +189,15 @@ class FetchDesk(Desk):
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """The data half's report about a posted job."""
         with self._acting():
-            wanted = self._wanted.get(key)
-            if wanted is None:
+            incoming = self._incoming.get(key)
+            if incoming is None:
                 raise InternalError(f"a job of {key} ended, which is not fetched")
-            before = wanted.fetch.rungs
+            before = incoming.fetch.rungs
             if isinstance(event, ev.JobFailed) and event.may_heal:
-                event = replace(event, rungs=self._rungs(wanted))
-            self._apply(wanted, event)
-            if isinstance(event, ev.JobFailed) and wanted.fetch.rungs != before:
-                logger.warning("%s; reading again over the %s", event.message, wanted.fetch.rungs[-1].words)
+                event = replace(event, rungs=self._rungs(incoming))
+            self._apply(incoming, event)
+            if isinstance(event, ev.JobFailed) and incoming.fetch.rungs != before:
+                logger.warning("%s; reading again over the %s", event.message, incoming.fetch.rungs[-1].words)
 
     def link_up(self, ref: PeerRef, session: Session) -> None:
         """The peer can be read from; over which transport may be known only later."""
@@ -208,8 +208,8 @@ class FetchDesk(Desk):
                 is_wanted = current is not None and current.token == provisional.token
                 if current == provisional:
                     self._sources[ref] = chosen
-                    for wanted in self._wanted.values():
-                        wanted.source = chosen if wanted.source == provisional else wanted.source
+                    for incoming in self._incoming.values():
+                        incoming.source = chosen if incoming.source == provisional else incoming.source
                 return is_wanted
 
         with self._lock:
@@ -224,38 +224,38 @@ class FetchDesk(Desk):
         with self._acting():
             source = self._sources.pop(ref, None)
             self._terms.pop(ref, None)
-            for wanted in [wanted for wanted in self._wanted.values() if wanted.ref == ref]:
-                self._apply(wanted, ev.SenderFailed(kind, message))
+            for incoming in [incoming for incoming in self._incoming.values() if incoming.ref == ref]:
+                self._apply(incoming, ev.SenderFailed(kind, message))
         return source
 
     def message(self, ref: PeerRef, message: msg.SenderWord) -> None:
         """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted."""
         now = self._clock()
         with self._acting():
-            wanted = self._by_wire.get((ref, message.transfer_id, message.attempt))
-            if wanted is None:
+            incoming = self._by_wire.get((ref, message.transfer_id, message.attempt))
+            if incoming is None:
                 self._drop(ref, message)
                 return
             match message:
                 case msg.BlocksPublished():
-                    if not wanted.hears_of(message.lease):
-                        self._apply(wanted, changed_lease(message))
+                    if not incoming.hears_of(message.lease):
+                        self._apply(incoming, changed_lease(message))
                         return
-                    wanted.add_grants(message.grants)
-                    published = published_event(self._announced(wanted), message, now)
+                    incoming.add_grants(message.grants)
+                    published = published_event(self._announced(incoming), message, now)
                     if published is not None:
-                        self._apply(wanted, published)
-                case msg.PromptStarted() if wanted.hears_of(message.lease):
-                    self._apply(wanted, ev.Started())
-                case msg.LayersReadable() if wanted.lease == message.lease:
-                    self._announced_layers(wanted, message)
-                case msg.EndExpected() if wanted.lease == message.lease:
-                    self._arrivals.expect(wanted.key, ref, now + message.seconds)
+                        self._apply(incoming, published)
+                case msg.PromptStarted() if incoming.hears_of(message.lease):
+                    self._apply(incoming, ev.Started())
+                case msg.LayersReadable() if incoming.lease == message.lease:
+                    self._announced_layers(incoming, message)
+                case msg.EndExpected() if incoming.lease == message.lease:
+                    self._arrivals.expect(incoming.key, ref, now + message.seconds)
                 case msg.TransferComplete():
-                    num_blocks, announced = wanted.fetch.num_blocks, self._announced(wanted)
-                    self._apply(wanted, complete_event(announced, message, num_blocks))
+                    num_blocks, announced = incoming.fetch.num_blocks, self._announced(incoming)
+                    self._apply(incoming, complete_event(announced, message, num_blocks))
                 case msg.TransferFailed():
-                    self._apply(wanted, failed_event(message))
+                    self._apply(incoming, failed_event(message))
 
     def _drop(self, ref: PeerRef, message: msg.SenderWord) -> None:
         """A sender that still lends is told again that nobody reads: its lease would be renewed while this worker lives."""
@@ -266,7 +266,7 @@ class FetchDesk(Desk):
     def gauges(self) -> dict[str, float]:
         """How many fetches there are, and how many hold quarantined blocks."""
         with self._lock:
-            states = [wanted.fetch.state for wanted in self._wanted.values()]
+            states = [incoming.fetch.state for incoming in self._incoming.values()]
         return {
             "fetches_active": len(states),
             "transfers_quarantined": sum(state in _QUARANTINE for state in states),
@@ -275,7 +275,7 @@ class FetchDesk(Desk):
     def quarantine(self) -> dict[str, int]:
         """Fetches that ended with a read outstanding, or whose end the scheduler has not heard, and their blocks."""
         with self._lock:
-            fetches = [wanted.fetch for wanted in self._wanted.values()]
+            fetches = [incoming.fetch for incoming in self._incoming.values()]
         held = [fetch for fetch in fetches if fetch.state in _QUARANTINE]
         return {
             "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
@@ -291,7 +291,7 @@ class FetchDesk(Desk):
         """Every fetch, as plain data."""
         now = self._clock()
         with self._lock:
-            return [wanted.debug_state(now) for wanted in self._wanted.values()]
+            return [incoming.debug_state(now) for incoming in self._incoming.values()]
 
     def _note(self, worker_id: str, terms: PeerTerms) -> None:
         what = terms.plan.describe() or "nothing"
@@ -299,38 +299,38 @@ class FetchDesk(Desk):
         if not terms.plan.is_direct:
             self._counters.add("transfer_converting_links_total")
 
-    def _announced_layers(self, wanted: Wanted, message: msg.LayersReadable) -> None:
+    def _announced_layers(self, incoming: IncomingTransfer, message: msg.LayersReadable) -> None:
         """Of use where the sender's blocks are ours, byte by byte."""
-        if self._settings.reads_ahead and self._announced(wanted) is None:
-            wanted.add_grants(message.grants)
+        if self._settings.reads_ahead and self._announced(incoming) is None:
+            incoming.add_grants(message.grants)
             first, num_blocks = message.first_block, message.num_blocks
-            self._apply(wanted, ev.AnnouncedLayers(first, num_blocks, message.num_bytes))
+            self._apply(incoming, ev.AnnouncedLayers(first, num_blocks, message.num_bytes))
 
-    def _announced(self, wanted: Wanted) -> AnnouncedBlocks | None:
+    def _announced(self, incoming: IncomingTransfer) -> AnnouncedBlocks | None:
         """What the sender announced by its own blocks; None where it cuts, names and digests them as this worker does."""
-        terms = self._terms.get(wanted.ref)
-        if wanted.announced is None and terms is not None:
-            wanted.announced = AnnouncedBlocks.of(wanted.request, terms)
-        return wanted.announced
+        terms = self._terms.get(incoming.ref)
+        if incoming.announced is None and terms is not None:
+            incoming.announced = AnnouncedBlocks.of(incoming.request, terms)
+        return incoming.announced
 
-    def _apply(self, wanted: Wanted, event: ev.FetchEvent) -> None:
-        wanted.fetch, actions = advance_fetch(wanted.fetch, event)
+    def _apply(self, incoming: IncomingTransfer, event: ev.FetchEvent) -> None:
+        incoming.fetch, actions = advance_fetch(incoming.fetch, event)
         for action in actions:
             if isinstance(action, ev.FetchOrder):
-                self._order(wanted, action)
+                self._order(incoming, action)
             else:
-                self._tell(wanted, action)
-        if wanted.fetch.has_ended:
-            self._arrivals.forget(wanted.key)
-        if wanted.fetch.state is FetchState.FREE:
-            self._wanted.pop(wanted.key, None)
-            self._by_wire.pop(wanted.wire_key, None)
+                self._tell(incoming, action)
+        if incoming.fetch.has_ended:
+            self._arrivals.forget(incoming.key)
+        if incoming.fetch.state is FetchState.FREE:
+            self._incoming.pop(incoming.key, None)
+            self._by_wire.pop(incoming.wire_key, None)
 
-    def _order(self, wanted: Wanted, action: ev.FetchOrder) -> None:
+    def _order(self, incoming: IncomingTransfer, action: ev.FetchOrder) -> None:
         match action:
             case ev.Pull() | ev.ReadAhead():
-                wanted.source = wanted.source or self._sources[wanted.ref]
-                job = wanted.job(action, self._settings.block_bytes)
+                incoming.source = incoming.source or self._sources[incoming.ref]
+                job = incoming.job(action, self._settings.block_bytes)
                 if job.is_here:
                     self._later.append(
                         partial(self._ports.pull, job)
@@ -338,53 +338,53 @@ class FetchDesk(Desk):
                 else:
                     self._ports.pull(job)
             case ev.ReadAgain():
-                self._read_again(wanted, action.rung)
+                self._read_again(incoming, action.rung)
             case ev.CommitBlocks():
-                commit = CommitJob(wanted.key, action.block_ids, wanted.read)
+                commit = CommitJob(incoming.key, action.block_ids, incoming.read)
                 self._later.append(
                     partial(self._ports.commit, commit)
                 )  # it may be done, and reported, at once
             case ev.StopReads():
-                self._later.append(wanted.read.stop)
+                self._later.append(incoming.read.stop)
 
-    def _rungs(self, wanted: Wanted) -> tuple[Rung, ...]:
+    def _rungs(self, incoming: IncomingTransfer) -> tuple[Rung, ...]:
         """What may be tried after a read that failed, best first; nothing where the link is gone."""
-        linked = self._sources.get(wanted.ref)
-        if wanted.source is None or linked is None or linked.token != wanted.source.token:
+        linked = self._sources.get(incoming.ref)
+        if incoming.source is None or linked is None or linked.token != incoming.source.token:
             return ()
-        wanted.other = self._alternatives.beside(wanted.source)
-        return (Rung.SAME_TRANSPORT,) if wanted.other is None else tuple(Rung)
+        incoming.other = self._alternatives.beside(incoming.source)
+        return (Rung.SAME_TRANSPORT,) if incoming.other is None else tuple(Rung)
 
-    def _read_again(self, wanted: Wanted, rung: Rung) -> None:
-        failed = wanted.read_again(rung)
+    def _read_again(self, incoming: IncomingTransfer, rung: Rung) -> None:
+        failed = incoming.read_again(rung)
         if failed is not None:
-            self._sources[wanted.ref] = self._alternatives.failed(failed)
+            self._sources[incoming.ref] = self._alternatives.failed(failed)
         self._counters.add("transfer_pulled_again_total", rung=rung.value)
         self._counters.add("transfer_fallbacks_total", rung is Rung.OTHER_TRANSPORT)
 
-    def _tell(self, wanted: Wanted, action: ev.FetchWord) -> None:
+    def _tell(self, incoming: IncomingTransfer, action: ev.FetchWord) -> None:
         """Words for the sender and for the scheduler."""
-        wire = (wanted.transfer_id, wanted.attempt)
+        wire = (incoming.transfer_id, incoming.attempt)
         match action:
             case ev.AskRelease():  # behind the wake of this worker's core: the sender's may take the processor
-                self._later.append(partial(self._ports.post, wanted.ref, msg.ReleaseLease(*wire)))
+                self._later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
                 return
             case ev.AskCancel():
-                self._ports.post(wanted.ref, msg.CancelFetch(*wire))
+                self._ports.post(incoming.ref, msg.CancelFetch(*wire))
                 return
             case ev.TellPublished():
-                terms = self._terms.get(wanted.ref)
+                terms = self._terms.get(incoming.ref)
                 origin = None if terms is None else terms.kv_fingerprint
-                self._events.append(Published(wanted.key, origin))
+                self._events.append(Published(incoming.key, origin))
             case ev.TellFailed():
                 if action.kind != NOT_NEEDED:
                     self._counters.add("transfer_failures_total", kind=action.kind)
-                self._events.append(Failed(wanted.key, action.kind, action.message))
+                self._events.append(Failed(incoming.key, action.kind, action.message))
             case ev.TellDrained():
-                self._events.append(Drained(wanted.key))
+                self._events.append(Drained(incoming.key))
             case ev.TellReceived():
-                if wanted.source is not None:
-                    self._alternatives.worked(wanted.source)
-                self._arrivals.arrived(wanted.key, self._clock())
-                self._completions.add_received(wanted.key)
+                if incoming.source is not None:
+                    self._alternatives.worked(incoming.source)
+                self._arrivals.arrived(incoming.key, self._clock())
+                self._completions.add_received(incoming.key)
         self._later.append(self._ports.wake_core)

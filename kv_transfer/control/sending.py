@@ -11,8 +11,8 @@ from typing import Any
 from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.control.desk import Desk
-from kv_transfer.control.lent import Lent, TransferKey
+from kv_transfer.control.outgoing_transfer import OutgoingTransfer, TransferKey
+from kv_transfer.control.transfers import Transfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -55,7 +55,7 @@ class SendPorts:
     look_by: Callable[[float | None], None]
 
 
-class SendDesk(Desk):
+class SendTransfers(Transfers):
     """Owns the sender's transfers. Thread-safe; effects that may call back happen outside its lock."""
 
     def __init__(
@@ -71,8 +71,8 @@ class SendDesk(Desk):
         self._new_lease = new_lease
         self._counters, self._completions = counters, completions
         super().__init__()
-        self._lent: dict[TransferKey, Lent] = {}
-        self._by_key: dict[str, Lent] = {}
+        self._outgoing: dict[TransferKey, OutgoingTransfer] = {}
+        self._by_key: dict[str, OutgoingTransfer] = {}
         self._newest: OrderedDict[str, int] = OrderedDict()
         self._endings: OrderedDict[TransferKey, Ending] = OrderedDict()
         counters.add("leases_expired_total", 0)
@@ -89,93 +89,95 @@ class SendDesk(Desk):
             )
         with self._acting():
             wire_key = (transfer.transfer_id, request.attempt)
-            lent = self._lent.get(wire_key)
-            if request.key in self._by_key or (lent is not None and lent.key is not None):
+            outgoing = self._outgoing.get(wire_key)
+            if request.key in self._by_key or (outgoing is not None and outgoing.key is not None):
                 raise InternalError(f"transfer {wire_key} of request {request.key} is open already")
-            if lent is None:
+            if outgoing is None:
                 send = Send(
                     state=SendState.OPEN,
                     lease_seconds=self._settings.lease_seconds,
                     num_blocks=len(block_ids),
                 )
-                lent = Lent(*wire_key, send, self._clock())
-                self._lent[wire_key] = lent
+                outgoing = OutgoingTransfer(*wire_key, send, self._clock())
+                self._outgoing[wire_key] = outgoing
             else:
-                self._apply(lent, ev.Opened(len(block_ids), self._clock()))
-            lent.key, lent.lease = request.key, self._new_lease()
-            lent.block_ids, lent.seeds = list(block_ids), seeds
-            lent.num_tokens = len(request.prompt_token_ids)
-            lent.num_wanted = self._num_full_blocks(lent, num_cached_tokens)
-            self._by_key[request.key] = lent
+                self._apply(outgoing, ev.Opened(len(block_ids), self._clock()))
+            outgoing.key, outgoing.lease = request.key, self._new_lease()
+            outgoing.block_ids, outgoing.seeds = list(block_ids), seeds
+            outgoing.num_tokens = len(request.prompt_token_ids)
+            outgoing.num_wanted = self._num_full_blocks(outgoing, num_cached_tokens)
+            self._by_key[request.key] = outgoing
             self._endings.pop(wire_key, None)
             self._remember_attempt(*wire_key)
 
     def publish(self, key: str, num_computed_tokens: int) -> None:
         """See ``SchedulerConnector.publish``."""
         with self._acting():
-            lent = self._find(key)
-            lent.num_wanted = max(lent.num_wanted, self._num_full_blocks(lent, num_computed_tokens))
+            outgoing = self._find(key)
+            outgoing.num_wanted = max(
+                outgoing.num_wanted, self._num_full_blocks(outgoing, num_computed_tokens)
+            )
 
     def finish(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See ``SchedulerConnector.finish_send``."""
         with self._acting():
-            lent = self._find(key)
-            self._apply(lent, ev.SendFinished(tuple(first_tokens), self._clock()))
-            self._ports.look_by(lent.send.deadline)
+            outgoing = self._find(key)
+            self._apply(outgoing, ev.SendFinished(tuple(first_tokens), self._clock()))
+            self._ports.look_by(outgoing.send.deadline)
 
     def abandon(self, key: str, kind: str, message: str) -> None:
         """See ``SchedulerConnector.abandon_send``. A request that lends nothing (any more) is left alone."""
         with self._acting():
-            lent = self._by_key.get(key)
-            if lent is not None:
-                self._apply(lent, ev.Abandoned(kind, message))
+            outgoing = self._by_key.get(key)
+            if outgoing is not None:
+                self._apply(outgoing, ev.Abandoned(kind, message))
 
     def take_orders(self) -> list[PublishOrder]:
         """What the coming forward pass makes publishable."""
         orders = []
         with self._acting():
-            for key, lent in self._by_key.items():
-                first, end = lent.send.num_ordered, lent.num_wanted
-                if end > first and not lent.send.has_ended:
-                    blocks, seeds = lent.block_ids[first:end], lent.seeds[first:end]
-                    is_last = end == lent.send.num_blocks
+            for key, outgoing in self._by_key.items():
+                first, end = outgoing.send.num_ordered, outgoing.num_wanted
+                if end > first and not outgoing.send.has_ended:
+                    blocks, seeds = outgoing.block_ids[first:end], outgoing.seeds[first:end]
+                    is_last = end == outgoing.send.num_blocks
                     parts = self._num_parts(end - first) if is_last else 1
                     tells_end = is_last and self._settings.foresees_ends
-                    orders.append(PublishOrder(key, lent.name, first, blocks, seeds, parts, tells_end))
-                    self._apply(lent, ev.Ordered(end))
+                    orders.append(PublishOrder(key, outgoing.name, first, blocks, seeds, parts, tells_end))
+                    self._apply(outgoing, ev.Ordered(end))
         return orders
 
     def has_orders(self) -> bool:
         """True when ``take_orders`` would give some."""
         with self._lock:
             return any(
-                lent.num_wanted > lent.send.num_ordered and not lent.send.has_ended
-                for lent in self._by_key.values()
+                outgoing.num_wanted > outgoing.send.num_ordered and not outgoing.send.has_ended
+                for outgoing in self._by_key.values()
             )
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """The data half's report."""
         with self._acting():
-            lent = self._find(key)
+            outgoing = self._find(key)
             if isinstance(event, ev.RangeReady):
-                lent.note(event)
+                outgoing.note(event)
             elif isinstance(event, ev.LayersReady):
-                lent.note_layers(event)
-            self._apply(lent, event)
+                outgoing.note_layers(event)
+            self._apply(outgoing, event)
 
     def lease_idle(self, name: LeaseName) -> None:
         """The transport's answer to a release."""
         with self._acting():
-            lent = self._lent.get((name.transfer_id, name.attempt))
-            if lent is not None and lent.lease == name.lease:
-                self._apply(lent, ev.ReadersGone())
+            outgoing = self._outgoing.get((name.transfer_id, name.attempt))
+            if outgoing is not None and outgoing.lease == name.lease:
+                self._apply(outgoing, ev.ReadersGone())
 
     def fetch_asked(self, peer: str, message: msg.FetchBlocks) -> None:
         """A FETCH: announce, park, or refuse."""
         now = self._clock()
         wire_key = (message.transfer_id, message.attempt)
         with self._acting():
-            lent, ending = self._lent.get(wire_key), self._endings.get(wire_key)
+            outgoing, ending = self._outgoing.get(wire_key), self._endings.get(wire_key)
             newest = self._newest.get(message.transfer_id, message.attempt)
             if message.attempt < newest:
                 ending = Ending(
@@ -184,8 +186,8 @@ class SendDesk(Desk):
                     f" {newest}, which is known here",
                 )
                 self._refuse(wire_key, ev.Refuse(peer, ending.kind, ending.message))
-            elif lent is not None:
-                self._apply(lent, ev.FetchArrived(peer, message.from_block, now))
+            elif outgoing is not None:
+                self._apply(outgoing, ev.FetchArrived(peer, message.from_block, now))
             elif ending is not None:
                 self._refuse(wire_key, ev.Refuse(peer, ending.kind, ending.message))
             else:
@@ -194,9 +196,9 @@ class SendDesk(Desk):
     def let_go(self, peer: str, message: msg.ReleaseLease | msg.CancelFetch) -> None:
         """RELEASE or CANCEL; of a transfer that is not known (any more) it is dropped."""
         with self._acting():
-            lent = self._lent.get((message.transfer_id, message.attempt))
-            if lent is not None:
-                self._apply(lent, ev.LetGo(peer))
+            outgoing = self._outgoing.get((message.transfer_id, message.attempt))
+            if outgoing is not None:
+                self._apply(outgoing, ev.LetGo(peer))
 
     def heard(self, peer: str) -> None:
         """The peer lives: renew its leases."""
@@ -210,14 +212,18 @@ class SendDesk(Desk):
         """Expire what is due; returns the next deadline."""
         self._apply_all(ev.Tick(now))
         with self._lock:
-            deadlines = [lent.send.deadline for lent in self._lent.values() if lent.send.deadline is not None]
+            deadlines = [
+                outgoing.send.deadline
+                for outgoing in self._outgoing.values()
+                if outgoing.send.deadline is not None
+            ]
         return min(deadlines, default=None)
 
     def gauges(self) -> dict[str, float]:
         """How many leases and parked fetches there are now."""
         with self._lock:
-            states = [lent.send.state for lent in self._lent.values()]
-            num_active = sum(not lent.send.has_ended for lent in self._by_key.values())
+            states = [outgoing.send.state for outgoing in self._outgoing.values()]
+            num_active = sum(not outgoing.send.has_ended for outgoing in self._by_key.values())
         return {"leases_active": num_active, "transfers_parked": states.count(SendState.PARKED)}
 
     def debug_state(self) -> list[dict[str, Any]]:
@@ -226,31 +232,31 @@ class SendDesk(Desk):
         with self._lock:
             return [
                 {
-                    "transfer_id": lent.transfer_id,
-                    "attempt": lent.attempt,
-                    "request": lent.key,
-                    "state": str(lent.send.state),
-                    "age_seconds": now - lent.since,
-                    "num_blocks": lent.send.num_blocks,
-                    "num_published": len(lent.send.digests),
-                    "peer": lent.send.peer,
+                    "transfer_id": outgoing.transfer_id,
+                    "attempt": outgoing.attempt,
+                    "request": outgoing.key,
+                    "state": str(outgoing.send.state),
+                    "age_seconds": now - outgoing.since,
+                    "num_blocks": outgoing.send.num_blocks,
+                    "num_published": len(outgoing.send.digests),
+                    "peer": outgoing.send.peer,
                 }
-                for lent in self._lent.values()
+                for outgoing in self._outgoing.values()
             ]
 
-    def _find(self, key: str) -> Lent:
-        lent = self._by_key.get(key)
-        if lent is None:
+    def _find(self, key: str) -> OutgoingTransfer:
+        outgoing = self._by_key.get(key)
+        if outgoing is None:
             raise InternalError(f"request {key} lends nothing")
-        return lent
+        return outgoing
 
     def _num_parts(self, num_blocks: int) -> int:
         """Of a prompt's last range, which its receiver waits for; the others cross while later ones are computed."""
         return self._settings.num_layer_groups if num_blocks >= self._settings.min_split_blocks else 1
 
-    def _num_full_blocks(self, lent: Lent, num_tokens: int) -> int:
-        if num_tokens >= lent.num_tokens:
-            return len(lent.block_ids)
+    def _num_full_blocks(self, outgoing: OutgoingTransfer, num_tokens: int) -> int:
+        if num_tokens >= outgoing.num_tokens:
+            return len(outgoing.block_ids)
         return num_tokens // self._settings.block_size
 
     def _remember_attempt(self, transfer_id: str, attempt: int) -> None:
@@ -272,67 +278,70 @@ class SendDesk(Desk):
             from_block=message.from_block,
             deadline=now + self._settings.parked_seconds,
         )
-        self._lent[wire_key] = Lent(*wire_key, send, now)
+        self._outgoing[wire_key] = OutgoingTransfer(*wire_key, send, now)
         self._remember_attempt(*wire_key)
 
     def _num_parked(self, peer: str) -> int:
         return sum(
-            (lent.send.state, lent.send.peer) == (SendState.PARKED, peer) for lent in self._lent.values()
+            (outgoing.send.state, outgoing.send.peer) == (SendState.PARKED, peer)
+            for outgoing in self._outgoing.values()
         )
 
     def _apply_all(self, event: ev.Heartbeat | ev.PeerGone | ev.Tick) -> None:
         with self._acting():
-            for lent in list(self._lent.values()):
-                self._apply(lent, event)
+            for outgoing in list(self._outgoing.values()):
+                self._apply(outgoing, event)
 
-    def _apply(self, lent: Lent, event: ev.SendEvent) -> None:
-        before = lent.send.state
-        lent.send, actions = advance_send(lent.send, event)
-        if lent.send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
+    def _apply(self, outgoing: OutgoingTransfer, event: ev.SendEvent) -> None:
+        before = outgoing.send.state
+        outgoing.send, actions = advance_send(outgoing.send, event)
+        if outgoing.send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
             self._counters.add("leases_expired_total")
         for action in actions:
-            self._perform(lent, action)
-        if lent.send.is_done:
-            self._forget(lent)
+            self._perform(outgoing, action)
+        if outgoing.send.is_done:
+            self._forget(outgoing)
 
-    def _perform(self, lent: Lent, action: ev.SendAction) -> None:
+    def _perform(self, outgoing: OutgoingTransfer, action: ev.SendAction) -> None:
         match action:
             case ev.Announce():
-                self._post(lent, lent.announcement(action))
+                self._post(outgoing, outgoing.announcement(action))
             case ev.AnnounceStart():
-                self._post(lent, msg.PromptStarted(*self._wire(lent), lent.lease))
+                self._post(outgoing, msg.PromptStarted(*self._wire(outgoing), outgoing.lease))
             case ev.AnnounceLayers():
-                self._post(lent, lent.readable(action))
+                self._post(outgoing, outgoing.readable(action))
             case ev.AnnounceEnd():
-                self._post(lent, msg.EndExpected(*self._wire(lent), lent.lease, action.seconds))
+                self._post(outgoing, msg.EndExpected(*self._wire(outgoing), outgoing.lease, action.seconds))
             case ev.AnnounceComplete():
                 tokens = list(action.first_tokens)
-                self._post(lent, msg.TransferComplete(*self._wire(lent), lent.send.num_blocks, tokens))
+                self._post(
+                    outgoing, msg.TransferComplete(*self._wire(outgoing), outgoing.send.num_blocks, tokens)
+                )
             case ev.Refuse():
-                self._refuse(self._wire(lent), action)
+                self._refuse(self._wire(outgoing), action)
             case ev.Revoke():
-                self._later.append(partial(self._ports.release, lent.name))
-            case ev.ReportSent() if lent.key is not None:
-                self._completions.add_sent(lent.key)
+                self._later.append(partial(self._ports.release, outgoing.name))
+            case ev.ReportSent() if outgoing.key is not None:
+                self._completions.add_sent(outgoing.key)
                 self._later.append(self._ports.wake_core)
 
-    def _wire(self, lent: Lent) -> TransferKey:
-        return lent.transfer_id, lent.attempt
+    def _wire(self, outgoing: OutgoingTransfer) -> TransferKey:
+        return outgoing.transfer_id, outgoing.attempt
 
-    def _post(self, lent: Lent, message: msg.Message) -> None:
-        if lent.send.peer is not None:
-            self._ports.post(PeerRef(lent.send.peer, is_dialed=False), message)
+    def _post(self, outgoing: OutgoingTransfer, message: msg.Message) -> None:
+        if outgoing.send.peer is not None:
+            self._ports.post(PeerRef(outgoing.send.peer, is_dialed=False), message)
 
     def _refuse(self, wire_key: TransferKey, refusal: ev.Refuse) -> None:
         message = msg.TransferFailed(*wire_key, refusal.kind, refusal.message)
         self._ports.post(PeerRef(refusal.peer, is_dialed=False), message)
 
-    def _forget(self, lent: Lent) -> None:
-        wire_key = self._wire(lent)
-        self._lent.pop(wire_key, None)
-        if lent.key is not None:
-            self._by_key.pop(lent.key, None)
-        if lent.send.ending is not None:
-            self._endings[wire_key] = lent.send.ending
+    def _forget(self, outgoing: OutgoingTransfer) -> None:
+        wire_key = self._wire(outgoing)
+        self._outgoing.pop(wire_key, None)
+        if outgoing.key is not None:
+            self._by_key.pop(outgoing.key, None)
+        if outgoing.send.ending is not None:
+            self._endings[wire_key] = outgoing.send.ending
         while len(self._endings) > _MAX_REMEMBERED:
             self._endings.popitem(last=False)

@@ -246,7 +246,7 @@ class PieceVerified(msgspec.Struct, frozen=True):
 class JobFailed(msgspec.Struct, frozen=True):
     """A posted pull or commit ended without success; the job is terminal. Pulls end in the order in which they were posted.
 
-    may_heal: another read may succeed. rungs: those that can be climbed here, best first; the desk says which.
+    may_heal: another read may succeed. rungs: those that can be climbed here, best first; ``FetchTransfers`` says which.
     """
 
     kind: str
@@ -273,7 +273,7 @@ class Cancelled(msgspec.Struct, frozen=True):
     """The scheduler's ``cancel_fetch``."""
 
 
-class Told(msgspec.Struct, frozen=True):
+class Acknowledged(msgspec.Struct, frozen=True):
     """The scheduler has taken the last event (or ``take_received``)."""
 
 
@@ -291,7 +291,7 @@ FetchEvent = (
     | JobStopped
     | CommitDone
     | Cancelled
-    | Told
+    | Acknowledged
 )
 
 # What a Fetch asks for.

@@ -146,7 +146,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     num_posted: jobs given to the data thread that are not terminal. num_verified: blocks behind the cached ones, up to the
     first that is not. copies: (begin, end) of each copy. rungs: the rungs of the ladder that were climbed, in order.
     ahead: (first block, bytes) of blocks of which so many bytes were posted before they were announced.
-    is_told: the scheduler knows that blocks are needed. is_turning: a read has failed and another will be tried, once all
+    is_told: the scheduler knows that blocks are needed. is_retrying: a read has failed and another will be tried, once all
     that are posted are terminal. is_visible: its
     verified blocks are, to what runs here.
     """
@@ -168,7 +168,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     ahead: tuple[tuple[int, int], ...] = ()
     rungs: tuple[Rung, ...] = ()
     is_told: bool = False
-    is_turning: bool = False
+    is_retrying: bool = False
     is_visible: bool = False
     ending: Ending | None = None
     is_cancelled: bool = False

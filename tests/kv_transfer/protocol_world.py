@@ -1,6 +1,6 @@
-"""Two workers' desks over a clock, links and data jobs that a test moves by hand: the pieces of the protocol machine.
+"""Two workers' transfers over a clock, links and data jobs that a test moves by hand: the pieces of the protocol machine.
 
-The desks, the lease book and the memories are the real ones; only threads and sockets are played.
+The transfers, the lease book and the memories are the real ones; only threads and sockets are played.
 """
 
 from collections import Counter, deque
@@ -15,8 +15,8 @@ import xxhash
 from contract.layout import KVLayout
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Failed, FirstToken, Published
-from kv_transfer.control.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.control.sending import SendDesk, SendPorts, SendSettings
+from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -91,7 +91,7 @@ class Lender:
         self.num_sent = 0
         self.completions = Completions()
         self.book = LeaseBook(self._idle)
-        self.sends = SendDesk(
+        self.sends = SendTransfers(
             SendSettings(MODEL, LAYOUT.block_size, LEASE_SECONDS, LEASE_SECONDS, max_parked=2),
             SendPorts(self._post, self.book.revoke, lambda: None, lambda _: None),
             Counters(),
@@ -196,7 +196,7 @@ class Fetcher:
         self.num_reads: Counter[tuple[str, int]] = Counter()
         self.alternatives = Alternatives(Counters())
         self.completions = Completions()
-        self.fetches = FetchDesk(
+        self.fetches = FetchTransfers(
             FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
             FetchPorts(
                 self._dial,

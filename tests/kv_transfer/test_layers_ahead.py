@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import TransferError
 from contract.requests import ReceiveTransfer
-from kv_transfer.control.fetching import FetchDesk, FetchPorts, FetchSettings
+from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.digesting import split_points
 from kv_transfer.links.link import PeerRef
@@ -244,7 +244,7 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
     def choose(session: Session, _tell: object) -> Source:
         return Source(session.worker_id, session.boot_id, "there", session.token, "tcp")
 
-    desk = FetchDesk(
+    transfers = FetchTransfers(
         FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
         FetchPorts(ignore, ignore, jobs.append, ignore, ignore, choose, Alternatives(Counters())),
         Counters(),
@@ -252,19 +252,19 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
     )
     fetch = request_of("r", prompt_of(2), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
     ref = PeerRef("b", is_dialed=True)
-    desk.start(fetch)
-    desk.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
-    desk.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
-    desk.receive_into(fetch.key, [5, 6], 0)
-    desk.fetch_event(fetch.key, ev.PieceLanded(1, 0.0, 0.0))
-    desk.fetch_event(fetch.key, ev.PieceVerified(1, 0.0))
-    desk.message(ref, LayersReadable("t", 0, "lease", 1, 1, LAYOUT.block_bytes))
+    transfers.start(fetch)
+    transfers.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
+    transfers.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
+    transfers.receive_into(fetch.key, [5, 6], 0)
+    transfers.fetch_event(fetch.key, ev.PieceLanded(1, 0.0, 0.0))
+    transfers.fetch_event(fetch.key, ev.PieceVerified(1, 0.0))
+    transfers.message(ref, LayersReadable("t", 0, "lease", 1, 1, LAYOUT.block_bytes))
     ahead = jobs[1].ahead
     assert ahead is not None
     ahead.num_read = LAYOUT.block_bytes
     if is_over:
-        desk.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
-    desk.message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
+        transfers.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
+    transfers.message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
     assert [job.is_here for job in jobs] == [False, False, is_over]
 
 

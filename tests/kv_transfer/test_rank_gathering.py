@@ -43,7 +43,7 @@ def test_a_job_is_terminal_when_it_is_so_on_every_rank(ends: list[str]) -> None:
 
 
 def test_the_ranks_are_told_to_stop_once() -> None:
-    """Whoever asks first: the first rank that fails, or the desk; and not when all is over."""
+    """Whoever asks first: the first rank that fails, or the control half; and not when all is over."""
     gather = JobGather(2)
     gather.open(1)
     assert [gather.stop(1), gather.stop(1), gather.stop(2)] == [True, False, False]

@@ -250,7 +250,7 @@ class FetchMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.told)
     @rule()
     def take(self) -> None:
-        self.apply(ev.Told())
+        self.apply(ev.Acknowledged())
 
     @invariant()
     def terminal_words_mean_that_no_read_is_posted(self) -> None:

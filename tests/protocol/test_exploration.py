@@ -1,4 +1,4 @@
-"""Every interleaving of small worlds: production's schedulers, desks, transitions and lease book keep the laws.
+"""Every interleaving of small worlds: production's schedulers, transfers, transitions and lease book keep the laws.
 
 ``docs/protocol.md`` says what a world is, what is checked, and how to read a counter-example.
 """

@@ -54,7 +54,7 @@ def _started(fetch: Fetch, _event: ev.Started) -> FetchStep:
 def _announced_layers(fetch: Fetch, event: ev.AnnouncedLayers) -> FetchStep:
     """A hint: what is read by it is in nobody's count until its blocks are announced, pulled and verified."""
     first, end = event.first_block, event.first_block + event.num_blocks
-    is_open = fetch.state in (FetchState.RESERVED, FetchState.MOVING) and not fetch.is_turning
+    is_open = fetch.state in (FetchState.RESERVED, FetchState.MOVING) and not fetch.is_retrying
     known, ahead = len(fetch.digests), dict(fetch.ahead)
     start = ahead.get(first, 0)
     is_next = max(fetch.num_cached, known) <= first < end <= fetch.num_blocks
@@ -112,7 +112,7 @@ def _reserved(fetch: Fetch, event: ev.Reserved) -> FetchStep:
 def _pull(fetch: Fetch) -> FetchStep:
     """Post a read of what is announced, lacking and not posted yet."""
     first, end = fetch.num_pulled, len(fetch.digests)
-    if not fetch.is_reserved or end <= first or fetch.is_turning:
+    if not fetch.is_reserved or end <= first or fetch.is_retrying:
         return _settle(fetch)
     if fetch.state is FetchState.RESERVED:
         fetch = _enter_fetch(fetch, FetchState.MOVING)
@@ -123,7 +123,7 @@ def _pull(fetch: Fetch) -> FetchStep:
 def _settle(fetch: Fetch) -> FetchStep:
     """Pass through LANDED and VERIFIED as far as the counts allow; the token that the answer goes on with may come later."""
     is_announced = len(fetch.digests) == fetch.num_blocks
-    if not is_announced or not fetch.is_reserved or fetch.has_ended or fetch.is_turning:
+    if not is_announced or not fetch.is_reserved or fetch.has_ended or fetch.is_retrying:
         return fetch, []
     missing = fetch.num_blocks - fetch.num_cached
     if fetch.state in (FetchState.RESERVED, FetchState.MOVING) and fetch.num_landed == missing:
@@ -141,7 +141,7 @@ def _piece_landed(fetch: Fetch, event: ev.PieceLanded) -> FetchStep:
 
 
 def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
-    if not fetch.is_turning:  # else it lies behind a piece that failed, and is read again with it
+    if not fetch.is_retrying:  # else it lies behind a piece that failed, and is read again with it
         fetch = replace(fetch, num_verified=fetch.num_verified + event.num_blocks, verified_at=event.now)
     return _job_over(fetch)
 
@@ -149,7 +149,7 @@ def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
 def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
     if event.may_heal and fetch.state in (FetchState.MOVING, FetchState.LANDED):
         rung = next((rung for rung in event.rungs if rung not in fetch.rungs), None)
-        if fetch.is_turning:
+        if fetch.is_retrying:
             return _job_over(fetch)
         if rung is not None:
             fetch, actions = _job_over(_climb(fetch, rung))
@@ -159,7 +159,7 @@ def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
 
 
 def _job_stopped(fetch: Fetch, _event: ev.JobStopped) -> FetchStep:
-    if fetch.has_ended or fetch.is_turning:
+    if fetch.has_ended or fetch.is_retrying:
         return _job_over(fetch)
     return _fail_fetch(_count_down(fetch), ErrorKind.CANCELLED, "the connector was closed")
 
@@ -168,14 +168,18 @@ def _climb(fetch: Fetch, rung: Rung) -> Fetch:
     """What is not verified will be read again."""
     if fetch.state is FetchState.LANDED:
         fetch = _enter_fetch(fetch, FetchState.MOVING)
-    return replace(fetch, rungs=(*fetch.rungs, rung), is_turning=True)
+    return replace(fetch, rungs=(*fetch.rungs, rung), is_retrying=True)
 
 
 def _turned(fetch: Fetch) -> FetchStep:
     """No read is posted any more, so that none can write where the next one does."""
     num_verified = fetch.num_verified
     fetch = replace(
-        fetch, is_turning=False, ahead=(), num_landed=num_verified, num_pulled=fetch.num_cached + num_verified
+        fetch,
+        is_retrying=False,
+        ahead=(),
+        num_landed=num_verified,
+        num_pulled=fetch.num_cached + num_verified,
     )
     fetch, actions = _pull(fetch)
     return fetch, [ev.ReadAgain(fetch.rungs[-1]), *actions]
@@ -205,7 +209,7 @@ def _job_over(fetch: Fetch) -> FetchStep:
     fetch = _count_down(fetch)
     if fetch.has_ended:
         return _drained(fetch)
-    return _turned(fetch) if fetch.is_turning and not fetch.num_posted else _settle(fetch)
+    return _turned(fetch) if fetch.is_retrying and not fetch.num_posted else _settle(fetch)
 
 
 def _fail_fetch(fetch: Fetch, kind: str, message: str) -> FetchStep:
@@ -238,7 +242,7 @@ def _cancelled(fetch: Fetch, _event: ev.Cancelled) -> FetchStep:
     return _enter_fetch(fetch, FetchState.FREE), [ev.AskCancel()]
 
 
-def _told(fetch: Fetch, _event: ev.Told) -> FetchStep:
+def _acknowledged(fetch: Fetch, _event: ev.Acknowledged) -> FetchStep:
     return (fetch if fetch.state is FetchState.FREE else _enter_fetch(fetch, FetchState.FREE)), []
 
 
@@ -256,5 +260,5 @@ _FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
     ev.ReadAheadOver: _read_ahead_over,
     ev.CommitDone: _commit_done,
     ev.Cancelled: _cancelled,
-    ev.Told: _told,
+    ev.Acknowledged: _acknowledged,
 }

@@ -1,11 +1,11 @@
-"""What the two desks of the control half share: one lock, and what may be done only after it is let go."""
+"""What the two sides of the control half share: one lock, and what may be done only after it is let go."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 
-class Desk:
+class Transfers:
     """State behind ``_lock``. Calls that could take another lock, or block, wait in ``_later`` until it is free."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One request whose KV is being fetched, as the fetch desk keeps it."""
+"""One request whose KV is being fetched, as ``FetchTransfers`` keeps it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ WireKey = tuple[PeerRef, str, int]
 
 
 @dataclass
-class Wanted:
+class IncomingTransfer:
     """One fetch with what the pure machine does not need to know: that counts this worker's blocks only.
 
     seeds: of this worker's blocks. announced: what the sender announced by its own, where it cuts the prompt otherwise.

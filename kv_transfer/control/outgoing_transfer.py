@@ -1,4 +1,4 @@
-"""One prompt whose KV is lent, as the send desk keeps it."""
+"""One prompt whose KV is lent, as ``SendTransfers`` keeps it."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ TransferKey = tuple[str, int]
 
 
 @dataclass
-class Lent:
+class OutgoingTransfer:
     """One transfer with what the pure machine does not need to know.
 
     num_wanted: blocks to order at the next step. grants: of what is published, in order; empty where nobody hands out any.
