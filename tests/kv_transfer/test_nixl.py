@@ -20,7 +20,7 @@ from kv_transfer.protocol.reads import (
 )
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_grants import encode_grant
-from kv_transfer.transports.data_port import DataPort, Visit
+from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.data_wire import DataStatus
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable
 from kv_transfer.transports.nixl.library import load
@@ -328,11 +328,11 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
         nonce=table.nonce,
     )
 
-    def talk(visit: Visit) -> None:
+    def talk(connection: Connection) -> None:
         assert table and pool, "alive as long as somebody may read them"
         other.begin_serving()
-        write_frame(visit.sock, lie(truth), MAX_NIXL_FRAME_BYTES)
-        visit.sock.recv(1)
+        write_frame(connection.sock, lie(truth), MAX_NIXL_FRAME_BYTES)
+        connection.sock.recv(1)
         other.close()
 
     return DataPort(context_for("liar", port.sessions, []), "kv-liar", talk, transport="nixl")

@@ -9,7 +9,7 @@ from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.data_port import DataPort, Visit
+from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.data_wire import DataReply, DataStatus
 from kv_transfer.transports.nccl.grants import GrantBook
 from kv_transfer.transports.nccl.group import SENDER, Meeting, PairGroup
@@ -49,11 +49,11 @@ class NcclSender:
         self._book.revoke_all()
         self._port.close()
 
-    def _talk(self, visit: Visit) -> None:
+    def _talk(self, connection: Connection) -> None:
         pool, timeout_seconds = self.pool, self._context.read_timeout_seconds
         if pool is None:
             denied = NcclWelcome(DataStatus.DENIED, "the pool is not allocated yet")
-            write_frame(visit.sock, denied, MAX_NCCL_FRAME_BYTES)
+            write_frame(connection.sock, denied, MAX_NCCL_FRAME_BYTES)
             raise TransferError(denied.message)
         meeting = Meeting(self._context.host, self._context.advertise_host, timeout_seconds)
         welcome = NcclWelcome(
@@ -63,26 +63,28 @@ class NcclSender:
             device=pool.device,
             block_bytes=pool.block_bytes,
         )
-        write_frame(visit.sock, welcome, MAX_NCCL_FRAME_BYTES)
+        write_frame(connection.sock, welcome, MAX_NCCL_FRAME_BYTES)
         host = self._context.advertise_host or self._context.host
         try:
             group = PairGroup(pool.backend, meeting.store, SENDER, host, timeout_seconds)
             with closing(group):
                 while True:
-                    request = read_frame(visit.sock, ReadRequest, MAX_NCCL_FRAME_BYTES)
-                    self._answer(visit, request, pool, group)
+                    request = read_frame(connection.sock, ReadRequest, MAX_NCCL_FRAME_BYTES)
+                    self._answer(connection, request, pool, group)
         except PeerUnreachableError as error:
             raise TransferError(error.message) from error
 
-    def _answer(self, visit: Visit, request: ReadRequest, pool: GroupPool, group: PairGroup) -> None:
+    def _answer(
+        self, connection: Connection, request: ReadRequest, pool: GroupPool, group: PairGroup
+    ) -> None:
         """Send one piece under a valid lease, and the verdict after its last byte."""
         try:
             content = pool.gather(self._book.grant(request), request.part)
             self._book.check(request.name)
-            write_frame(visit.sock, DataReply(DataStatus.OK), MAX_NCCL_FRAME_BYTES)
+            write_frame(connection.sock, DataReply(DataStatus.OK), MAX_NCCL_FRAME_BYTES)
             group.send(content)
             self._book.check(request.name)
         except StaleLeaseError as error:
-            write_frame(visit.sock, DataReply(DataStatus.STALE, error.message), MAX_NCCL_FRAME_BYTES)
+            write_frame(connection.sock, DataReply(DataStatus.STALE, error.message), MAX_NCCL_FRAME_BYTES)
             return
-        write_frame(visit.sock, DataReply(DataStatus.OK), MAX_NCCL_FRAME_BYTES)
+        write_frame(connection.sock, DataReply(DataStatus.OK), MAX_NCCL_FRAME_BYTES)

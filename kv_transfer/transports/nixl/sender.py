@@ -14,7 +14,7 @@ from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import LeaseName
 from kv_transfer.transports.block_grants import encode_grant
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.data_port import DataPort, Visit
+from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.data_wire import DataStatus
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, SharedLeases
 from kv_transfer.transports.nixl.memory import ID_TYPE, Region, region_of
@@ -41,7 +41,7 @@ class NixlSender:
         self._leases = SharedLeases(self._table, context.on_idle)
         self.welcome = NixlWelcome(DataStatus.DENIED, self.why_not_offered)
         self._lock = threading.Lock()
-        self._visits: set[Visit] = set()
+        self._connections: set[Connection] = set()
         self._is_closed = False
         self._port = DataPort(context, "kv-nixl", self._talk, transport="nixl")
         self.address = self._port.address
@@ -89,54 +89,54 @@ class NixlSender:
         self._owner.close()
         self._table.close()
 
-    def _talk(self, visit: Visit) -> None:
+    def _talk(self, connection: Connection) -> None:
         """Welcome a reader, and help it as it asks."""
-        with visit.kept_open(), self._attended(visit):
-            write_frame(visit.sock, self.welcome, MAX_NIXL_FRAME_BYTES)
+        with connection.kept_open(), self._attended(connection):
+            write_frame(connection.sock, self.welcome, MAX_NIXL_FRAME_BYTES)
             if self.welcome.status is not DataStatus.OK:
                 return
             wanted = Help.BEGIN
             while True:
-                wanted = self._help_until_next_word(visit) if wanted is Help.BEGIN else _hear(visit)
+                wanted = self._help_until_next_word(connection) if wanted is Help.BEGIN else _hear(connection)
                 if wanted is Help.PAUSE:
                     self._owner.settle()
-                    write_frame(visit.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
+                    write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
 
     @contextmanager
-    def _attended(self, visit: Visit) -> Iterator[None]:
+    def _attended(self, connection: Connection) -> Iterator[None]:
         """Within, the end of the session ends this half of the connection only.
 
         The reader sees it, and may still ask for help: else a read that is open might never become terminal.
         """
         with self._lock:
-            self._visits.add(visit)
+            self._connections.add(connection)
         try:
-            if visit.token not in self._sessions:
-                self._end_session(visit.token)
+            if connection.token not in self._sessions:
+                self._end_session(connection.token)
             yield
         finally:
             with self._lock:
-                self._visits.discard(visit)
+                self._connections.discard(connection)
             self._owner.serve_on(_UNHEARD_SECONDS)
 
     def _end_session(self, token: str) -> None:
         with self._lock:
-            for visit in self._visits:
-                if visit.token == token:
+            for connection in self._connections:
+                if connection.token == token:
                     with suppress(OSError):  # its reader was faster
-                        visit.sock.shutdown(SHUT_WR)
+                        connection.sock.shutdown(SHUT_WR)
 
-    def _help_until_next_word(self, visit: Visit) -> Help:
+    def _help_until_next_word(self, connection: Connection) -> Help:
         self._owner.begin_serving()
         try:
-            return _hear(visit)
+            return _hear(connection)
         finally:
             self._owner.end_serving()
 
 
-def _hear(visit: Visit) -> Help:
+def _hear(connection: Connection) -> Help:
     """The reader's next word."""
-    return read_frame(visit.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
+    return read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
 
 
 def _why_slower(pool: Region) -> str | None:
