@@ -24,19 +24,19 @@ def _open_shm(context: TransportContext) -> Transport:
 
 def _open_nixl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nixl.library import load
-    from kv_transfer.transports.nixl.owner import NixlOwner
+    from kv_transfer.transports.nixl.nixl_thread import NixlThread
     from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
     from kv_transfer.transports.nixl.sender import NixlSender
 
     if context.is_auto:
         context = replace(context, data_port=0)  # which is for tcp then
-    owner = NixlOwner(load(context.host), agent_name(context.boot_id), context.on_thread_failed)
+    nixl_thread = NixlThread(load(context.host), agent_name(context.boot_id), context.on_thread_failed)
     try:
-        sender = NixlSender(context, owner)
+        sender = NixlSender(context, nixl_thread)
     except BaseException:
-        owner.close()
+        nixl_thread.close()
         raise
-    return Transport(sender, NixlReceiver(owner, context.read_timeout_seconds))
+    return Transport(sender, NixlReceiver(nixl_thread, context.read_timeout_seconds))
 
 
 def _open_nccl(context: TransportContext) -> Transport:

@@ -1,4 +1,4 @@
-"""One agent of the NIXL library. It is called by one thread at a time (``owner``).
+"""One agent of the NIXL library. It is called by one thread at a time (``nixl_thread``).
 
 The back end is UCX in peer error mode, in which a peer's death is an exception; the other mode is silent for ever. The
 library's progress thread is off on every machine: it spins on a core even when idle.

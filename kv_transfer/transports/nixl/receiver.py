@@ -28,7 +28,7 @@ from kv_transfer.transports.data_wire import DataStatus
 from kv_transfer.transports.kept import Kept
 from kv_transfer.transports.nixl.agent import DescribedRegion
 from kv_transfer.transports.nixl.memory import ID_TYPE
-from kv_transfer.transports.nixl.owner import NixlOwner
+from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.peer import MAX_SLOTS_AT_ONCE, RemotePool
 from kv_transfer.transports.nixl.read import Ids, NixlRead, ReadStep, SlotsStep
 from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
@@ -51,8 +51,8 @@ class _Peer:
     _needs_help: whether its thread must drive the library on while something is read; None where a read was late.
     """
 
-    def __init__(self, source: Source, owner: NixlOwner, timeout_seconds: float) -> None:
-        self._source, self._owner, self._timeout_seconds = source, owner, timeout_seconds
+    def __init__(self, source: Source, nixl_thread: NixlThread, timeout_seconds: float) -> None:
+        self._source, self._nixl_thread, self._timeout_seconds = source, nixl_thread, timeout_seconds
         self._who = f"worker {source.worker_id}"
         self._pool: RemotePool | None = None
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class _Peer:
         """Close the connection, and forget the pool as soon as nothing is posted to it."""
         self._sock.close()
         if self._pool is not None:
-            self._owner.disconnect(self._pool)
+            self._nixl_thread.disconnect(self._pool)
 
     def connect(self, read: Read) -> RemotePool:
         """Dial, show the token, and prove by reading that the library reaches the right memory; once.
@@ -94,7 +94,7 @@ class _Peer:
             welcome = read_frame(self._sock, NixlWelcome, MAX_NIXL_FRAME_BYTES)
         if welcome.status is not DataStatus.OK:
             raise TransferError(f"{self._who} lends nothing over nixl: {welcome.message}")
-        pool = self._pool = self._owner.connect(agent_name(self._source.boot_id), self._who, welcome)
+        pool = self._pool = self._nixl_thread.connect(agent_name(self._source.boot_id), self._who, welcome)
         self._end.register(self._sock, select.POLLIN)
         self._is_helped = True
         if self._read_nonce(pool, read) != welcome.nonce:
@@ -167,7 +167,7 @@ class _Peer:
         self, views: Sequence[memoryview], request: ReadRequest
     ) -> tuple[DescribedRegion, Ids] | None:
         """Where the views are in this worker's own pool; None where they are not."""
-        pool, blocks = self._owner.pool, self._owner.pool_blocks
+        pool, blocks = self._nixl_thread.pool, self._nixl_thread.pool_blocks
         found = None if pool is None else pool.find(views, request.part)
         return None if found is None or blocks is None else (blocks, found.astype(np.int32))
 
@@ -226,7 +226,7 @@ class _Peer:
 
     def _posted(self, pool: RemotePool, steps: Sequence[ReadStep | SlotsStep]) -> NixlRead:
         posted = NixlRead(pool, steps)
-        self._owner.post(posted)
+        self._nixl_thread.post(posted)
         return posted
 
     def _wait(self, posted: NixlRead) -> None:
@@ -259,8 +259,8 @@ class _Peer:
 class NixlReceiver:
     """Owns the connections to peers. One on which anything but a stale lease went wrong is closed, never reused."""
 
-    def __init__(self, owner: NixlOwner, timeout_seconds: float) -> None:
-        self._owner, self._timeout_seconds = owner, timeout_seconds
+    def __init__(self, nixl_thread: NixlThread, timeout_seconds: float) -> None:
+        self._nixl_thread, self._timeout_seconds = nixl_thread, timeout_seconds
         self._peers: Kept[_Peer] = Kept(harmless=StaleLeaseError)
 
     def probe(self, source: Source, read: Read) -> None:
@@ -278,13 +278,15 @@ class NixlReceiver:
     def close(self) -> None:
         """Close every connection, and the agent: a read that is not terminal fails."""
         self._peers.close()
-        self._owner.close()
+        self._nixl_thread.close()
 
     def _use(self, source: Source, read: Read, work: Callable[[_Peer], object]) -> None:
         """Work with the peer; whatever goes wrong is raised as ``fetch`` says."""
         read.check()
         try:
-            with self._peers.using(source, lambda: _Peer(source, self._owner, self._timeout_seconds)) as peer:
+            with self._peers.using(
+                source, lambda: _Peer(source, self._nixl_thread, self._timeout_seconds)
+            ) as peer:
                 work(peer)
         except (OSError, TransferError) as error:
             raise as_outcome(error, source, read) from error

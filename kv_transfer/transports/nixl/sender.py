@@ -18,7 +18,7 @@ from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.data_wire import DataStatus
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, SharedLeases
 from kv_transfer.transports.nixl.memory import ID_TYPE, Region, region_of
-from kv_transfer.transports.nixl.owner import NixlOwner
+from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
 from kv_transfer.transports.settings import has_rdma_device
 
@@ -27,16 +27,16 @@ _UNHEARD_SECONDS = 60.0
 
 
 class NixlSender:
-    """Owns the data port, the leases and their table; ends ``owner``, the agent that it shares with the receiver.
+    """Owns the data port, the leases and their table; ends ``nixl_thread``, the agent that it shares with the receiver.
 
     why_not_offered: None when peers may read over ``nixl``; ``auto`` offers it only where ``tcp`` is not faster. welcome:
     what a reader is told.
     """
 
-    def __init__(self, context: TransportContext, owner: NixlOwner) -> None:
+    def __init__(self, context: TransportContext, nixl_thread: NixlThread) -> None:
         """Open the port."""
         self.why_not_offered: str | None = "the pool is not allocated yet"
-        self._owner, self._is_auto, self._sessions = owner, context.is_auto, context.sessions
+        self._nixl_thread, self._is_auto, self._sessions = nixl_thread, context.is_auto, context.sessions
         self._table = GenerationTable()
         self._leases = SharedLeases(self._table, context.on_idle)
         self.welcome = NixlWelcome(DataStatus.DENIED, self.why_not_offered)
@@ -52,7 +52,7 @@ class NixlSender:
         table = Region(self._table.address, SLOT_BYTES, NUM_SLOTS)
         try:
             pool = region_of(memory)
-            agent = self._owner.register(pool, table)
+            agent = self._nixl_thread.register(pool, table)
         except KvbatonError as error:
             self.why_not_offered = f"the KV pool cannot be registered: {error.message}"
             return
@@ -86,7 +86,7 @@ class NixlSender:
         self._is_closed = True
         self._leases.revoke_all()
         self._port.close()
-        self._owner.close()
+        self._nixl_thread.close()
         self._table.close()
 
     def _talk(self, connection: Connection) -> None:
@@ -99,7 +99,7 @@ class NixlSender:
             while True:
                 wanted = self._help_until_next_word(connection) if wanted is Help.BEGIN else _hear(connection)
                 if wanted is Help.PAUSE:
-                    self._owner.settle()
+                    self._nixl_thread.settle()
                     write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
 
     @contextmanager
@@ -117,7 +117,7 @@ class NixlSender:
         finally:
             with self._lock:
                 self._connections.discard(connection)
-            self._owner.serve_on(_UNHEARD_SECONDS)
+            self._nixl_thread.serve_on(_UNHEARD_SECONDS)
 
     def _end_session(self, token: str) -> None:
         with self._lock:
@@ -127,11 +127,11 @@ class NixlSender:
                         connection.sock.shutdown(SHUT_WR)
 
     def _help_until_next_word(self, connection: Connection) -> Help:
-        self._owner.begin_serving()
+        self._nixl_thread.begin_serving()
         try:
             return _hear(connection)
         finally:
-            self._owner.end_serving()
+            self._nixl_thread.end_serving()
 
 
 def _hear(connection: Connection) -> Help:

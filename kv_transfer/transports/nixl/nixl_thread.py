@@ -39,7 +39,7 @@ _IDLE_PER_PAUSE = 250
 """A pause is so small a part of the time for which nothing has happened."""
 
 
-class NixlOwner:
+class NixlThread:
     """Owns the agent and its thread. Every method may be called from any thread; who calls the library holds ``_turn``.
 
     pool: this worker's own blocks, and pool_blocks, for a ``ReadStep`` into them: None until ``register``, or on a device.
