@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from contract.errors import InternalError
 from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
 from engine.connector import Drained, Failed, Published, Received, TransferEvent
-from kv_transfer.control.arrivals import Arrivals
+from kv_transfer.control.arrival_estimates import ArrivalEstimates
 from kv_transfer.control.incoming_transfer import IncomingTransfer, WireKey
 from kv_transfer.control.transfers import Transfers
 from kv_transfer.counters import Completions, Counters
@@ -82,7 +82,7 @@ class FetchTransfers(Transfers):
         self._sources: dict[PeerRef, Source] = {}
         self._terms: dict[PeerRef, PeerTerms] = {}
         self._events: list[TransferEvent] = []
-        self._arrivals = Arrivals()
+        self._arrival_estimates = ArrivalEstimates()
         self._failure: str | None = None
         counters.add("transfer_fallbacks_total", 0)
         for rung in Rung:
@@ -178,7 +178,7 @@ class FetchTransfers(Transfers):
         if not self._incoming:
             return None
         with self._lock:
-            return self._arrivals.next(self._clock())
+            return self._arrival_estimates.next(self._clock())
 
     def fail(self, message: str) -> None:
         """The connector is broken: wake the core, which hears so from ``take_events`` and ends."""
@@ -250,7 +250,7 @@ class FetchTransfers(Transfers):
                 case msg.LayersReadable() if incoming.lease == message.lease:
                     self._announced_layers(incoming, message)
                 case msg.EndExpected() if incoming.lease == message.lease:
-                    self._arrivals.expect(incoming.key, ref, now + message.seconds)
+                    self._arrival_estimates.expect(incoming.key, ref, now + message.seconds)
                 case msg.TransferComplete():
                     num_blocks, announced = incoming.fetch.num_blocks, self._announced(incoming)
                     self._apply(incoming, complete_event(announced, message, num_blocks))
@@ -321,7 +321,7 @@ class FetchTransfers(Transfers):
             else:
                 self._tell(incoming, action)
         if incoming.fetch.has_ended:
-            self._arrivals.forget(incoming.key)
+            self._arrival_estimates.forget(incoming.key)
         if incoming.fetch.state is FetchState.FREE:
             self._incoming.pop(incoming.key, None)
             self._by_wire.pop(incoming.wire_key, None)
@@ -385,6 +385,6 @@ class FetchTransfers(Transfers):
             case ev.TellReceived():
                 if incoming.source is not None:
                     self._alternatives.worked(incoming.source)
-                self._arrivals.arrived(incoming.key, self._clock())
+                self._arrival_estimates.arrived(incoming.key, self._clock())
                 self._completions.add_received(incoming.key)
         self._later.append(self._ports.wake_core)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.connector import KVMemory, LayerWatch
+from kv_transfer.data.completion_estimator import CompletionEstimator
 from kv_transfer.data.digesting import split_points
-from kv_transfer.data.foresight import Foresight
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.transports.block_views import is_flat
 
@@ -77,7 +77,7 @@ class PassListeners:
 
     def __init__(self, memory: KVMemory, jobs: PassJobs) -> None:
         self._memory, self._jobs = memory, jobs
-        self._foresight = Foresight(memory.layout.num_layers) if is_flat(memory) else None
+        self._estimator = CompletionEstimator(memory.layout.num_layers) if is_flat(memory) else None
         """On a device a layer is told when it is launched, which says nothing of the end."""
         self._split: SplitOrders | None = None
         self._listeners: list[LayerWatch] = []
@@ -89,10 +89,10 @@ class PassListeners:
             self._split = SplitOrders(split, self._memory, jobs.post, jobs.read_layers, jobs.publish)
             self._listeners.append(self._split)
         last = [order for order in orders if order.tells_end]
-        if last and self._foresight is not None:
+        if last and self._estimator is not None:
             num_blocks = sum(len(order.block_ids) for order in orders)
-            self._foresight.begin(num_blocks, lambda end: jobs.post(partial(jobs.foresee, last, end)))
-            self._listeners.append(self._foresight)
+            self._estimator.begin(num_blocks, lambda end: jobs.post(partial(jobs.foresee, last, end)))
+            self._listeners.append(self._estimator)
         return self if self._listeners else None
 
     def stored(self, num_layers: int) -> None:

@@ -1,4 +1,4 @@
-"""When a forward pass will be over, by those that were before it and by the layers that it has behind it."""
+"""Estimates when a forward pass will be over, from earlier passes and from the layers that are already computed."""
 
 import time
 from collections import deque
@@ -10,7 +10,7 @@ _SHARES = (0.125, 0.5, 0.75, 0.875, 0.95)
 _NUM_TAILS = 5
 
 
-class Foresight:
+class CompletionEstimator:
     """A ``LayerWatch`` of one pass after another, each begun by ``begin``. Used from the step thread.
 
     At first a pass is taken to last as long as the last one of its size; then its layers to last as long as those before

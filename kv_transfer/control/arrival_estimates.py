@@ -1,4 +1,4 @@
-"""When fetches are expected to be over, by what their senders say and by how far off they usually were."""
+"""Estimates when fetches will be over, from what their senders report and from how far off the reports usually were."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class _Expected:
     at: float
 
 
-class Arrivals:
-    """Of one receiver. Times are of its own clock. Not thread-safe."""
+class ArrivalEstimates:
+    """Owns the expected end of each fetch of one receiver, by the receiver's clock. Not thread-safe."""
 
     def __init__(self) -> None:
         self._expected: dict[str, _Expected] = {}
