@@ -31,7 +31,7 @@ from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.plan import PeerTerms
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.states import NOT_NEEDED, Fetch, FetchState, Rung
+from kv_transfer.protocol.states import NOT_NEEDED, Fetch, FetchState, RetryStep
 from kv_transfer.protocol.transitions import advance_fetch
 from kv_transfer.transports.alternatives import Alternatives
 
@@ -85,8 +85,8 @@ class FetchTransfers(Transfers):
         self._arrival_estimates = ArrivalEstimates()
         self._failure: str | None = None
         counters.add("transfer_fallbacks_total", 0)
-        for rung in Rung:
-            counters.add("transfer_pulled_again_total", 0, rung=rung.value)
+        for retry_step in RetryStep:
+            counters.add("transfer_pulled_again_total", 0, rung=retry_step.value)
 
     def start(self, request: EngineRequest) -> None:
         """See ``SchedulerConnector.start_fetch``."""
@@ -192,12 +192,14 @@ class FetchTransfers(Transfers):
             incoming = self._incoming.get(key)
             if incoming is None:
                 raise InternalError(f"a job of {key} ended, which is not fetched")
-            before = incoming.fetch.rungs
+            before = incoming.fetch.retry_steps
             if isinstance(event, ev.JobFailed) and event.may_heal:
-                event = replace(event, rungs=self._rungs(incoming))
+                event = replace(event, retry_steps=self._retry_steps(incoming))
             self._apply(incoming, event)
-            if isinstance(event, ev.JobFailed) and incoming.fetch.rungs != before:
-                logger.warning("%s; reading again over the %s", event.message, incoming.fetch.rungs[-1].words)
+            if isinstance(event, ev.JobFailed) and incoming.fetch.retry_steps != before:
+                logger.warning(
+                    "%s; reading again over the %s", event.message, incoming.fetch.retry_steps[-1].words
+                )
 
     def link_up(self, ref: PeerRef, session: Session) -> None:
         """The peer can be read from; over which transport may be known only later."""
@@ -338,7 +340,7 @@ class FetchTransfers(Transfers):
                 else:
                     self._ports.pull(job)
             case ev.ReadAgain():
-                self._read_again(incoming, action.rung)
+                self._read_again(incoming, action.retry_step)
             case ev.CommitBlocks():
                 commit = CommitJob(incoming.key, action.block_ids, incoming.read)
                 self._later.append(
@@ -347,20 +349,20 @@ class FetchTransfers(Transfers):
             case ev.StopReads():
                 self._later.append(incoming.read.stop)
 
-    def _rungs(self, incoming: IncomingTransfer) -> tuple[Rung, ...]:
+    def _retry_steps(self, incoming: IncomingTransfer) -> tuple[RetryStep, ...]:
         """What may be tried after a read that failed, best first; nothing where the link is gone."""
         linked = self._sources.get(incoming.ref)
         if incoming.source is None or linked is None or linked.token != incoming.source.token:
             return ()
         incoming.other = self._alternatives.beside(incoming.source)
-        return (Rung.SAME_TRANSPORT,) if incoming.other is None else tuple(Rung)
+        return (RetryStep.SAME_TRANSPORT,) if incoming.other is None else tuple(RetryStep)
 
-    def _read_again(self, incoming: IncomingTransfer, rung: Rung) -> None:
-        failed = incoming.read_again(rung)
+    def _read_again(self, incoming: IncomingTransfer, retry_step: RetryStep) -> None:
+        failed = incoming.read_again(retry_step)
         if failed is not None:
             self._sources[incoming.ref] = self._alternatives.failed(failed)
-        self._counters.add("transfer_pulled_again_total", rung=rung.value)
-        self._counters.add("transfer_fallbacks_total", rung is Rung.OTHER_TRANSPORT)
+        self._counters.add("transfer_pulled_again_total", rung=retry_step.value)
+        self._counters.add("transfer_fallbacks_total", retry_step is RetryStep.OTHER_TRANSPORT)
 
     def _tell(self, incoming: IncomingTransfer, action: ev.FetchWord) -> None:
         """Words for the sender and for the scheduler."""

@@ -11,7 +11,7 @@ from kv_transfer.protocol.announced import AnnouncedBlocks, SourceRange
 from kv_transfer.protocol.digests import RunningDigests
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
 from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, Source, grants_within
-from kv_transfer.protocol.states import Fetch, Rung
+from kv_transfer.protocol.states import Fetch, RetryStep
 
 WireKey = tuple[PeerRef, str, int]
 """How the sender's words name it."""
@@ -69,7 +69,7 @@ class IncomingTransfer:
             "num_announced": len(self.fetch.digests),
             "num_landed": self.fetch.num_landed,
             "transport": None if self.source is None else self.source.transport,
-            "rungs": [str(rung) for rung in self.fetch.rungs],
+            "rungs": [str(retry_step) for retry_step in self.fetch.retry_steps],
             "peer": self.ref.boot_id,
         }
 
@@ -86,10 +86,10 @@ class IncomingTransfer:
         """What is to be read now that ``source`` is known. block_bytes: of this worker's blocks."""
         return self._pull_job(action, block_bytes) if isinstance(action, ev.Pull) else self._ahead_job(action)
 
-    def read_again(self, rung: Rung) -> Source | None:
-        """Its next pulls go by a ``Read`` of their own, and by this rung. Returns the source that has failed."""
+    def read_again(self, retry_step: RetryStep) -> Source | None:
+        """Its next pulls go by a ``Read`` of their own, and by this step. Returns the source that has failed."""
         failed, self.read, self.ahead = self.source, Read(), []
-        if rung is Rung.OTHER_TRANSPORT:
+        if retry_step is RetryStep.OTHER_TRANSPORT:
             self.source = self.other
         return failed
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from engine.connector import FirstToken
-from kv_transfer.protocol.states import Rung
+from kv_transfer.protocol.states import RetryStep
 
 # What happens to a Send.
 
@@ -246,13 +246,13 @@ class PieceVerified(msgspec.Struct, frozen=True):
 class JobFailed(msgspec.Struct, frozen=True):
     """A posted pull or commit ended without success; the job is terminal. Pulls end in the order in which they were posted.
 
-    may_heal: another read may succeed. rungs: those that can be climbed here, best first; ``FetchTransfers`` says which.
+    may_heal: another read may succeed. retry_steps: those that are possible here, best first; ``FetchTransfers`` says which.
     """
 
     kind: str
     message: str
     may_heal: bool = False
-    rungs: tuple[Rung, ...] = ()
+    retry_steps: tuple[RetryStep, ...] = ()
 
 
 class ReadAheadOver(msgspec.Struct, frozen=True):
@@ -315,9 +315,9 @@ class ReadAhead(msgspec.Struct, frozen=True):
 
 
 class ReadAgain(msgspec.Struct, frozen=True):
-    """A rung is climbed and no read is posted any more: what is pulled from now on is read by this rung."""
+    """A retry begins and no read is posted any more: what is pulled from now on is read by this step."""
 
-    rung: Rung
+    retry_step: RetryStep
 
 
 class CommitBlocks(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ SEND_EDGES: dict[SendState, frozenset[SendState]] = {
 }
 
 
-class Rung(StrEnum):
+class RetryStep(StrEnum):
     """How blocks whose read failed are read again: over another transport of the same link, or over the same one."""
 
     OTHER_TRANSPORT = "other_transport"
@@ -144,7 +144,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
 
     digests: of the blocks that the sender announced so far. num_pulled: blocks up to here are cached or posted.
     num_posted: jobs given to the data thread that are not terminal. num_verified: blocks behind the cached ones, up to the
-    first that is not. copies: (begin, end) of each copy. rungs: the rungs of the ladder that were climbed, in order.
+    first that is not. copies: (begin, end) of each copy. retry_steps: those that were taken, in order.
     ahead: (first block, bytes) of blocks of which so many bytes were posted before they were announced.
     is_told: the scheduler knows that blocks are needed. is_retrying: a read has failed and another will be tried, once all
     that are posted are terminal. is_visible: its
@@ -166,7 +166,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     verified_at: float = 0.0
     copies: tuple[tuple[float, float], ...] = ()
     ahead: tuple[tuple[int, int], ...] = ()
-    rungs: tuple[Rung, ...] = ()
+    retry_steps: tuple[RetryStep, ...] = ()
     is_told: bool = False
     is_retrying: bool = False
     is_visible: bool = False

@@ -24,7 +24,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
-from kv_transfer.protocol.states import Rung
+from kv_transfer.protocol.states import RetryStep
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.alternatives import Alternatives
 from kv_transfer.transports.leases import LeaseBook
@@ -226,7 +226,7 @@ class Fetcher:
                 assert not set(posted.job.block_ids) & set(job.block_ids), "read twice at once"
         for block in range(job.first_block, job.first_block + len(job.block_ids)):
             self.num_reads[job.key, block] += 1
-            assert self.num_reads[job.key, block] <= 1 + len(Rung), "read again and again"
+            assert self.num_reads[job.key, block] <= 1 + len(RetryStep), "read again and again"
         self.lanes.setdefault((job.source.boot_id, job.source.transport), deque()).append(Reading(job))
 
     def _choose(self, session: Session, _told: Callable[[Source, Source], bool]) -> Source:

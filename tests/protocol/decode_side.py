@@ -10,7 +10,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.protocol.states import Rung
+from kv_transfer.protocol.states import RetryStep
 from kv_transfer.transports.alternatives import Alternatives
 from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
@@ -228,8 +228,8 @@ class DecodeSide(EngineSide):
         super().tidy()
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
         for incoming in self.transfers._incoming.values():
-            self.sink.climbed.add(incoming.fetch.rungs)
-            if incoming.num_bytes > (1 + len(Rung)) * incoming.fetch.num_blocks * BLOCK_BYTES:
+            self.sink.climbed.add(incoming.fetch.retry_steps)
+            if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * BLOCK_BYTES:
                 raise LawBrokenError(f"{self.boot}: what {incoming.key} lacks is read again and again")
 
     def what_is_held(self) -> list[str]:

@@ -56,7 +56,7 @@ class TirelessReader(FetchTransfers):
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         incoming = self._incoming.get(key)
         if incoming is not None and isinstance(event, ev.JobFailed):
-            incoming.fetch = replace(incoming.fetch, rungs=())
+            incoming.fetch = replace(incoming.fetch, retry_steps=())
         super().fetch_event(key, event)
 
 

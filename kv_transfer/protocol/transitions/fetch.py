@@ -7,7 +7,14 @@ from msgspec.structs import replace
 
 from contract.errors import ErrorKind
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.states import FETCH_EDGES, Ending, Fetch, FetchState, ImpossibleEventError, Rung
+from kv_transfer.protocol.states import (
+    FETCH_EDGES,
+    Ending,
+    Fetch,
+    FetchState,
+    ImpossibleEventError,
+    RetryStep,
+)
 
 FetchStep = tuple[Fetch, list[ev.FetchAction]]
 _LANDED_STATES = (FetchState.LANDED, FetchState.VERIFIED, FetchState.COMMITTED)
@@ -148,11 +155,11 @@ def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
 
 def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
     if event.may_heal and fetch.state in (FetchState.MOVING, FetchState.LANDED):
-        rung = next((rung for rung in event.rungs if rung not in fetch.rungs), None)
+        retry_step = next((step for step in event.retry_steps if step not in fetch.retry_steps), None)
         if fetch.is_retrying:
             return _job_over(fetch)
-        if rung is not None:
-            fetch, actions = _job_over(_climb(fetch, rung))
+        if retry_step is not None:
+            fetch, actions = _job_over(_begin_retry(fetch, retry_step))
             return fetch, actions or [ev.StopReads()]
     fetch = _count_down(fetch)
     return _drained(fetch) if fetch.has_ended else _fail_fetch(fetch, event.kind, event.message)
@@ -164,11 +171,11 @@ def _job_stopped(fetch: Fetch, _event: ev.JobStopped) -> FetchStep:
     return _fail_fetch(_count_down(fetch), ErrorKind.CANCELLED, "the connector was closed")
 
 
-def _climb(fetch: Fetch, rung: Rung) -> Fetch:
+def _begin_retry(fetch: Fetch, retry_step: RetryStep) -> Fetch:
     """What is not verified will be read again."""
     if fetch.state is FetchState.LANDED:
         fetch = _enter_fetch(fetch, FetchState.MOVING)
-    return replace(fetch, rungs=(*fetch.rungs, rung), is_retrying=True)
+    return replace(fetch, retry_steps=(*fetch.retry_steps, retry_step), is_retrying=True)
 
 
 def _turned(fetch: Fetch) -> FetchStep:
@@ -182,7 +189,7 @@ def _turned(fetch: Fetch) -> FetchStep:
         num_pulled=fetch.num_cached + num_verified,
     )
     fetch, actions = _pull(fetch)
-    return fetch, [ev.ReadAgain(fetch.rungs[-1]), *actions]
+    return fetch, [ev.ReadAgain(fetch.retry_steps[-1]), *actions]
 
 
 def _commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:

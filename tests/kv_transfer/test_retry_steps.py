@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.states import Fetch, FetchState, Rung
+from kv_transfer.protocol.states import Fetch, FetchState, RetryStep
 from kv_transfer.protocol.transitions import advance_fetch
 
 
@@ -20,7 +20,7 @@ def pulled(*lengths: int) -> Fetch:
     return fetch
 
 
-BROKEN = ev.JobFailed("transfer_failed", "digest", may_heal=True, rungs=tuple(Rung))
+BROKEN = ev.JobFailed("transfer_failed", "digest", may_heal=True, retry_steps=tuple(RetryStep))
 
 
 def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
@@ -30,12 +30,12 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
     assert actions == [ev.StopReads()]
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert actions == [
-        ev.ReadAgain(Rung.OTHER_TRANSPORT),
+        ev.ReadAgain(RetryStep.OTHER_TRANSPORT),
         ev.Pull(1, (101, 102, 103), (7, 7, 7)),
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert actions == [
-        ev.ReadAgain(Rung.SAME_TRANSPORT),
+        ev.ReadAgain(RetryStep.SAME_TRANSPORT),
         ev.Pull(1, (101, 102, 103), (7, 7, 7)),
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
