@@ -31,7 +31,13 @@ from kv_transfer.links.link_events import LinkEvents, LinkSettings
 from kv_transfer.links.link_orders import LinkOrders
 from kv_transfer.links.listening import Listener
 from kv_transfer.links.resolving import Endpoint, Outcome, Resolver, numeric
-from kv_transfer.links.strangers import MAX_STRANGERS, Seldom, giving_way, host_of, most_strangers
+from kv_transfer.links.unauthenticated import (
+    MAX_UNAUTHENTICATED,
+    Seldom,
+    giving_way,
+    host_of,
+    max_unauthenticated,
+)
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Message, Ping
 
@@ -72,7 +78,8 @@ class LinkLoop:
         self._resolver = resolver or Resolver()
         self._lookups: dict[PeerRef, _Lookup] = {}
         self._is_stopping, self._num_rounds = False, 0
-        self._most_strangers, self._stranger_log = most_strangers(MAX_STRANGERS), Seldom()
+        self._max_unauthenticated = max_unauthenticated(MAX_UNAUTHENTICATED)
+        self._unauthenticated_log = Seldom()
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
 
     def start(self, me: LocalIdentity, events: LinkEvents) -> None:
@@ -177,10 +184,10 @@ class LinkLoop:
 
     def _accept(self) -> None:
         for sock in self._listener.accept_some():
-            strangers = [link for link in self._links if link.session is None and link.target is None]
-            if len(strangers) >= self._most_strangers:
-                what = f"more than {self._most_strangers} handshakes are not finished"
-                self._end(giving_way(strangers), WorkerLostError(what))
+            unauthenticated = [link for link in self._links if link.session is None and link.target is None]
+            if len(unauthenticated) >= self._max_unauthenticated:
+                what = f"more than {self._max_unauthenticated} handshakes are not finished"
+                self._end(giving_way(unauthenticated), WorkerLostError(what))
             self._add(sock, Accepting(self._me)).host = host_of(sock)
 
     def _add(self, sock: socket.socket, handshake: Dialing | Accepting) -> Link:
@@ -312,7 +319,7 @@ class LinkLoop:
             return
         if link.session is None:
             self._counters.add("link_handshakes_total", result="failed")
-            held = 0 if link.target is not None else self._stranger_log.ask()
+            held = 0 if link.target is not None else self._unauthenticated_log.ask()
             if held is not None:
                 more = f" ({held} more since the last of these lines)" if held else ""
                 logger.warning("no control link with worker %s: %s%s", _name(link), error.message, more)

@@ -19,7 +19,7 @@ from kv_transfer.links.listening import Listener
 from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending, Reading
-from kv_transfer.transports.data_lobby import Lobby, Stranger
+from kv_transfer.transports.data_lobby import Lobby, UnauthenticatedConnection
 from kv_transfer.transports.data_stream import DataStream
 from kv_transfer.transports.data_wire import (
     MAX_DATA_FRAME_BYTES,
@@ -123,21 +123,21 @@ class DataPort:
                 ready = [key for key, _ in selector.select(_seconds_until(due))]
                 if any(key.fileobj is self._wake_in for key in ready):
                     return
-                for stranger in [key.data for key in ready if key.data is not None]:
-                    self._hear(lobby, stranger)
+                for unauthenticated in [key.data for key in ready if key.data is not None]:
+                    self._hear(lobby, unauthenticated)
                 if any(key.data is None for key in ready):
                     for sock in self._listener.accept_some():
                         lobby.let_in(sock, Lending(self._sessions, self._transport))
 
-    def _hear(self, lobby: Lobby, stranger: Stranger) -> None:
+    def _hear(self, lobby: Lobby, unauthenticated: UnauthenticatedConnection) -> None:
         try:
-            token = stranger.hear()
+            token = unauthenticated.hear()
         except (OSError, TransferError, UnauthenticatedError) as error:
-            logger.debug("%s: a stranger's connection ended: %s", self._name, error)
-            lobby.dismiss(stranger)
+            logger.debug("%s: an unauthenticated connection ended: %s", self._name, error)
+            lobby.dismiss(unauthenticated)
             return
         if token is not None:
-            self._receive(Connection(lobby.release(stranger), token))
+            self._receive(Connection(lobby.release(unauthenticated), token))
 
     def _receive(self, connection: Connection) -> None:
         thread = threading.Thread(

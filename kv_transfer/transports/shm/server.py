@@ -13,7 +13,7 @@ from pathlib import Path
 
 from contract.errors import KvbatonError, TransferError, UnauthenticatedError
 from kv_transfer.links.framing import FrameBuffer, decode_body, encode_frame
-from kv_transfer.links.strangers import most_strangers
+from kv_transfer.links.unauthenticated import max_unauthenticated
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending
 from kv_transfer.transports.data_wire import DataChallenge, DataHello, DataProve, DataStatus
@@ -21,7 +21,7 @@ from kv_transfer.transports.shm.folder import listen_at
 from kv_transfer.transports.shm.wire import MAX_SHM_FRAME_BYTES, ShmWelcome
 
 logger = logging.getLogger(__name__)
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 _PAUSE_SECONDS = 1.0
 _NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 Welcome = Callable[[], tuple[ShmWelcome, list[int]]]
@@ -43,12 +43,12 @@ class ShmServer:
     """Owns the socket file, the thread and every reader's connection, which is closed when its session is over."""
 
     def __init__(self, path: Path, context: TransportContext, welcome: Welcome) -> None:
-        """A stranger has ``read_timeout_seconds`` to say who it is."""
+        """An unauthenticated reader has ``read_timeout_seconds`` to prove its session."""
         self._path, self._sessions, self._welcome = path, context.sessions, welcome
         self._patience_seconds, self._on_failed = context.read_timeout_seconds, context.on_thread_failed
         self._readers: dict[_Reader, None] = {}
         self._is_closed = False
-        self._most_strangers = most_strangers(_MAX_STRANGERS)
+        self._max_unauthenticated = max_unauthenticated(_MAX_UNAUTHENTICATED)
         self._resume_at: float | None = None
         self._listener = listen_at(path)
         self._wake_in, self._wake_out = socket.socketpair()
@@ -99,7 +99,7 @@ class ShmServer:
                 pass
 
     def _seconds_to_wait(self) -> float | None:
-        """Until a stranger has had its time, or accepting goes on."""
+        """Until an unauthenticated reader has had its time, or accepting goes on."""
         ends = [reader.since + self._patience_seconds for reader in self._readers if not reader.token]
         if self._resume_at is not None:
             ends.append(self._resume_at)
@@ -120,10 +120,10 @@ class ShmServer:
         self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, reader))
 
     def _drop_ended(self, now: float) -> None:
-        """Readers whose session is over, strangers that took too long or are too many; and accept again when due."""
-        strangers = [reader for reader in self._readers if not reader.token]
-        num_surplus = max(0, len(strangers) - self._most_strangers)
-        for position, reader in enumerate(strangers):
+        """End readers whose session is over, unauthenticated ones that are late or too many; accept again when due."""
+        unauthenticated = [reader for reader in self._readers if not reader.token]
+        num_surplus = max(0, len(unauthenticated) - self._max_unauthenticated)
+        for position, reader in enumerate(unauthenticated):
             if position < num_surplus or now - reader.since >= self._patience_seconds:
                 self._drop(reader)
         for reader in [reader for reader in self._readers if reader.token]:

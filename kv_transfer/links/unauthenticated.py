@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-MAX_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 _SHARE = 8
 _FEWEST = 8
 MAX_ACCEPTS_AT_ONCE = 4
 
 
-def most_strangers(most: int, limit: int | None = None) -> int:
+def max_unauthenticated(most: int, limit: int | None = None) -> int:
     """Return how many a listener may hold: ``most``, and no more than an eighth of the descriptors of this process.
 
     limit: on open descriptors; None is this process's own.
@@ -28,7 +28,7 @@ def most_strangers(most: int, limit: int | None = None) -> int:
     return most if limit == resource.RLIM_INFINITY else min(most, max(_FEWEST, limit // _SHARE))
 
 
-class Stranger(Protocol):
+class Unauthenticated(Protocol):
     """A connection whose peer is not known."""
 
     host: str
@@ -39,16 +39,16 @@ class Stranger(Protocol):
         """It sent a first message that was in order."""
 
 
-_S = TypeVar("_S", bound=Stranger)
+_S = TypeVar("_S", bound=Unauthenticated)
 
 
-def giving_way(strangers: Iterable[_S]) -> _S:
+def giving_way(unauthenticated: Iterable[_S]) -> _S:
     """Return which one is closed when there are too many. There must be one."""
-    listed = list(strangers)
-    per_host = Counter(stranger.host for stranger in listed)
+    listed = list(unauthenticated)
+    per_host = Counter(one.host for one in listed)
     most = max(per_host.values())
-    crowd = (stranger for stranger in listed if per_host[stranger.host] == most)
-    return min(crowd, key=lambda stranger: (stranger.has_spoken, stranger.heard_at))
+    crowd = (one for one in listed if per_host[one.host] == most)
+    return min(crowd, key=lambda one: (one.has_spoken, one.heard_at))
 
 
 def host_of(sock: socket.socket) -> str:
