@@ -7,12 +7,12 @@ from pydantic import Field, model_validator
 
 from contract.identity import Role
 from contract.options import PartSettings, PeerOptions
+from kv_transfer.data.staging import DEFAULT_STAGING_BYTES
 from kv_transfer.options import PortOptions, TransferOptions
-from kv_transfer.staging import DEFAULT_STAGING_BYTES
-from kv_transfer.transport import ReceiverTransport
 from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.nixl_library import why_missing
-from kv_transfer.transports.shm_folder import why_unsupported
+from kv_transfer.transports.nixl.library import why_missing
+from kv_transfer.transports.shm.folder import why_unsupported
+from kv_transfer.transports.transport import ReceiverTransport
 
 LOCAL = "local"
 """The transport between connectors of one process, which only tests use."""

@@ -15,7 +15,8 @@ from typing import Any
 from contract.layout import KVLayout
 from contract.requests import EngineRequest
 from engine.connector import ConnectorPair, Drained, Failed, FirstToken, LayerWatch, Published
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
+from kv_transfer.transports.transport import ReceiverTransport
 
 NUM_EARLY_CHECKS = 3
 """How often the ``shm`` receiver looks whether a read was stopped, up to and with its first block."""

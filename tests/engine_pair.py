@@ -14,7 +14,7 @@ from engine.connector import ConnectorFactory
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTransport
 
 Decorate = Callable[[ReceiverTransport], ReceiverTransport]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kv_transfer import events as ev
-from kv_transfer.states import ImpossibleEventError
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.states import ImpossibleEventError
 
 Range = ev.RangeReady | ev.RangeFailed
 

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from contract.errors import InternalError
-from kv_transfer import events as ev
 from kv_transfer.counters import Counters
-from kv_transfer.data_reports import DataReports
-from kv_transfer.messages import Offer
-from kv_transfer.orders import CommitJob, PullJob
+from kv_transfer.data.reports import DataReports
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.orders import CommitJob, PullJob
+from kv_transfer.protocol.reads import LeaseName, Source
 from kv_transfer.ranks import words
 from kv_transfer.ranks.gathering import JobGather, RangeGather, has_failed
 from kv_transfer.ranks.lines import RankLines
@@ -23,7 +24,6 @@ from kv_transfer.ranks.opening import Opening
 from kv_transfer.ranks.progress import RankProgress
 from kv_transfer.ranks.sessions import RankSessions
 from kv_transfer.ranks.trials import Trials
-from kv_transfer.transport import LeaseName, Source
 from kv_transfer.transports.lending import IdleTogether
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ import msgspec
 
 from contract.errors import SettingError
 from kv_transfer.counters import Completions
+from kv_transfer.protocol.reads import rank_boot_id
 from kv_transfer.ranks.halves import RankDataHalves
 from kv_transfer.ranks.opening import Opening
 from kv_transfer.ranks.words import RankSettings
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import rank_boot_id
 
 _OPEN_SECONDS = 30.0
 

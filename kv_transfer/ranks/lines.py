@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from kv_transfer.framing import FrameBuffer, encode_frame
+from kv_transfer.links.framing import FrameBuffer, encode_frame
 from kv_transfer.ranks.words import MAX_LINE_FRAME_BYTES, FromRank, ToRank, from_rank
 
 _READ_BYTES = 2**20

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from contract.errors import InternalError
-from kv_transfer.choosing import Probing
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
+from kv_transfer.transports.choosing import Probing
+from kv_transfer.transports.transport import ReceiverTransport
 
 
 class OfRanks:

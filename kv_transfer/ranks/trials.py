@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from contract.errors import InternalError, TransferError
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.ranks.words import Stop, ToRank, Tried, TryPeer
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.transports.transport import ReceiverTransport
 
 
 @dataclass

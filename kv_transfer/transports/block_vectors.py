@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.block_views import BlockViews
-from kv_transfer.framing import ShortReadError, receive_all, send_all
+from kv_transfer.links.framing import ShortReadError, receive_all, send_all
+from kv_transfer.transports.block_views import BlockViews
 
 _MAX_VECTORS = 1024
 """Linux's IOV_MAX."""

@@ -11,9 +11,9 @@ import msgspec
 
 from contract.errors import PeerUnreachableError, UnauthenticatedError
 from contract.proofs import derive_key, is_proof, make_proof
-from kv_transfer.leases import Sessions, session_name
-from kv_transfer.transport import Source
-from kv_transfer.transports.tcp_wire import DataChallenge, DataHello, DataProve, DataStatus
+from kv_transfer.protocol.reads import Source
+from kv_transfer.transports.data_wire import DataChallenge, DataHello, DataProve, DataStatus
+from kv_transfer.transports.leases import Sessions, session_name
 
 _LENDER, _READER = "data lender", "data reader"
 UNKNOWN = "no control link stands behind this connection"

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 
 from contract.errors import TransferError
-from kv_transfer.block_views import address_of
-from kv_transfer.transport import LeaseName
+from kv_transfer.protocol.reads import LeaseName
+from kv_transfer.transports.block_views import address_of
 from kv_transfer.transports.sealed_files import reopen_read_only, seal
 
 SLOT_BYTES = 8

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from contract.errors import KvbatonError, TransferError
-from kv_transfer.transport import Source
+from kv_transfer.protocol.reads import Source
 
 
 class Keepable(Protocol):

@@ -12,10 +12,10 @@ import pytest
 from contract.errors import SettingError, TransferError
 from contract.identity import Role
 from kv_transfer.connector import TransferFactory
-from kv_transfer.framing import HEADER, FrameBuffer, encode_frame, format_address, parse_address
+from kv_transfer.links.framing import HEADER, FrameBuffer, encode_frame, format_address, parse_address
 from kv_transfer.options import TransportName
+from kv_transfer.protocol.reads import LeaseName, ReadRequest
 from kv_transfer.testing import CorruptingReceiver
-from kv_transfer.transport import LeaseName, ReadRequest
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import AUTO, open_transport, transport_names
 from tests.kv_transfer.builders import SECRET, settings_for

@@ -7,12 +7,12 @@ from engine.scheduling.remote_kv import KVReceiver
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
-from kv_transfer import events as ev
-from kv_transfer.fetching import FetchDesk
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.protocol import events as ev
 from tests.protocol.scenario import Rules
 
 
-class NoQuarantine(FetchDesk):
+class NoQuarantine(FetchTransfers):
     """Says that the blocks of a cancelled fetch may be freed, whatever still reads into them."""
 
     def cancel(self, key: str) -> bool:
@@ -40,29 +40,29 @@ class EagerScheduler(Scheduler):
         return EagerReceiver(connector, self.pool, settings.remote_kv_timeout_seconds)
 
 
-class EagerReader(FetchDesk):
+class EagerReader(FetchTransfers):
     """Reads again as soon as one read has failed, though others into the same blocks are posted."""
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
-        wanted = self._wanted.get(key)
-        if wanted is not None and isinstance(event, ev.JobFailed) and not wanted.fetch.has_ended:
-            wanted.fetch = replace(wanted.fetch, num_posted=1)
+        incoming = self._incoming.get(key)
+        if incoming is not None and isinstance(event, ev.JobFailed) and not incoming.fetch.has_ended:
+            incoming.fetch = replace(incoming.fetch, num_posted=1)
         super().fetch_event(key, event)
 
 
-class TirelessReader(FetchDesk):
+class TirelessReader(FetchTransfers):
     """Forgets which rungs were climbed."""
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
-        wanted = self._wanted.get(key)
-        if wanted is not None and isinstance(event, ev.JobFailed):
-            wanted.fetch = replace(wanted.fetch, rungs=())
+        incoming = self._incoming.get(key)
+        if incoming is not None and isinstance(event, ev.JobFailed):
+            incoming.fetch = replace(incoming.fetch, retry_steps=())
         super().fetch_event(key, event)
 
 
-NO_QUARANTINE = Rules(fetch_desk=NoQuarantine)
+NO_QUARANTINE = Rules(fetch_transfers=NoQuarantine)
 NO_SECOND_CHECK = Rules(checks_lease_twice=False)
 NO_ATTEMPT = Rules(tells_attempts_apart=False)
-EAGER_READING = Rules(fetch_desk=EagerReader)
-TIRELESS = Rules(fetch_desk=TirelessReader)
+EAGER_READING = Rules(fetch_transfers=EagerReader)
+TIRELESS = Rules(fetch_transfers=TirelessReader)
 EAGER_RESERVATION = Rules(decode_scheduler=EagerScheduler)

@@ -15,8 +15,8 @@ from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
+from kv_transfer.protocol.states import RetryStep
 from kv_transfer.settings import TransferSettings
-from kv_transfer.states import Rung
 from tests.transfer_faults.pool import LAYOUT, start_coded_executor
 
 PEER_TIMEOUT = 0.4
@@ -142,7 +142,7 @@ class Worker:
     async def num_pulls_again(self) -> int:
         """Reads that followed one that failed, since it was started."""
         counters: dict[str, float] = await self.client.call("counters")
-        return int(sum(counters[f"transfer_pulled_again_total{{rung={rung}}}"] for rung in Rung))
+        return int(sum(counters[f"transfer_pulled_again_total{{rung={rung}}}"] for rung in RetryStep))
 
     async def shut_down(self) -> None:
         """End it as asked."""
