@@ -1,1 +1,1 @@
-"""The protocol between two workers as plain data and pure functions: states, messages, orders, and the rules over them."""
+"""The protocol between two workers, without I/O and threads: states, messages, orders, and the rules as pure functions."""

@@ -1,4 +1,4 @@
-"""What is said on a data connection of the ``tcp`` transport.
+"""The messages on data connections: the greeting that transports share, and the reads of the ``tcp`` transport.
 
 The receiver dials, both prove their session (``data_greeting``), the sender says DataReply. Then, per read: ReadRequest,
 and for each of its pieces (``ReadRequest.pieces``, which both sides cut alike) an answer, the bytes of the blocks in order
