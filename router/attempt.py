@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Self
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
-from contract.requests import EngineOutput, EngineRequest, FinishReason, ReceiveTransfer, SendTransfer
+from contract.requests import EngineOutput, FinishReason
 from protos import worker_pb2 as pb
 from router.bound_leg import Leg, start
 from router.delivery import Arrival, Delivery, Token, tokens_of
@@ -88,7 +88,14 @@ class Attempt:
             other.bind(num_prompt_tokens=0)
         transfers = transfers_of(self.legs, f"{self._key[0]}.{self._key[1]}")
         for position, (leg, transfer) in enumerate(zip(self.legs, transfers, strict=True)):
-            request = self._leg_request(leg, len(attempts), transfer)
+            request = leg_request(
+                self._request,
+                leg,
+                attempt=self._key[1],
+                prompt=self._prompt,
+                num_choices=len(attempts),
+                transfer=transfer,
+            )
             legs = [attempt.legs[position] for attempt in attempts]
             call = leg.kind.start(leg.worker.calls, request, leg.worker.session)
             task = self._tasks.spawn(start(legs, call), f"start {self._key[0]} on {leg.worker.name}")
@@ -218,16 +225,3 @@ class Attempt:
             self._finish = reason, output.stop_reason, output.pooled or ()
             self._delivery.end = leg.next_index
         leg.done()
-
-    def _leg_request(
-        self, leg: Leg, num_choices: int, transfer: SendTransfer | ReceiveTransfer | None
-    ) -> EngineRequest:
-        return leg_request(
-            self._request,
-            attempt=self._key[1],
-            prompt=self._prompt,
-            first_index=leg.first_index,
-            num_choices=num_choices,
-            transfer=transfer,
-            is_embedding=leg.kind.result is Result.EMBEDDING,
-        )

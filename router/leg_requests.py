@@ -16,7 +16,7 @@ from contract.requests import (
     SendTransfer,
 )
 from router.bound_leg import Leg
-from router.legs import Transfer
+from router.legs import Result, Transfer
 from router.request import PreparedRequest
 
 _MIN_DEADLINE_SECONDS = 0.001
@@ -24,18 +24,17 @@ _MIN_DEADLINE_SECONDS = 0.001
 
 def leg_request(
     request: PreparedRequest,
+    leg: Leg,
     *,
     attempt: int,
     prompt: list[int],
-    first_index: int,
     num_choices: int,
     transfer: SendTransfer | ReceiveTransfer | None,
-    is_embedding: bool,
 ) -> EngineRequest:
     """Build the engine's request for one leg, with the time that is left now.
 
     prompt: the request's prompt and the tokens that were delivered before this attempt. The log probabilities of a prompt
-    that ends with delivered tokens are not asked for. is_embedding: no token is drawn, the prompt's embedding is returned.
+    that ends with delivered tokens are not asked for.
     """
     sampling = request.sampling
     if len(prompt) > len(request.prompt_token_ids):
@@ -48,13 +47,13 @@ def leg_request(
         attempt=attempt,
         choice=request.choice,
         num_choices=num_choices,
-        first_index=first_index,
+        first_index=leg.first_index,
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         deadline_seconds=max(_MIN_DEADLINE_SECONDS, request.deadline - time.monotonic()),
         transfer=transfer,
-        pooling_params=PoolingParams() if is_embedding else None,
+        pooling_params=PoolingParams() if leg.kind.result is Result.EMBEDDING else None,
     )
 
 

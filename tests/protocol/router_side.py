@@ -212,7 +212,7 @@ class RouterSide:
     def _fail(
         self, request: RouterRequest, kind: ErrorKind, suspects: set[str], *, is_known: bool = False
     ) -> None:
-        """is_known: see ``router.relay.Relay._is_known_death``."""
+        """is_known: see ``router.failures.Failures``."""
         prefer = request.prefill.worker if request.prefill else None
         self._close(request)
         request.num_failures += not is_known

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from contract.identity import Role
-from router.legs import AGGREGATED, DECODE, EMBED, PREFILL, Placement, placed
+from router.legs import AGGREGATED, DECODE, EMBED, PREFILL, LegPlan, Placement, placed
 from router.policy import Need, Wish, WorkerView, missing_role, place
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -124,6 +124,18 @@ def test_what_is_missing_is_named(
         (missing_role(workers, Need.REPLAY), missing_for_replay),
     ):
         assert found == (f"{expected} is attached" if expected else None)
+
+
+def test_legs_begin_behind_what_was_delivered() -> None:
+    """A decode leg begins one token later than the leg that computes the prompt: that one emits the first token."""
+    replay = replace(WISH, is_replay=True, num_delivered=3)
+    pair = chosen([worker(P, 0), worker(D, 0)], replay)
+    assert pair and pair.legs == (LegPlan(PREFILL, "prefill-0", 3), LegPlan(DECODE, "decode-0", 4))
+    for alone in (worker(B, 0), worker(D, 0)):
+        placement = chosen([alone], replay)
+        assert placement and placement.legs == (LegPlan(AGGREGATED, alone.worker_id, 3),)
+    embedding = chosen([worker(P, 0)], replace(WISH, is_embedding=True))
+    assert embedding and embedding.legs == (LegPlan(EMBED, "prefill-0", 0),)
 
 
 def test_an_embedding_goes_to_a_prefill_worker_else_to_one_that_is_both() -> None:
