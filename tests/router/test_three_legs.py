@@ -40,7 +40,8 @@ from wire.legs import embed_to_proto
 
 ENCODE = "encode"
 TOKENS = [11, 12, 13, 14]
-ANSWER = Script(tokens=TOKENS)
+SLOW = Script(tokens=TOKENS, token_delay_seconds=0.2)
+"""What the encoder sends comes first."""
 
 
 def start_encode(calls: WorkerCalls, request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
@@ -104,7 +105,7 @@ class Trio:
 
 
 @asynccontextmanager
-async def three_workers(encoder: Script | Writer, answer: Script = ANSWER) -> AsyncIterator[Trio]:
+async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     """An encoder (which registers as a prefill worker), a prefill and a decode worker behind one registry."""
     changes = ChangeSignal()
     registry = Registry(changes)
@@ -120,7 +121,7 @@ async def three_workers(encoder: Script | Writer, answer: Script = ANSWER) -> As
     address = await start_grpc(
         server, "127.0.0.1:0", param="internal", credentials=cluster.server_credentials
     )
-    scripts = {"encode-0": encoder, "prefill-0": answer, "decode-0": answer}
+    scripts = {"encode-0": encoder, "prefill-0": SLOW, "decode-0": SLOW}
     workers: list[ScriptedWorker] = []
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, None)
@@ -153,14 +154,13 @@ async def test_an_attempt_runs_through_a_third_kind_of_leg(encoder: Script) -> N
 
 async def test_an_attempt_ends_when_its_third_leg_fails() -> None:
     """An encoder that fails is the attempt's failure, and the next attempt has three legs again."""
-    slow = Script(tokens=TOKENS, token_delay_seconds=0.5)
 
     def encoder(task: Any) -> Script:
         if task.attempt == 0:
             return Script(refuse=OverloadedError("no room"))
         return Script()
 
-    async with three_workers(encoder, slow) as trio:
+    async with three_workers(encoder) as trio:
         assert await trio.answer() == (TOKENS, FinishReason.STOP)
         assert [call.task.attempt for call in trio.encoder.embeds] == [0, 1]
         assert [call.task.attempt for call in trio.prefill.prefills] == [0, 1]
