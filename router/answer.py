@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from contract.requests import FinishReason, TokenLogprobs
-from router.attempt import Arrival
-from router.delivery import Token
+from router.delivery import Arrival, Token
 from router.request import PreparedRequest
 from router.timings import Timings
 from text.detokenizer import Detokenizer

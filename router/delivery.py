@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contract.requests import EngineOutput, TokenLogprobs
+from contract.requests import EngineOutput, FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,16 @@ class Token:
     token_id: int
     logprobs: TokenLogprobs | None = None
     text_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Tokens that are due now, in order. ``finish_reason`` comes with the answer's last ones, or with its embedding."""
+
+    tokens: list[Token]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    embedding: Sequence[float] = ()
 
 
 def tokens_of(output: EngineOutput) -> list[Token]:

@@ -18,7 +18,7 @@ from contract.errors import (
 from contract.requests import FinishReason
 from router.admission import has_slot
 from router.answer import Delta, Usage
-from router.attempt import LegReport
+from router.leg_report import LegReport
 from router.metrics import RouterMetrics
 from router.request import EmbeddingRequest, GenerationRequest
 from router.timings import Stopwatch

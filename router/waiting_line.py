@@ -12,11 +12,11 @@ from contract.errors import UnavailableError
 from router.attempt import Attempt
 from router.changes import ChangeSignal
 from router.fair_queue import Claim, FairQueue, MayGo, Ticket
+from router.legs import Placement
 from router.patience import Patience
 from router.policy import (
     Need,
     Pairs,
-    Placement,
     Wish,
     WorkerView,
     awaited,
