@@ -70,7 +70,8 @@ def examine(folder: Path) -> Finding:
 
 
 def _add_card(finding: Finding, card: ModelCard) -> None:
-    tokenizer, answers = card.tokenizer, card.answer_format
+    tokenizer = card.tokenizer
+    answers = card.answer_format
     parser = answers.tool_parser
     finding.facts |= {
         "context length": card.max_model_len,

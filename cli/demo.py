@@ -85,7 +85,8 @@ class Demo:
                 self._console.print(f"  {spec.name:<10} ended")
 
     async def _show(self, facts: dict[str, Facts], stopped: asyncio.Event) -> None:
-        endpoint, grpc_address = local_endpoint(self._settings, facts[ROUTER]), facts[ROUTER]["grpc"]
+        endpoint = local_endpoint(self._settings, facts[ROUTER])
+        grpc_address = facts[ROUTER]["grpc"]
         url = endpoint.url
         self._console.print(f"\nOpenAI API  {url}/v1\ngRPC        {grpc_address}  (kvbaton.v1.Inference)")
         self._status.update("asking")

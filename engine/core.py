@@ -105,7 +105,8 @@ class EngineCore:
         self._has_news = False
         self._stages = stages
         self._under_way: _Begun | None = None
-        self._clock, self._wake = clock, wake
+        self._clock = clock
+        self._wake = wake
         self._gate = gate or PacedGate(settings.max_hold_share, clock)
         model = self.executor.model_info
         load = partial(load_vocabulary, settings.model, model.eos_token_ids)
@@ -132,7 +133,8 @@ class EngineCore:
         may_go_on: asked when the tokens are drawn. True: there is no input that waits, and none is given while
         ``is_under_way``. Then the next step begins before the tokens are taken in, if they cannot change it.
         """
-        started, self._has_news = self._clock(), False
+        started = self._clock()
+        self._has_news = False
         scheduled, finish = self._under_way or self._begin()
         self._under_way = None
         meanwhile()
@@ -264,10 +266,12 @@ class EngineCore:
     def _connect(self, factory: ConnectorFactory | None, num_ranks: int, wake: Callable[[], None]) -> None:
         if factory is None:
             return
-        layout, fingerprint = self.executor.layout, self.executor.model_info.fingerprint
+        layout = self.executor.layout
+        fingerprint = self.executor.model_info.fingerprint
         if not isinstance(self.executor, JoinsRanks):
             pair = factory(layout, fingerprint, wake)
-            self._connector, self._take_finished = pair, pair.rank.take_finished
+            self._connector = pair
+            self._take_finished = pair.rank.take_finished
             self.executor.set_connector(pair.rank)
             return
         ranks_factory: object = factory
@@ -277,13 +281,15 @@ class EngineCore:
                 param="tensor_parallel_size",
             )
         joined = ranks_factory.for_ranks(Side(layout, num_ranks), fingerprint, wake)
-        self._connector, self._take_finished = joined, joined.ranks.take_finished
+        self._connector = joined
+        self._take_finished = joined.ranks.take_finished
         self.executor.join_ranks(joined.ranks)
 
     def _schedule_with(
         self, settings: EngineSettings, num_blocks: int, wake: Callable[[], None]
     ) -> tuple[EngineInfo, Scheduler]:
-        model, connector = self.executor.model_info, self._connector
+        model = self.executor.model_info
+        connector = self._connector
         pool = BlockPool(
             num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
         )

@@ -53,7 +53,9 @@ def create_connector(
 
     Raises SettingError, and OSError when a port cannot be bound.
     """
-    counters, completions, sessions = Counters(), Completions(), Sessions()
+    counters = Counters()
+    completions = Completions()
+    sessions = Sessions()
     me = _Me(settings, Side(layout), model_fingerprint, wake)
     controls = list[ControlHalf]()
 
@@ -68,7 +70,8 @@ def create_connector(
             settings.transport_name,
             _context(settings, sessions, lambda lease: controls[0].lease_idle(lease), failed),
         )
-        lending, chooser = Lending(senders), Chooser(of_ranks(receivers), counters)
+        lending = Lending(senders)
+        chooser = Chooser(of_ranks(receivers), counters)
         undo.callback(lending.close)
         receiver = chooser if settings.decorate is None else settings.decorate(chooser)
         data = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
@@ -90,8 +93,10 @@ def create_ranks_connector(
 
     No peer is served before they have. Raises SettingError for settings that several ranks cannot have, and OSError.
     """
-    counters, completions = Counters(), Completions()
-    me, halves = _Me(settings, side, model_fingerprint, wake), RankDataHalves(side.num_ranks, counters)
+    counters = Counters()
+    completions = Completions()
+    me = _Me(settings, side, model_fingerprint, wake)
+    halves = RankDataHalves(side.num_ranks, counters)
     rank_settings(settings, 0, side.num_ranks)  # what is wrong with them is said here
     chooser = Chooser({}, counters)
     with ExitStack() as undo:

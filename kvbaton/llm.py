@@ -113,7 +113,8 @@ class LLM:
         Else as ``generate``.
         """
         _refuse_lora(lora_request)
-        parsed, service = parse_prompts(prompts), self._service
+        parsed = parse_prompts(prompts)
+        service = self._service
         asked = (partial(self._embedding_request, prompt) for prompt in parsed)
         requests = check_embeddings(service.pipeline, asked)
         with progress_bar("Processed prompts", len(parsed), is_shown=use_tqdm) as advance:
@@ -128,7 +129,8 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         _refuse_lora(lora_request)
-        service, each = self._service, len(prompts)
+        service = self._service
+        each = len(prompts)
         params = _one_each("sampling_params", SamplingParams() if sampling is None else sampling, each)
         priorities = _one_each("priority", 0 if priority is None else priority, each)
         wanted = zip(prompts, params, priorities, strict=True)

@@ -24,7 +24,8 @@ def local_service(settings: LocalSettings) -> Iterator[Facts]:
     stop: Future[Callable[[], object]] = Future()
 
     async def serve() -> None:
-        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stopped = asyncio.Event()
         stop.set_result(lambda: loop.call_soon_threadsafe(stopped.set))
 
         async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:

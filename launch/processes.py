@@ -38,7 +38,8 @@ def local_processes(
         "log_level": settings.log_level,
     }
     pools = dict(zip((Role.PREFILL, Role.DECODE, Role.BOTH), settings.pools, strict=True))
-    num_workers, cores = sum(pools.values()), available_cores() if cores is None else cores
+    num_workers = sum(pools.values())
+    cores = available_cores() if cores is None else cores
     num_threads = settings.num_threads or max(1, len(cores) // num_workers)
     own_cores = iter(_cores_of_each(cores, num_threads, num_workers) if settings.pin_cores else ())
     worker_flags = {

@@ -172,5 +172,6 @@ class Answer:
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> Delta:
         self.is_finished = True
         delta.add(self._parser.flush())
-        delta.finish_reason, delta.stop_reason = reason, stop_reason
+        delta.finish_reason = reason
+        delta.stop_reason = stop_reason
         return delta

@@ -130,7 +130,8 @@ class Attempt:
         """Release the workers: unbind every leg and cancel those that may still be held."""
         if self._postponed:
             self._postponed.cancel()
-        legs, self._open_legs = self._open_legs, []
+        legs = self._open_legs
+        self._open_legs = []
         for leg in legs:
             leg.unbind()
             if leg.may_hold and not leg.worker.gone.is_set():

@@ -71,7 +71,8 @@ class Record:
 
     @state.setter
     def state(self, state: RequestState) -> None:
-        before, self._state = self._state, state
+        before = self._state
+        self._state = state
         if before is not state:
             self._on_state(self, before)
 

@@ -64,7 +64,8 @@ class AttachedWorker:
     @property
     def _pool_tokens(self) -> int:
         """Tokens that its KV pool holds; block 0 is the null block."""
-        num_blocks, layout = self.registration.num_blocks, self.registration.kv_layout
+        num_blocks = self.registration.num_blocks
+        layout = self.registration.kv_layout
         if not num_blocks:
             return UNLIMITED
         return (num_blocks - 1) * (layout.block_size if layout else 0)
@@ -108,7 +109,8 @@ class AttachedWorker:
 
     def report_load(self, load: Load) -> None:
         """It has told how busy it is. That matters to those who wait when its KV cache was full and is no more."""
-        was_full, self.load = is_full(self.load.kv_cache_usage), load
+        was_full = is_full(self.load.kv_cache_usage)
+        self.load = load
         if was_full and not is_full(load.kv_cache_usage):
             self._on_change()
 
@@ -181,7 +183,8 @@ class Registry:
     ) -> None:
         self._workers: dict[str, AttachedWorker] = {}
         self._gone: dict[str, tuple[float, WorkerView]] = {}
-        self._memory_seconds, self._clock = memory_seconds, clock
+        self._memory_seconds = memory_seconds
+        self._clock = clock
         self._model_fingerprint: str | None = None
         self._embeds_only = False
         self._changes = changes
@@ -252,7 +255,8 @@ class Registry:
             )
         if former := self._workers.pop(new.worker_id, None):
             former.lose(f"it registered again with boot id {new.boot_id}")
-        self._model_fingerprint, self._embeds_only = new.model_fingerprint, new.embeds_only
+        self._model_fingerprint = new.model_fingerprint
+        self._embeds_only = new.embeds_only
         self._workers[new.worker_id] = worker
         self._gone.pop(new.worker_id, None)
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)

@@ -73,7 +73,10 @@ class Relay:
     def __init__(
         self, parts: Relays, request: PreparedRequest, record: Record, unread: UnreadAccount
     ) -> None:
-        self._parts, self.request, self.record, self._unread = parts, request, record, unread
+        self._parts = parts
+        self.request = request
+        self.record = record
+        self._unread = unread
         self._delivered: list[int] = []
         self._attempt: Attempt | None = None
         self._num_attempts = 0
@@ -102,7 +105,8 @@ class Relay:
 
     def close(self) -> None:
         """End the attempt that runs. Does nothing the second time."""
-        attempt, self._attempt = self._attempt, None
+        attempt = self._attempt
+        self._attempt = None
         if attempt:
             attempt.close()
 
@@ -155,7 +159,8 @@ class Relay:
         return attempt
 
     def _wish(self) -> Wish:
-        request, failures = self.request, self._failures
+        request = self.request
+        failures = self._failures
         return Wish(
             num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
             num_answer_tokens=request.num_answer_tokens * (1 + len(self._followers)),
@@ -183,7 +188,8 @@ class Relay:
         )
 
     def _begin(self, placement: Placement) -> Attempt:
-        followers, self._followers = self._followers, []
+        followers = self._followers
+        self._followers = []
         others = [follower.begin_behind(placement) for follower in followers]
         return self._new_attempt(placement).begin(*others)
 

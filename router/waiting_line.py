@@ -166,7 +166,8 @@ class WaitingLine:
         uses = self._registry.decoding()
         self._starts.num_workers = len(uses)
         for ticket in self._queue.heads(self._may_go(uses)):
-            lane, tenant = ticket.lane, ticket.claim.tenant
+            lane = ticket.lane
+            tenant = ticket.claim.tenant
             if ticket.item.attempt.done():
                 self._discard(ticket)
                 return True

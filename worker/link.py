@@ -93,7 +93,8 @@ class RouterLink:
         A listener that proves nothing ends a worker that was never attached: its secret, or the router's address, is wrong.
         Later it may be a stranger who took the port while the router is away, so the worker waits.
         """
-        delay, told = FIRST_RETRY_SECONDS, ""
+        delay = FIRST_RETRY_SECONDS
+        told = ""
         while True:
             try:
                 await self._attach_once()
@@ -127,7 +128,8 @@ class RouterLink:
             delay = min(delay * 2, LAST_RETRY_SECONDS)
 
     async def _attach_once(self) -> None:
-        self._outbox, self.num_unread_bytes = asyncio.Queue(), 0
+        self._outbox = asyncio.Queue()
+        self.num_unread_bytes = 0
         options = internal_stream_options(self._peer_timeout)
         async with self._tls.channel(self._router, ROUTER_NAME, options) as channel:
             stub = worker_pb2_grpc.MembershipStub(channel)

@@ -225,7 +225,8 @@ class Worker:
 
     def _credit(self) -> Credit:
         """What this worker takes on at once: prompts up to its queue's limit, or what its KV cache holds."""
-        settings, info = self._settings, self.engine.info
+        settings = self._settings
+        info = self.engine.info
         kv_tokens = (info.num_blocks - 1) * info.layout.block_size
         queued = settings.max_queued_tokens or _QUEUED_STEPS * settings.max_num_batched_tokens
         is_prefill = self.identity.role is Role.PREFILL

@@ -101,7 +101,8 @@ class InputBatch:
 
         A token that the model has no position for is dropped.
         """
-        table, length = self.token_table, self.token_table.shape[1]
+        table = self.token_table
+        length = self.token_table.shape[1]
         for state, tokens in zip(states, drawn, strict=True):
             if tokens and state.num_tokens < length:
                 table[state.row, state.num_tokens] = tokens[0]
@@ -112,7 +113,8 @@ class InputBatch:
 
         bitmask: what its grammar allows.
         """
-        state, row = self.requests[req_id], self.sampling_row(req_id, bitmask)
+        state = self.requests[req_id]
+        row = self.sampling_row(req_id, bitmask)
         if row.num_generated:
             return [row]
         seeds = [choice_seed(state.sampling.seed, choice) for choice in range(1, state.num_choices)]
@@ -121,13 +123,15 @@ class InputBatch:
     def sampling_row(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> SamplingRow:
         """How the request draws the token that follows its known ones."""
         state = self.requests[req_id]
-        num_prompt, num_known = state.num_prompt_tokens, state.num_tokens
+        num_prompt = state.num_prompt_tokens
+        num_known = state.num_tokens
         row = SamplingRow(
             state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, bitmask=bitmask
         )
         if state.sampling.counts_tokens:
             known = self.known_tokens(req_id)
-            row.prompt_tokens, row.answer_tokens = known[:num_prompt], known[num_prompt:]
+            row.prompt_tokens = known[:num_prompt]
+            row.answer_tokens = known[num_prompt:]
         return row
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:

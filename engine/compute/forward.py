@@ -77,7 +77,8 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
 
     Raises SettingError where the attention backend that was asked for cannot compute it.
     """
-    model, config = loaded.model, loaded.config
+    model = loaded.model
+    config = loaded.config
     name = choose_backend(settings.attention_backend, device, loaded.info.dtype, config.head_dim)
     backend = create_backend(name)
     draw = _draw_on(device, settings, loaded.info.vocab_size)

@@ -104,10 +104,14 @@ class GraphedForward:
         block_size: int,
         device: torch.device,
     ) -> None:
-        self._plain, self._model, self._backend, self._recorder = plain, model, backend, recorder
+        self._plain = plain
+        self._model = model
+        self._backend = backend
+        self._recorder = recorder
         self._sizes = sorted(sizes)
         self._max_blocks = -(-max_model_len // block_size)
-        self._block_size, self._device = block_size, device
+        self._block_size = block_size
+        self._device = device
         self._tokens = torch.zeros(2, self._sizes[-1], dtype=torch.int32, device=device)
         self._graphs: dict[int, _Graph] = {}
         self._caches: Sequence[Tensor] | None = None

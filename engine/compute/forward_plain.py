@@ -25,8 +25,10 @@ class PlainForward:
         device: torch.device,
         draw: Draw = draw_by_torch,
     ) -> None:
-        self._model, self._backend = model, backend
-        self._block_size, self._device = block_size, device
+        self._model = model
+        self._backend = backend
+        self._block_size = block_size
+        self._device = device
         self.draw = draw
 
     def forward(

@@ -128,7 +128,8 @@ def _is_of(ahead: Outline, batch: InputBatch, scheduled: SchedulerOutput) -> boo
 
 
 def _of_step(batch: InputBatch, scheduled: SchedulerOutput) -> Outline:
-    req_ids, counts = list(scheduled.num_scheduled_tokens), scheduled.num_scheduled_tokens.values()
+    req_ids = list(scheduled.num_scheduled_tokens)
+    counts = scheduled.num_scheduled_tokens.values()
     states = [batch.requests[req_id] for req_id in req_ids]
     return _outline(
         batch,

@@ -110,7 +110,8 @@ class ModelRunner:
         On the host the pass is no measurement, so it is short: memory is touched, kernels are made.
         """
         self._probe.start()  # what loading took for a while is none of it
-        settings, most = self._settings, self._settings.max_num_batched_tokens
+        settings = self._settings
+        most = self._settings.max_num_batched_tokens
         num_tokens = min(most, _HOST_PROFILE_TOKENS) if self.device.type == "cpu" else most
         lengths = profile_lengths(num_tokens, settings.max_num_seqs, self.model_info.max_model_len)
         inputs = profile_inputs(lengths)
@@ -133,7 +134,8 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """One step of a dummy request in the null block, which is zeroed again, and the captures: no surprise is left."""
-        memory, has_head = self.memory, self.model_info.has_head
+        memory = self.memory
+        has_head = self.model_info.has_head
         num_tokens = min(2, self.model_info.max_model_len, self._settings.max_num_batched_tokens)
         dummy = NewRequestData(
             req_id=_WARM_UP_ID,
@@ -203,7 +205,8 @@ class ModelRunner:
             if scheduled.kv_connector_metadata is not None:
                 self._connector.execute(scheduled.kv_connector_metadata)
             sent, received = self._connector.take_finished()
-            output.finished_sending, output.finished_recving = sent or None, received or None
+            output.finished_sending = sent or None
+            output.finished_recving = received or None
         return output
 
     def cut_short(self) -> None:
@@ -225,7 +228,9 @@ class ModelRunner:
         self._group.close()
 
     def _draw_tokens(self, scheduled: SchedulerOutput, begun: _Begun) -> ModelRunnerOutput:
-        batch, inputs, watch = _ready(self._batch, "initialize_from_config"), begun.inputs, begun.watch
+        batch = _ready(self._batch, "initialize_from_config")
+        inputs = begun.inputs
+        watch = begun.watch
         drawing = Drawing.of_step(batch, scheduled, inputs)  # while the pass is under way
         self._ahead = outline_next(batch, inputs)
         hidden = begun.states()

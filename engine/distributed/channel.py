@@ -17,7 +17,8 @@ from engine.distributed.ring import Ring
 SLOT_BYTES = 10 * 2**20
 """Payloads above 10 MB go over ZeroMQ: a slot of the ring has a fixed size."""
 NUM_SLOTS = 4
-_INLINE, _LARGE = b"\x00", b"\x01"
+_INLINE = b"\x00"
+_LARGE = b"\x01"
 _LARGE_SECONDS = 60.0
 _LENGTH = struct.Struct("<Q")
 RING_SLOT_BYTES = SLOT_BYTES + 64

@@ -136,7 +136,8 @@ class RanksExecutor:
         output: ModelRunnerOutput = self._types.decode_value("execute_model", answers[0].value)
         if self._connector is not None:
             sent, received = self._connector.take_finished()
-            output.finished_sending, output.finished_recving = sent or None, received or None
+            output.finished_sending = sent or None
+            output.finished_recving = received or None
         return output
 
     def cut_short(self) -> None:

@@ -129,7 +129,8 @@ class LocalRanksExecutor:
         output: ModelRunnerOutput = self.collective_rpc("execute_model", scheduled)[0]
         if self._connector is not None:
             sent, received = self._connector.take_finished()
-            output.finished_sending, output.finished_recving = sent or None, received or None
+            output.finished_sending = sent or None
+            output.finished_recving = received or None
         return output
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:

@@ -52,7 +52,8 @@ class RankProcess:
     def __init__(self, rank: int, plan: GroupPlan, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self.rank = rank
         self._killed_for = ""
-        self._num_asked, self._num_judged = _NUM_BEFORE_CALLS, 0
+        self._num_asked = _NUM_BEFORE_CALLS
+        self._num_judged = 0
         self._name = f"rank {rank} of {plan.settings.tensor_parallel_size}"
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:

@@ -63,7 +63,8 @@ class RankWatch(threading.Thread):
         runtime: Callable[[int], int | None] = processor_nanoseconds,
     ) -> None:
         super().__init__(name="rank-watch", daemon=True)
-        self._ranks, self._runtime = ranks, runtime
+        self._ranks = ranks
+        self._runtime = runtime
         self._interval = min(patience.stopped_seconds, patience.hung_seconds) / _LOOKS_PER_PATIENCE
         self._patience = patience
         self._is_over = threading.Event()

@@ -242,7 +242,9 @@ class _InputThread(threading.Thread):
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", sockets: Sockets, inbox: Inbox) -> None:
         super().__init__(name="engine-input", daemon=True)
-        self._context, self._sockets, self._inbox = context, sockets, inbox
+        self._context = context
+        self._sockets = sockets
+        self._inbox = inbox
         self._progress: ProgressOf | None = None
 
     def show(self, progress: ProgressOf) -> None:

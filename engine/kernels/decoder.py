@@ -55,7 +55,9 @@ class KernelDecoder:
         block_size: int,
         max_length: int,
     ) -> None:
-        self._kernels, self._config, self._block_size = kernels, config, block_size
+        self._kernels = kernels
+        self._config = config
+        self._block_size = block_size
         self._model = model
         self._threads = kernels.start_threads(num_threads, cores[1:num_threads])
         self.draw: Draw = KernelDraw(kernels, self._threads, num_threads)

@@ -17,7 +17,9 @@ class KernelDraw:
     """See ``engine.sampling.sampler.Draw``. threads: of the kernels, so many; None: the caller draws alone."""
 
     def __init__(self, kernels: Kernels, threads: int | None = None, num_threads: int = 1) -> None:
-        self._kernels, self._threads, self._num_threads = kernels, threads, num_threads
+        self._kernels = kernels
+        self._threads = threads
+        self._num_threads = num_threads
         self._scratch: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def __call__(self, scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:

@@ -33,7 +33,8 @@ class LoadProgress:
     ) -> None:
         self._name = name
         console = console or Console(stderr=True, force_terminal=has_terminal())
-        self._total, self._done = total_bytes, 0
+        self._total = total_bytes
+        self._done = 0
         self._clock = clock
         self._start = self._logged = clock()
         self._is_drawn = console.is_terminal
@@ -66,7 +67,8 @@ class LoadProgress:
         self._bar.advance(self._task, num_bytes)
         if not self._is_drawn and self._clock() - self._logged >= _LOG_SECONDS:
             self._logged = self._clock()
-            done, total = _gib(self._done), _gib(self._total)
+            done = _gib(self._done)
+            total = _gib(self._total)
             logger.info("%s: %s of %s%s", self._name, done, total, self._speed())
 
     def _seconds(self) -> float:

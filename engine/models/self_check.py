@@ -63,7 +63,8 @@ def difference(model: LanguageModel, shape: ModelShape, dtype: torch.dtype, refe
     device = reference.logits[0].device
     cache_shape = (_NUM_BLOCKS, 2, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
     caches = [torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-    backend, errors = create_backend("torch"), []
+    backend = create_backend("torch")
+    errors = []
     computed = [0] * len(reference.prompts)
     for counts in _STEPS:
         inputs = _inputs(reference.prompts, computed, counts)

@@ -36,7 +36,8 @@ class TransformersCheckpoint:
     """
 
     def __init__(self, folder: Path, raw: RawConfig, architecture: str) -> None:
-        self._folder, self._architecture = folder, architecture
+        self._folder = folder
+        self._architecture = architecture
         if raw.get("quantization_config"):
             raise self._unserved("its weights are quantised (quantization_config)")
         with self._told():

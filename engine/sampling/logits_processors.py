@@ -63,7 +63,8 @@ def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     for i, row in enumerate(rows):
         if not row.changes_scores:
             continue
-        sampling, forbidden = row.sampling, row.forbidden_token_ids
+        sampling = row.sampling
+        forbidden = row.forbidden_token_ids
         scores = raw.clone() if scores is raw else scores
         _mask(scores[i], row.bitmask)
         _allow(scores[i], sampling.allowed_token_ids)
@@ -110,7 +111,8 @@ def _penalize(scores: Tensor, row: SamplingRow) -> None:
     answered, counts = np.unique(row.answer_tokens, return_counts=True)
     if sampling.repetition_penalty != 1.0:
         there = to_device(np.union1d(answered, row.prompt_tokens), scores.device)
-        found, penalty = scores[there], sampling.repetition_penalty
+        found = scores[there]
+        penalty = sampling.repetition_penalty
         scores[there] = torch.where(found > 0, found / penalty, found * penalty)
     taken = counts * sampling.frequency_penalty + sampling.presence_penalty
     scores[to_device(answered, scores.device)] -= to_device(taken.astype(np.float32), scores.device)

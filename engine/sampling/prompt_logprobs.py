@@ -22,7 +22,9 @@ class PromptLogprobs:
     def __init__(
         self, batch: InputBatch, logits: Callable[[IntVector], Tensor], vocab_size: int, *, is_teller: bool
     ) -> None:
-        self._batch, self._logits, self._is_teller = batch, logits, is_teller
+        self._batch = batch
+        self._logits = logits
+        self._is_teller = is_teller
         self._rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // vocab_size)
 
     def of_step(self, inputs: PreparedInputs, states: list[RequestState]) -> dict[str, LogprobsLists]:

@@ -29,7 +29,8 @@ Any token for a row of NaN, and where none may be drawn.
 _WEIGHT_SCALE = 2.0**40
 _MAX_ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """Of scores that are looked at together: on the host they stay in the caches, on a device one call has enough to do."""
-_LOW_BITS, _LOW_TOTAL_BITS = 27, 29
+_LOW_BITS = 27
+_LOW_TOTAL_BITS = 29
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,10 @@ def scaled(uniforms: Tensor, totals: Tensor) -> Tensor:
 
     The product has up to 111 bits, so each factor is taken in two parts.
     """
-    upper, lower = uniforms >> _LOW_BITS, uniforms & ((1 << _LOW_BITS) - 1)
-    high, low = totals >> _LOW_TOTAL_BITS, totals & ((1 << _LOW_TOTAL_BITS) - 1)
+    upper = uniforms >> _LOW_BITS
+    lower = uniforms & ((1 << _LOW_BITS) - 1)
+    high = totals >> _LOW_TOTAL_BITS
+    low = totals & ((1 << _LOW_TOTAL_BITS) - 1)
     middle = upper * low + (lower * high << 2) + (lower * low >> _LOW_BITS)
     return (upper * high << 3) + (middle >> (UNIFORM_BITS - _LOW_BITS))
 
@@ -180,7 +183,8 @@ def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
 def _is_best(values: Tensor, best: Tensor, counts: Tensor) -> Tensor:
     """Which are the so many best of a row, the lowest ids among equals. best: at least these, in order."""
     edge = best.gather(1, counts - 1)
-    is_better, is_equal = values > edge, values == edge
+    is_better = values > edge
+    is_equal = values == edge
     num_equal = counts - is_better.sum(dim=-1, keepdim=True)
     return is_better | (is_equal & (is_equal.cumsum(dim=-1) <= num_equal))
 

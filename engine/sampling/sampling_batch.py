@@ -83,17 +83,20 @@ class Drawing:
         output = ModelRunnerOutput(
             list(self.req_id_to_index), self.req_id_to_index, [[] for _ in self.states]
         )
-        nans, others = dict[str, int](), defaultdict[str, list[int]](list)
+        nans = dict[str, int]()
+        others = defaultdict[str, list[int]](list)
         for row, owner in enumerate(self.owners):
             if firsts[owner] is not None:
                 others[self.states[owner].req_id].append(row)
                 continue
-            firsts[owner], token_id = row, samples.token_ids[row]
+            firsts[owner] = row
+            token_id = samples.token_ids[row]
             if token_id is not None:
                 output.sampled_token_ids[owner].append(token_id)
             if samples.num_nans[row]:
                 nans[self.states[owner].req_id] = samples.num_nans[row]
-        output.logprobs, output.num_nans_in_logits = _rows_of(samples.logprobs, firsts), nans or None
+        output.logprobs = _rows_of(samples.logprobs, firsts)
+        output.num_nans_in_logits = nans or None
         output.other_choices = {req_id: _others(rows, samples) for req_id, rows in others.items()}
         return output
 

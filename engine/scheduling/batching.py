@@ -79,7 +79,8 @@ class Batcher:
 
         Changes nothing that is visible outside.
         """
-        requests, size = list(self.running), self._pool.block_size
+        requests = list(self.running)
+        size = self._pool.block_size
         counts = scheduled.num_scheduled_tokens
         all_draw = all(request.num_missing_tokens == counts.get(request.key) for request in requests)
         if not requests or not all_draw or len(requests) > self._max_num_batched_tokens:
@@ -98,7 +99,8 @@ class Batcher:
 
         At None no request has changed; otherwise blocks for every entry are allocated.
         """
-        enders, drawn = self._draft.enders if self._draft else None, output.sampled_token_ids
+        enders = self._draft.enders if self._draft else None
+        drawn = output.sampled_token_ids
         if enders is None or not all(drawn) or not enders.isdisjoint(chain.from_iterable(drawn)):
             return None
         return self._take_draft()
@@ -118,7 +120,8 @@ class Batcher:
 
     def _take_draft(self) -> StepPlan | None:
         """Return the draft, with its blocks, if it is still valid, else None. The draft is gone either way."""
-        draft, self._draft = self._draft, None
+        draft = self._draft
+        self._draft = None
         if draft is None or draft.requests != list(self.running):
             return None
         could_start = len(self.running) < self._max_num_seqs and (self.waiting or self.arrived)

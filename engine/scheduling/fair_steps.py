@@ -19,8 +19,10 @@ RECENT_SECONDS = 1.0
 """For how long after its last step a client counts as one that others must leave room for."""
 MIN_ROWS = 2
 """Rows that every client gets, whatever they cost."""
-_GROWTH, _CUT = 1.1, 0.9
-_UP, _DOWN = 0.02, 0.3
+_GROWTH = 1.1
+_CUT = 0.9
+_UP = 0.02
+_DOWN = 0.3
 """How fast the length of a short step follows longer and shorter ones: a busy moment shall not become the measure."""
 _PAUSE = 3
 """How many times as long as a step of one limited client's answers the pause before the next one is."""
@@ -141,12 +143,14 @@ class FairSteps:
         here = {client: at for client, at in self._last_here.items() if now - at < RECENT_SECONDS}
         self._last_here = here | dict.fromkeys(clients, now)
         if len(self._last_here) < 2 or not self._is_on:
-            self._largest, self._served = None, {}
+            self._largest = None
+            self._served = {}
             self._step = FairStep(None, set(), self._served)
             return self._step
         least = min((self._served[client] for client in here if client in self._served), default=0.0)
         self._served = {client: max(least, self._served.get(client, 0.0)) for client in self._last_here}
-        limit, most = self._limit_among(self._last_here, running), self._most(running)
+        limit = self._limit_among(self._last_here, running)
+        most = self._most(running)
         self._largest = min(limit, most)
         sitting_out = self._take_turns(running, limit) if most > limit else set()
         starts = max(MIN_ROWS, self.answers.rows if running else self.prompts.rows)

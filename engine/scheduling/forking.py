@@ -19,12 +19,16 @@ class Forking:
     """Parts choices from the request that stood for all of them. Owns the copies that the runner has not been told of."""
 
     def __init__(self, pool: BlockPool, batcher: Batcher, index: RequestIndex, outbox: Outbox) -> None:
-        self._pool, self._batcher, self._index, self._outbox = pool, batcher, index, outbox
+        self._pool = pool
+        self._batcher = batcher
+        self._index = index
+        self._outbox = outbox
         self._copies: list[tuple[int, int]] = []
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) of the blocks that the runner shall copy before it computes anything else."""
-        copies, self._copies = self._copies, []
+        copies = self._copies
+        self._copies = []
         return copies
 
     def part(
@@ -54,7 +58,8 @@ class Forking:
 
     def _settle(self, fork: Request, first: Request) -> None:
         """Give it its blocks. Where none is free for its own tokens it computes again later, as after a preemption."""
-        size, table = self._pool.block_size, self._pool.table_of(first.key)
+        size = self._pool.block_size
+        table = self._pool.table_of(first.key)
         num_full, is_partial = divmod(fork.num_computed_tokens, size)
         shared = table[:num_full]
         num_new = blocks_needed(fork.num_tokens, size) - num_full

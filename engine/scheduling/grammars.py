@@ -145,7 +145,8 @@ class Grammars:
         """Put into ``output`` the tokens that requests with a grammar may draw in this step."""
         rows: list[NDArray[np.int32]] = []
         for entry in plan:
-            request, matcher = entry.request, entry.request.structured_output_request
+            request = entry.request
+            matcher = entry.request.structured_output_request
             if matcher is not None and entry.num_tokens == request.num_missing_tokens:
                 output.structured_output_request_ids[request.key] = len(rows)
                 rows.append(matcher.bitmask)

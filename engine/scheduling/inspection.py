@@ -23,7 +23,8 @@ def debug_state(scheduler: Scheduler) -> dict[str, Any]:
 
 def counters(scheduler: Scheduler) -> dict[str, float]:
     """Everything that is counted since the start, name → value; the connector's counters among them."""
-    connector, prefix = scheduler.get_kv_connector(), scheduler.prefix_stats
+    connector = scheduler.get_kv_connector()
+    prefix = scheduler.prefix_stats
     num_running, num_waiting = scheduler.get_request_counts()
     states = scheduler.pool.count_by_state().items()
     receiver = scheduler.receiver
@@ -42,7 +43,8 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
 
 def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError unless blocks belong to live requests and leases only, and each request is in one place."""
-    pool, batcher = scheduler.pool, scheduler.batcher
+    pool = scheduler.pool
+    batcher = scheduler.batcher
     pool.check_integrity()
     scheduler.live.index.check_integrity()
     assert sorted(scheduler.live.index.keys) == sorted(scheduler.requests)

@@ -70,7 +70,8 @@ class LiveRequests:
 
     def take_finished(self) -> set[str]:
         """Return the ended requests of which the runner was not told, once."""
-        finished, self.finished_req_ids = self.finished_req_ids, set()
+        finished = self.finished_req_ids
+        self.finished_req_ids = set()
         return finished
 
     def clear(self) -> None:

@@ -61,7 +61,8 @@ class KVSender:
         is_needed = not ends_with_first_token(request, self._max_model_len)
         if request.key not in self._open:
             self._open.add(request.key)
-            blocks, num_cached = self._pool.table_of(request.key), request.num_computed_tokens
+            blocks = self._pool.table_of(request.key)
+            num_cached = request.num_computed_tokens
             self._connector.open_send(request.asked, blocks, num_cached if is_needed else 0)
         if is_needed:
             self._connector.publish(request.key, num_computed_tokens)
@@ -173,7 +174,8 @@ class KVReceiver:
             for key, failure in self._failures.items()
             if key in self._waiting
         ]
-        keys, self._arrived = [key for key in self._arrived if key in self._waiting], []
+        keys = [key for key in self._arrived if key in self._waiting]
+        self._arrived = []
         return failed + [Ready(self._arrive(key)) for key in keys]
 
     def reserve(self, num_promised: int, other: Request | None) -> None:

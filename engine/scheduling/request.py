@@ -303,7 +303,8 @@ def ending_after(request: Request, index: int, max_model_len: int) -> Ending | N
 
     Either a stop token (never before ``min_tokens``), or a limit of length.
     """
-    sampling, token = request.asked.sampling, request.token_ids[-1]
+    sampling = request.asked.sampling
+    token = request.token_ids[-1]
     if index >= sampling.min_tokens:
         if token in sampling.stop_token_ids:
             return Ending(RequestStatus.FINISHED_STOPPED, stop_reason=token)

@@ -65,7 +65,8 @@ class RequestIndex:
         """
         unwanted = []
         for key in sorted(self._keys_by_request.get(request_id, ())):
-            asked, dismissed = self._asked[key], self._dismissed[key]
+            asked = self._asked[key]
+            dismissed = self._dismissed[key]
             if up_to_attempt is None or asked.attempt <= up_to_attempt:
                 dismissed.update(asked.choices if choice is None else {choice})
                 if dismissed.issuperset(asked.choices):

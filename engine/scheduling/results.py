@@ -116,7 +116,8 @@ class Results:
         if self._sender and request.is_sending and None in endings:
             self._sender.finish(request, drawn)
             endings = [ending or HANDED_OVER for ending in endings]
-        ending, logprobs = self._part(choices, endings, drawn), drawn[0].logprobs
+        ending = self._part(choices, endings, drawn)
+        logprobs = drawn[0].logprobs
         self._emit(request, drawn[0].token_id, [logprobs] if logprobs else None, ending)
 
     def _part(

@@ -99,7 +99,8 @@ class Scheduler:
 
     def go_on(self, output: ModelRunnerOutput) -> SchedulerOutput | None:
         """Return the next step's orders if neither the results of this one, processed later, nor news can change them."""
-        due, has_moved = self.next_deadline(), output.finished_sending or output.finished_recving
+        due = self.next_deadline()
+        has_moved = output.finished_sending or output.finished_recving
         if has_moved or self._has_any_news() or (due is not None and due <= self._clock()):
             return None
         plan = self.batcher.go_on(output)
@@ -258,7 +259,8 @@ class Scheduler:
         """How things stand."""
         running, waiting = self.get_request_counts()
         stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
-        stats.kv_cache_usage, stats.num_corrupted_reqs = self.pool.usage, self.totals.num_corrupted
+        stats.kv_cache_usage = self.pool.usage
+        stats.num_corrupted_reqs = self.totals.num_corrupted
         stats.prefix_cache_stats = self.prefix_stats
         return stats
 

@@ -86,7 +86,8 @@ class StepLoop:
         return not self._inbox.num_waiting
 
     def _send(self) -> None:
-        unsent, self._unsent = self._unsent, {}
+        unsent = self._unsent
+        self._unsent = {}
         send_outputs(self._core, unsent, self._emit)
 
     def _wait(self, seconds: float) -> bool:

@@ -27,7 +27,8 @@ class StepPacing:
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._share, self._clock = share, clock
+        self._share = share
+        self._clock = clock
         self._step_seconds = 0.0
         self._saved_steps = _MAX_SAVED_STEPS if share else 0.0
         self._began = self._ready = clock()
@@ -35,7 +36,8 @@ class StepPacing:
 
     def started(self) -> float:
         """Record that a step begins; return the seconds for which it was delayed."""
-        self._began, delayed = self._clock(), 0.0
+        self._began = self._clock()
+        delayed = 0.0
         if self._is_delaying:
             delayed = self._began - self._ready
             self._saved_steps -= delayed / self._step_seconds
@@ -57,7 +59,8 @@ class StepPacing:
         self._ready = self._clock()
         if is_empty:
             return
-        seconds, known = self._ready - self._began, self._step_seconds
+        seconds = self._ready - self._began
+        known = self._step_seconds
         self._step_seconds = known + _SMOOTHING * (seconds - known) if known else seconds
         self._saved_steps = min(_MAX_SAVED_STEPS, self._saved_steps + self._share)
 

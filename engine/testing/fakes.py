@@ -34,7 +34,8 @@ _MODULUS = 2**61 - 1
 
 def prefix_codes(token_ids: Sequence[int]) -> list[int]:
     """What the KV slot of each position must hold: a number that depends on all tokens up to there."""
-    codes, code = [], 1
+    codes = []
+    code = 1
     for token in token_ids:
         code = (code * 1_000_003 + token + 7) % _MODULUS
         codes.append(code)
@@ -183,7 +184,8 @@ class FakeRunner:
         for new in scheduled.scheduled_new_reqs:
             assert new.req_id not in self._sequences
             assert (new.sampling_params is None) is (new.pooling_params is not None)
-            tokens, sampling = list(new.prompt_token_ids), new.sampling_params or SamplingParams()
+            tokens = list(new.prompt_token_ids)
+            sampling = new.sampling_params or SamplingParams()
             self._sequences[new.req_id] = _Sequence(
                 tokens,
                 prefix_codes(tokens),
@@ -196,7 +198,8 @@ class FakeRunner:
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
         for index, key in enumerate(cached.req_ids):
-            sequence, blocks = self._sequences[key], cached.new_block_ids[index][0]
+            sequence = self._sequences[key]
+            blocks = cached.new_block_ids[index][0]
             if cached.resumed_from_preemption[index]:
                 assert cached.new_token_ids[index] == sequence.token_ids
                 sequence.block_ids = list(blocks)
@@ -232,7 +235,8 @@ class FakeRunner:
             assert output.num_nans_in_logits is not None
             output.num_nans_in_logits[key] = FAKE_VOCAB_SIZE
             return []
-        code, seed = sequence.codes[-1], sequence.sampling.seed
+        code = sequence.codes[-1]
+        seed = sequence.sampling.seed
         is_first = end == sequence.num_prompt_tokens
         if sequence.num_choices > 1 and is_first:
             others = [

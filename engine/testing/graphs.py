@@ -70,7 +70,8 @@ class StaticTorchDecode:
             block, offset = divmod(int(self._slots[row]), self._block_size)
             if offset == 0:
                 cache[block] = 0
-            cache[block, 0, :, offset], cache[block, 1, :, offset] = key[row], value[row]
+            cache[block, 0, :, offset] = key[row]
+            cache[block, 1, :, offset] = value[row]
 
     def attend(
         self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None

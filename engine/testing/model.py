@@ -131,7 +131,8 @@ class ScriptedModel(LanguageModel):
 
     def _turns(self, input_ids: Tensor, positions: Tensor, layer: "_Layer") -> tuple[Tensor, Tensor]:
         """Layer 0: the position of the token that each one is followed by, and whether the KV was clean."""
-        num_bits, tokens = self._config.position_bits, self._config.tokens
+        num_bits = self._config.position_bits
+        tokens = self._config.tokens
         flags = torch.stack([input_ids == token for token in (tokens.begin, tokens.answer)], dim=-1)
         facts = self._vectors(_bits(positions, num_bits), 2.0 * flags - 1.0)
         later = _GAIN * 2.0 ** torch.arange(num_bits, device=facts.device)
@@ -148,7 +149,8 @@ class ScriptedModel(LanguageModel):
 
     def _read(self, turns: Tensor, input_ids: Tensor, positions: Tensor, layer: "_Layer") -> Tensor:
         """Layer 1: the code of the token at each turn; what is not there gives zeros, which stand at position 0."""
-        num_bits, is_sink = self._config.position_bits, (positions == 0)[:, None]
+        num_bits = self._config.position_bits
+        is_sink = (positions == 0)[:, None]
         key = self._vectors(_bits(positions, num_bits) * ~is_sink, 2.0 * is_sink - 1.0)
         code = F.embedding(input_ids, self._codes) * ~is_sink
         wanted = _bits(turns.clamp(0, 2**num_bits - 1), num_bits)

@@ -124,7 +124,8 @@ class FakeConnector:
         fetch = self.fetches[key]
         assert fetch.state == "reading"
         fetch.state = "landed"
-        size, codes = self.pool_memory.layout.block_size, prefix_codes(fetch.prompt)
+        size = self.pool_memory.layout.block_size
+        codes = prefix_codes(fetch.prompt)
         self.pool_memory.write(fetch.block_ids, codes, fetch.num_cached_blocks * size, len(codes))
         self.rank.finished_recving.add(key)
         self._wake()
@@ -171,7 +172,8 @@ class FakeConnector:
         """See SchedulerConnector."""
         send = self.sends[request_id]
         assert send.end is None and send.num_published == len(send.codes)
-        send.end, send.first_tokens = "finished", first_tokens
+        send.end = "finished"
+        send.first_tokens = first_tokens
 
     def abandon_send(self, request_id: str, kind: str, message: str) -> None:
         """See SchedulerConnector."""
@@ -191,7 +193,8 @@ class FakeConnector:
 
     def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """See SchedulerConnector."""
-        fetch, size = self.fetches[request_id], self.pool_memory.layout.block_size
+        fetch = self.fetches[request_id]
+        size = self.pool_memory.layout.block_size
         assert fetch.state == "published"
         assert len(block_ids) == -(-len(fetch.prompt) // size)
         self.pool_memory.check(block_ids, prefix_codes(fetch.prompt), num_cached_blocks * size)
@@ -217,7 +220,8 @@ class FakeConnector:
 
     def take_events(self) -> list[TransferEvent]:
         """See SchedulerConnector."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         for event in events:
             if isinstance(event, Failed):
                 self.fetches.pop(event.request_id, None)
@@ -233,7 +237,8 @@ class FakeConnector:
 
     def build_metadata(self) -> Any | None:
         """See SchedulerConnector."""
-        orders, self._orders = self._orders, []
+        orders = self._orders
+        self._orders = []
         return orders or None
 
     def has_work(self) -> bool:

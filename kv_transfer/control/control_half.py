@@ -71,9 +71,13 @@ class ControlHalf:
     """Fulfils ``SchedulerConnector``, ``LinkEvents`` and ``DataReports``. Requests are named by ``EngineRequest.key``."""
 
     def __init__(self, parts: ControlParts) -> None:
-        self._sends, self._fetches, self._links = parts.sends, parts.fetches, parts.links
-        self._data, self._sessions = parts.data, parts.sessions
-        self._counters, self._completions = parts.counters, parts.completions
+        self._sends = parts.sends
+        self._fetches = parts.fetches
+        self._links = parts.links
+        self._data = parts.data
+        self._sessions = parts.sessions
+        self._counters = parts.counters
+        self._completions = parts.completions
 
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
         """Lend the whole prompt's blocks."""

@@ -73,9 +73,12 @@ class FetchTransfers(Transfers):
         completions: Completions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._ports, self._clock = settings, ports, clock
+        self._settings = settings
+        self._ports = ports
+        self._clock = clock
         self._alternatives = ports.alternatives
-        self._counters, self._completions = counters, completions
+        self._counters = counters
+        self._completions = completions
         super().__init__()
         self._incoming: dict[str, IncomingTransfer] = {}
         self._by_wire: dict[WireKey, IncomingTransfer] = {}
@@ -161,7 +164,8 @@ class FetchTransfers(Transfers):
         with self._acting():
             if self._failure is not None:
                 raise InternalError(self._failure)
-            taken, self._events = self._events, []
+            taken = self._events
+            self._events = []
             for event in taken:
                 incoming = self._incoming.get(event.request_id)
                 if incoming is not None and not isinstance(event, Published):
@@ -254,7 +258,8 @@ class FetchTransfers(Transfers):
                 case msg.EndExpected() if incoming.lease == message.lease:
                     self._arrival_estimates.expect(incoming.key, ref, now + message.seconds)
                 case msg.TransferComplete():
-                    num_blocks, announced = incoming.fetch.num_blocks, self._announced(incoming)
+                    num_blocks = incoming.fetch.num_blocks
+                    announced = self._announced(incoming)
                     self._apply(incoming, complete_event(announced, message, num_blocks))
                 case msg.TransferFailed():
                     self._apply(incoming, failed_event(message))
@@ -305,7 +310,8 @@ class FetchTransfers(Transfers):
         """Of use where the sender's blocks are ours, byte by byte."""
         if self._settings.reads_ahead and self._announced(incoming) is None:
             incoming.add_grants(message.grants)
-            first, num_blocks = message.first_block, message.num_blocks
+            first = message.first_block
+            num_blocks = message.num_blocks
             self._apply(incoming, ev.AnnouncedLayers(first, num_blocks, message.num_bytes))
 
     def _announced(self, incoming: IncomingTransfer) -> AnnouncedBlocks | None:

@@ -88,7 +88,9 @@ class IncomingTransfer:
 
     def read_again(self, retry_step: RetryStep) -> Source | None:
         """Its next pulls go by a ``Read`` of their own, and by this step. Returns the source that has failed."""
-        failed, self.read, self.ahead = self.source, Read(), []
+        failed = self.source
+        self.read = Read()
+        self.ahead = []
         if retry_step is RetryStep.OTHER_TRANSPORT:
             self.source = self.other
         return failed
@@ -98,7 +100,8 @@ class IncomingTransfer:
         blocks = SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end])
         conversion: Conversion | None = None
         if (announced := self.announced) is not None:
-            blocks, block_bytes = announced.sources_of(pull.first_block, end), announced.plan.crossing_bytes
+            blocks = announced.sources_of(pull.first_block, end)
+            block_bytes = announced.plan.crossing_bytes
             if not announced.plan.is_direct:
                 conversion = Conversion(announced.plan, pull.first_block, end, announced.num_tokens)
         ahead = None if announced is not None else self._ahead_of(pull.first_block, end)
@@ -120,7 +123,8 @@ class IncomingTransfer:
         )
 
     def _ahead_job(self, action: ev.ReadAhead) -> PullJob:
-        first, end = action.first_block, action.first_block + len(action.block_ids)
+        first = action.first_block
+        end = action.first_block + len(action.block_ids)
         known = self._ahead_of(first, end)
         if known is None:
             known = Ahead(first, end, RunningDigests(self.seeds[first:end]))

@@ -39,7 +39,8 @@ class OutgoingTransfer:
 
     def note(self, ready: ev.RangeReady) -> None:
         """Keep what the machine does not need of a range."""
-        first, num_blocks = ready.first_block, len(ready.digests)
+        first = ready.first_block
+        num_blocks = len(ready.digests)
         for rank, grants in enumerate((ready.grants, *(other.grants for other in ready.others))):
             if grants:
                 self.grants.append(RangeGrant(first, num_blocks, dict(grants), rank))
@@ -54,7 +55,8 @@ class OutgoingTransfer:
 
     def readable(self, action: ev.AnnounceLayers) -> msg.LayersReadable:
         """The words for the peer."""
-        first, end = action.first_block, action.first_block + action.num_blocks
+        first = action.first_block
+        end = action.first_block + action.num_blocks
         return msg.LayersReadable(
             self.transfer_id,
             self.attempt,
@@ -67,7 +69,8 @@ class OutgoingTransfer:
 
     def announcement(self, action: ev.Announce) -> msg.BlocksPublished:
         """The words for the peer."""
-        first, end = action.first_block, action.first_block + len(action.digests)
+        first = action.first_block
+        end = action.first_block + len(action.digests)
         return msg.BlocksPublished(
             self.transfer_id,
             self.attempt,

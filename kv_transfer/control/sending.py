@@ -67,9 +67,12 @@ class SendTransfers(Transfers):
         clock: Callable[[], float] = time.monotonic,
         new_lease: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
-        self._settings, self._ports, self._clock = settings, ports, clock
+        self._settings = settings
+        self._ports = ports
+        self._clock = clock
         self._new_lease = new_lease
-        self._counters, self._completions = counters, completions
+        self._counters = counters
+        self._completions = completions
         super().__init__()
         self._outgoing: dict[TransferKey, OutgoingTransfer] = {}
         self._by_key: dict[str, OutgoingTransfer] = {}
@@ -103,7 +106,8 @@ class SendTransfers(Transfers):
             else:
                 self._apply(outgoing, ev.Opened(len(block_ids), self._clock()))
             outgoing.key, outgoing.lease = request.key, self._new_lease()
-            outgoing.block_ids, outgoing.seeds = list(block_ids), seeds
+            outgoing.block_ids = list(block_ids)
+            outgoing.seeds = seeds
             outgoing.num_tokens = len(request.prompt_token_ids)
             outgoing.num_wanted = self._num_full_blocks(outgoing, num_cached_tokens)
             self._by_key[request.key] = outgoing
@@ -137,9 +141,11 @@ class SendTransfers(Transfers):
         orders = []
         with self._acting():
             for key, outgoing in self._by_key.items():
-                first, end = outgoing.send.num_ordered, outgoing.num_wanted
+                first = outgoing.send.num_ordered
+                end = outgoing.num_wanted
                 if end > first and not outgoing.send.has_ended:
-                    blocks, seeds = outgoing.block_ids[first:end], outgoing.seeds[first:end]
+                    blocks = outgoing.block_ids[first:end]
+                    seeds = outgoing.seeds[first:end]
                     is_last = end == outgoing.send.num_blocks
                     parts = self._num_parts(end - first) if is_last else 1
                     tells_end = is_last and self._settings.foresees_ends
@@ -177,7 +183,8 @@ class SendTransfers(Transfers):
         now = self._clock()
         wire_key = (message.transfer_id, message.attempt)
         with self._acting():
-            outgoing, ending = self._outgoing.get(wire_key), self._endings.get(wire_key)
+            outgoing = self._outgoing.get(wire_key)
+            ending = self._endings.get(wire_key)
             newest = self._newest.get(message.transfer_id, message.attempt)
             if message.attempt < newest:
                 ending = Ending(
@@ -265,7 +272,8 @@ class SendTransfers(Transfers):
             self._newest.popitem(last=False)
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
-        wire_key, most = (message.transfer_id, message.attempt), self._settings.max_parked
+        wire_key = (message.transfer_id, message.attempt)
+        most = self._settings.max_parked
         if self._num_parked(peer) >= most:
             text = f"{most} fetches of this worker wait for transfers that are not open here; no more may"
             self._refuse(wire_key, ev.Refuse(peer, ErrorKind.OVERLOADED, text))

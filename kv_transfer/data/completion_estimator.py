@@ -18,12 +18,14 @@ class CompletionEstimator:
     """
 
     def __init__(self, num_layers: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_layers, self._clock = num_layers, clock
+        self._num_layers = num_layers
+        self._clock = clock
         self._points = frozenset(max(2, round(share * num_layers)) for share in _SHARES)
         self._tails = deque[float](maxlen=_NUM_TAILS)
         self._seconds_per_block: dict[int, float] = {}
         self._tell: Callable[[float], None] = lambda _end: None
-        self._num_blocks, self._begin = 1, 0.0
+        self._num_blocks = 1
+        self._begin = 0.0
         self._first = self._last = (0, 0.0)
         """A number of layers, and when they were stored: the first that were told of this pass, and the last."""
 
@@ -49,7 +51,8 @@ class CompletionEstimator:
 
     def computed(self) -> None:
         """See LayerWatch."""
-        now, (num_layers, since) = self._clock(), self._last
+        now = self._clock()
+        (num_layers, since) = self._last
         if num_layers == self._num_layers:
             self._tails.append(now - since)
             self._seconds_per_block[self._size] = (now - self._begin) / self._num_blocks

@@ -13,7 +13,8 @@ from contract.layout import KVLayout
 from engine.kv_cache.memory import TORCH_DTYPES
 from kv_transfer.protocol.plan import TransferPlan
 
-_HEADS, _TOKENS = 2, 3
+_HEADS = 2
+_TOKENS = 3
 """Axes of one block."""
 
 

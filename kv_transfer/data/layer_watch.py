@@ -30,8 +30,11 @@ class SplitOrders:
         read_layers: Callable[[PublishOrder, int], None],
         publish: Callable[[PublishOrder], None],
     ) -> None:
-        self._orders, self._memory, self._post = orders, memory, post
-        self._read_layers, self._publish = read_layers, publish
+        self._orders = orders
+        self._memory = memory
+        self._post = post
+        self._read_layers = read_layers
+        self._publish = publish
         self._are_published = False
         self._due: dict[int, list[PublishOrder]] = defaultdict(list)
         for order in orders:
@@ -76,7 +79,8 @@ class PassListeners:
     """A ``LayerWatch`` of one pass after another, for as many listeners as one has. Used from the step thread."""
 
     def __init__(self, memory: KVMemory, jobs: PassJobs) -> None:
-        self._memory, self._jobs = memory, jobs
+        self._memory = memory
+        self._jobs = jobs
         self._estimator = CompletionEstimator(memory.layout.num_layers) if is_flat(memory) else None
         """On a device a layer is told when it is launched, which says nothing of the end."""
         self._split: SplitOrders | None = None
@@ -84,7 +88,9 @@ class PassListeners:
 
     def begin(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
         """A pass begins that computes these blocks; None: nobody listens to it."""
-        jobs, self._split, self._listeners = self._jobs, None, []
+        jobs = self._jobs
+        self._split = None
+        self._listeners = []
         if split := [order for order in orders if order.num_parts > 1]:
             self._split = SplitOrders(split, self._memory, jobs.post, jobs.read_layers, jobs.publish)
             self._listeners.append(self._split)

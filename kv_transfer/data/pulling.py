@@ -40,7 +40,9 @@ class PullThreads:
         on_bug: Callable[[BaseException], None],
         idle_seconds: float = 60.0,
     ) -> None:
-        self._work, self._forget, self._on_bug = work, forget, on_bug
+        self._work = work
+        self._forget = forget
+        self._on_bug = on_bug
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._open_lanes: dict[Source, _Lane] = {}

@@ -15,7 +15,8 @@ class Staging:
     """Lends one buffer per pull, each of at most ``max_bytes``, or what one block of ours needs. Thread-safe."""
 
     def __init__(self, counters: Counters, max_bytes: int) -> None:
-        self._counters, self._max_bytes = counters, max_bytes
+        self._counters = counters
+        self._max_bytes = max_bytes
         counters.add(_IN_USE, 0)
 
     def pieces(self, conversion: Conversion) -> list[tuple[int, int]]:

@@ -113,7 +113,8 @@ class ShortReadError(TransferError):
 
 def send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
     """Send all buffers, many per system call."""
-    rest, left = views, sum(map(len, views))
+    rest = views
+    left = sum(map(len, views))
     while left:
         count = sock.sendmsg(rest)
         left -= count

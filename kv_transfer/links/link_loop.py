@@ -64,7 +64,8 @@ class LinkLoop:
     """
 
     def __init__(self, settings: LinkSettings, counters: Counters, resolver: Resolver | None = None) -> None:
-        self._settings, self._counters = settings, counters
+        self._settings = settings
+        self._counters = counters
         self._listener = Listener(settings.host, settings.port)
         self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
         self._orders = LinkOrders()
@@ -77,14 +78,16 @@ class LinkLoop:
         self._by_ref: dict[PeerRef, Link] = {}
         self._resolver = resolver or Resolver()
         self._lookups: dict[PeerRef, _Lookup] = {}
-        self._is_stopping, self._num_rounds = False, 0
+        self._is_stopping = False
+        self._num_rounds = 0
         self._max_unauthenticated = max_unauthenticated(MAX_UNAUTHENTICATED)
         self._unauthenticated_log = Seldom()
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
 
     def start(self, me: LocalIdentity, events: LinkEvents) -> None:
         """Begin to accept and dial. Called exactly once."""
-        self._me, self._events = me, events
+        self._me = me
+        self._events = events
         self._thread.start()
 
     def send(self, ref: PeerRef, message: Message) -> None:
@@ -241,7 +244,9 @@ class LinkLoop:
     def _connect(self, ref: PeerRef, target: PeerTarget, endpoint: Endpoint) -> None:
         sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
         link = self._add(sock, Dialing(self._me, target))
-        link.ref, link.target, link.is_connecting = ref, target, True
+        link.ref = ref
+        link.target = target
+        link.is_connecting = True
         self._by_ref[ref] = link
         code = link.sock.connect_ex(endpoint.address)
         if code not in (0, errno.EINPROGRESS):
@@ -250,7 +255,8 @@ class LinkLoop:
         self._watch(link)
 
     def _send(self, ref: PeerRef, message: Message) -> None:
-        link, lookup = self._by_ref.get(ref), self._lookups.get(ref)
+        link = self._by_ref.get(ref)
+        lookup = self._lookups.get(ref)
         if link is not None:
             self._guard(link, lambda: link.queue(message))
         elif lookup is not None:

@@ -63,7 +63,8 @@ class Seldom:
     """Lets something be said once a while, with how often it was not said since."""
 
     def __init__(self, seconds: float = 1.0, now: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._now = seconds, now
+        self._seconds = seconds
+        self._now = now
         self._due_at = 0.0
         self._num_held = 0
 
@@ -72,6 +73,7 @@ class Seldom:
         if self._now() < self._due_at:
             self._num_held += 1
             return None
-        held, self._num_held = self._num_held, 0
+        held = self._num_held
+        self._num_held = 0
         self._due_at = self._now() + self._seconds
         return held

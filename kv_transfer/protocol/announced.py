@@ -42,7 +42,8 @@ class AnnouncedBlocks:
     """
 
     def __init__(self, plan: TransferPlan, num_tokens: int, seeds: Sequence[int]) -> None:
-        self.plan, self.num_tokens = plan, num_tokens
+        self.plan = plan
+        self.num_tokens = num_tokens
         self._seeds = tuple(seeds)
         self._digests: list[int] = []
         self._others: list[list[int]] = [[] for _ in range(1, plan.theirs.num_ranks)]
@@ -63,7 +64,8 @@ class AnnouncedBlocks:
         the sender's block that completed it. Raises TransferError for blocks that do not follow those announced before,
         or that the prompt does not have, or where digests of a rank are missing.
         """
-        known, total = len(self._digests), len(self._seeds)
+        known = len(self._digests)
+        total = len(self._seeds)
         if first_block != known or not digests or known + len(digests) > total:
             raise TransferError(
                 f"the sender announced {len(digests)} blocks from {first_block}; {known} of {total} were announced"

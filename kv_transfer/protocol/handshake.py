@@ -37,8 +37,11 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.plan import PeerTerms, terms_between
 from kv_transfer.protocol.transcript import Mac, Transcript, mac_of
 
-_CHALLENGE, _PROVE, _WELCOME = "acceptor's challenge", "dialer's proof", "acceptor's welcome"
-_DIALER_REFUSES, _ACCEPTOR_REFUSES = "dialer's refusal", "acceptor's refusal"
+_CHALLENGE = "acceptor's challenge"
+_PROVE = "dialer's proof"
+_WELCOME = "acceptor's welcome"
+_DIALER_REFUSES = "dialer's refusal"
+_ACCEPTOR_REFUSES = "acceptor's refusal"
 _WORKERS = frozenset(Role) - {Role.ROUTER}
 _UNPROVED_KINDS = frozenset({ErrorKind.UNAUTHENTICATED, ErrorKind.INCOMPATIBLE})
 """What a refusal without a proof may mean: that there will be no link. Anything else could end a request."""
@@ -99,7 +102,8 @@ class Dialing:
     """The dialer's half. ``session`` is set once the acceptor's Welcome was found good."""
 
     def __init__(self, me: LocalIdentity, target: PeerTarget, mac: Mac = mac_of) -> None:
-        self._me, self._target = me, target
+        self._me = me
+        self._target = target
         self._hello = Hello(
             PROTOCOL_MIN,
             PROTOCOL_MAX,
@@ -160,7 +164,8 @@ class Dialing:
 
     def _check_target(self, challenge: Challenge, where: str) -> None:
         """Raise WorkerLostError where somebody else of this cluster answers than the one that was asked for."""
-        asked, found = self._target, challenge
+        asked = self._target
+        found = challenge
         if (found.worker_id, found.boot_id) != (asked.worker_id, asked.boot_id):
             raise WorkerLostError(
                 f"{where} was asked for as boot {asked.boot_id}; boot {found.boot_id} of worker"
@@ -226,7 +231,8 @@ class Accepting:
     def _challenge_for(self, hello: Hello) -> Challenge:
         _check_names(hello, "the dialing worker")
         _common_protocol(hello, f"worker {hello.worker_id}")
-        self._hello, me = hello, self._me
+        self._hello = hello
+        me = self._me
         self._transcript.add(hello)
         unproved = Challenge(
             PROTOCOL_MIN, PROTOCOL_MAX, secrets.token_hex(16), me.worker_id, me.boot_id, me.role, proof=""
@@ -236,7 +242,8 @@ class Accepting:
         return self._challenge
 
     def _welcome(self, prove: Prove, hello: Hello) -> Welcome:
-        me, who = self._me, f"worker {hello.worker_id}"
+        me = self._me
+        who = f"worker {hello.worker_id}"
         if not self._transcript.is_proved(_PROVE, prove):
             raise UnauthenticatedError(f"{who} does not hold this cluster's secret")
         if (hello.target_worker_id, hello.target_boot_id) != (me.worker_id, me.boot_id):

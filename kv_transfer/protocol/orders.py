@@ -120,7 +120,8 @@ class PullJob(msgspec.Struct, frozen=True):
 
     def in_rank(self, our_rank: int) -> "PullJob":
         """What our rank of several has to read of it: its own share of the heads."""
-        conversion, ranks = self.conversion, [our_rank]
+        conversion = self.conversion
+        ranks = [our_rank]
         if conversion is not None:
             conversion = conversion.in_rank(our_rank)
             ranks = conversion.plan.ranks_of(our_rank)

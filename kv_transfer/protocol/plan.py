@@ -46,7 +46,8 @@ class TransferPlan:
 
     def describe(self) -> str:
         """What is converted, as "block_size 16 → 32, dtype bfloat16 → float32"; empty for a direct plan."""
-        ours, theirs = self.ours.layout, self.theirs.layout
+        ours = self.ours.layout
+        theirs = self.theirs.layout
         changes = [
             ("block_size", theirs.block_size, ours.block_size),
             ("dtype", theirs.dtype, ours.dtype),
@@ -56,8 +57,10 @@ class TransferPlan:
 
     def source_blocks(self, our_first: int, our_end: int, num_tokens: int) -> range:
         """Which of their blocks hold tokens of our blocks ``our_first``..``our_end`` - 1 of a prompt of ``num_tokens``."""
-        ours, theirs = self.ours.layout.block_size, self.theirs.layout.block_size
-        first, end = our_first * ours, min(our_end * ours, num_tokens)
+        ours = self.ours.layout.block_size
+        theirs = self.theirs.layout.block_size
+        first = our_first * ours
+        end = min(our_end * ours, num_tokens)
         return range(first // theirs, -(-end // theirs))
 
     def num_covered(self, num_their_blocks: int, num_tokens: int) -> int:
@@ -72,7 +75,8 @@ class TransferPlan:
 
         No block of theirs is needed by two pieces where our blocks are the smaller ones.
         """
-        ours, theirs = self.ours.layout.block_size, self.theirs.layout.block_size
+        ours = self.ours.layout.block_size
+        theirs = self.theirs.layout.block_size
         while our_first < our_end:
             limit = (our_first * ours // theirs + max(1, max_source_blocks)) * theirs // ours
             end = min(our_end, max(limit, our_first + 1))
@@ -81,17 +85,21 @@ class TransferPlan:
 
     def token_runs(self, our_first: int, our_end: int, num_tokens: int) -> Iterator[TokenRun]:
         """All tokens of these blocks of ours, in order; nothing behind the prompt's end."""
-        ours, theirs = self.ours.layout.block_size, self.theirs.layout.block_size
-        token, end = our_first * ours, min(our_end * ours, num_tokens)
+        ours = self.ours.layout.block_size
+        theirs = self.theirs.layout.block_size
+        token = our_first * ours
+        end = min(our_end * ours, num_tokens)
         while token < end:
-            (our_block, our_offset), (their_block, their_offset) = divmod(token, ours), divmod(token, theirs)
+            (our_block, our_offset) = divmod(token, ours)
+            (their_block, their_offset) = divmod(token, theirs)
             count = min(ours - our_offset, theirs - their_offset, end - token)
             yield TokenRun(their_block, their_offset, our_block, our_offset, count)
             token += count
 
     def head_runs(self, our_rank: int = 0) -> list[HeadRun]:
         """Where the heads of our rank come from, in order; the ranks in it are those that it reads from."""
-        head, runs = self.ours.first_head(our_rank), []
+        head = self.ours.first_head(our_rank)
+        runs = []
         end = head + self.ours.layout.num_kv_heads
         while head < end:
             their_rank, their_first = divmod(head, self.theirs.layout.num_kv_heads)

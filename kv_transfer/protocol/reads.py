@@ -123,7 +123,8 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
         Raises StaleLeaseError.
         """
-        start, end = self.first_block - base, self.end_block - base
+        start = self.first_block - base
+        end = self.end_block - base
         if start < 0 or end > num_lent:
             outside = self.first_block if start < 0 else max(self.first_block, base + num_lent)
             raise StaleLeaseError(
@@ -181,7 +182,8 @@ class Read:
             self.is_stopped = True
             if self._interrupt is not None:
                 self._interrupt()
-            told, self._on_stop = self._on_stop, []
+            told = self._on_stop
+            self._on_stop = []
         for callback in told:
             callback()
 
@@ -226,7 +228,8 @@ class Read:
     @contextmanager
     def telling(self, on_landed: Callable[[int], None]) -> Iterator[None]:
         """Within, in this thread, ``on_landed`` hears what a transport says by ``landed``; nobody else does."""
-        before, self._on_landed = self._on_landed, on_landed
+        before = self._on_landed
+        self._on_landed = on_landed
         try:
             yield
         finally:
@@ -237,7 +240,8 @@ class _Interruptible:
     """See ``Read.interruptible``. No generator: every read enters this, mostly with cold caches."""
 
     def __init__(self, read: Read, interrupt: Callable[[], None]) -> None:
-        self._read, self._interrupt = read, interrupt
+        self._read = read
+        self._interrupt = interrupt
 
     def __enter__(self) -> None:
         self._read.interrupt_by(self._interrupt)

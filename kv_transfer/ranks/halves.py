@@ -37,7 +37,8 @@ class RankDataHalves:
     """
 
     def __init__(self, num_ranks: int, counters: Counters) -> None:
-        self._num_ranks, self._counters = num_ranks, counters
+        self._num_ranks = num_ranks
+        self._counters = counters
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._keys: dict[int, str] = {}
@@ -51,7 +52,8 @@ class RankDataHalves:
 
     def attach(self, reports: DataReports, forget: Callable[[Source], None]) -> None:
         """Say who listens, and who forgets a source; called once, before ``connect``."""
-        self._reports, self._forget = reports, forget
+        self._reports = reports
+        self._forget = forget
 
     def connect(self, lines: Sequence[Any]) -> None:
         """The sockets to the ranks, in rank order; their halves may not be open yet."""
@@ -181,7 +183,8 @@ class RankDataHalves:
                 self._progress.reported(rank, word.counts)
 
     def _hear_of_job(self, rank: int, word: words.Landed | words.JobOver) -> None:
-        number, event = word.number, words.event_of(word)
+        number = word.number
+        event = words.event_of(word)
         with self._lock:
             key = self._keys.get(number, "")
             if isinstance(event, ev.PieceLanded):

@@ -33,7 +33,9 @@ class JoinedRanks:
     opener = "kv_transfer.ranks.rank_half:open_rank_half"
 
     def __init__(self, settings: TransferSettings, num_ranks: int, parts: JoinedParts) -> None:
-        self._settings, self._num_ranks, self._parts = settings, num_ranks, parts
+        self._settings = settings
+        self._num_ranks = num_ranks
+        self._parts = parts
 
     def settings_of(self, rank: int) -> bytes:
         """See RanksConnector."""

@@ -81,7 +81,8 @@ class RankHalf:
     def close(self) -> None:
         """See RankConnector."""
         with self._lock:
-            reads, trials = list(self._reads.values()), list(self._trials.values())
+            reads = list(self._reads.values())
+            trials = list(self._trials.values())
         for read in reads:
             read.stop()
         self._data.close()

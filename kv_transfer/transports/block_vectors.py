@@ -123,9 +123,11 @@ class _Header(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_send, _receive = _libc.sendmsg, _libc.recvmsg
+_send = _libc.sendmsg
+_receive = _libc.recvmsg
 for _function in (_send, _receive):
-    _function.restype, _function.argtypes = ctypes.c_ssize_t, (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 
 def _call(function: Any, sock: socket.socket, vectors: _Vectors, flags: int) -> int:

@@ -78,10 +78,14 @@ class BlockViews(Sequence[memoryview]):
         part: BlockPart | None = None,
         address: int | None = None,
     ) -> None:
-        ids, num_blocks = np.asarray(block_ids, np.int64), pool.nbytes // block_bytes
+        ids = np.asarray(block_ids, np.int64)
+        num_blocks = pool.nbytes // block_bytes
         if len(ids) and (outside := block_outside(ids, num_blocks)) is not None:
             raise IndexError(f"block {outside} of a pool of {num_blocks}")
-        self.pool, self.block_bytes, self.block_ids, self.part = pool, block_bytes, block_ids, part
+        self.pool = pool
+        self.block_bytes = block_bytes
+        self.block_ids = block_ids
+        self.part = part
         self.ids, self.address = ids, address_of(pool) if address is None else address
         self._span = block_span(block_bytes, part)
         self._kept_addresses: npt.NDArray[np.uint64] | None = None
@@ -124,11 +128,13 @@ class BlockViews(Sequence[memoryview]):
         if isinstance(index, slice):
             some = BlockViews.__new__(BlockViews)
             some.__dict__.update(self.__dict__)  # a fifth of what copy() takes
-            some.block_ids, some.ids = self.block_ids[index], self.ids[index]
+            some.block_ids = self.block_ids[index]
+            some.ids = self.ids[index]
             if self._kept_addresses is not None:
                 some._kept_addresses = self._kept_addresses[index]
             return some
-        at, (start, end) = self.block_ids[index] * self.block_bytes, self._span
+        at = self.block_ids[index] * self.block_bytes
+        (start, end) = self._span
         return self.pool[at + start : at + end]
 
     def __iter__(self) -> Iterator[memoryview]:

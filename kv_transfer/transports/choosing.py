@@ -50,7 +50,8 @@ class Chooser:
     """
 
     def __init__(self, receivers: Mapping[str, ReceiverTransport], counters: Counters) -> None:
-        self._receivers, self._counters = dict(receivers), counters
+        self._receivers = dict(receivers)
+        self._counters = counters
         self.alternatives = Alternatives(counters)
         self._lock = threading.Lock()
         self._probes: dict[Source, _Probe] = {}

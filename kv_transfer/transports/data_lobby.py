@@ -24,7 +24,8 @@ class UnauthenticatedConnection:
 
     def __init__(self, sock: socket.socket, lending: Lending, heard_at: float, due_at: float) -> None:
         self.sock, self.host = sock, host_of(sock)
-        self.heard_at, self.due_at = heard_at, due_at
+        self.heard_at = heard_at
+        self.due_at = due_at
         self.has_spoken = False
         self._lending = lending
         self._frames = FrameBuffer(_MAX_GREETING_BYTES)
@@ -67,7 +68,8 @@ class Lobby:
     """
 
     def __init__(self, selector: selectors.BaseSelector, patience_seconds: float) -> None:
-        self._selector, self._patience_seconds = selector, patience_seconds
+        self._selector = selector
+        self._patience_seconds = patience_seconds
         self._most = max_unauthenticated(_MAX_UNAUTHENTICATED)
         self._unauthenticated: dict[UnauthenticatedConnection, None] = {}  # in the order in which they came
 

@@ -77,8 +77,11 @@ class DataPort:
         self, context: TransportContext, name: str, serve: Callable[[Connection], None], *, transport: str
     ) -> None:
         self._transport = transport
-        self._sessions, self._patience_seconds = context.sessions, context.read_timeout_seconds
-        self._name, self._talk, self._on_failed = name, serve, context.on_thread_failed
+        self._sessions = context.sessions
+        self._patience_seconds = context.read_timeout_seconds
+        self._name = name
+        self._talk = serve
+        self._on_failed = context.on_thread_failed
         self._lock = threading.Lock()
         self._connections: dict[Connection, threading.Thread] = {}
         self._is_closed = False

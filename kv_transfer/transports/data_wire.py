@@ -64,5 +64,6 @@ def reply_frame(status: DataStatus, message: str = "") -> bytes:
     return encode_frame(DataReply(status, message, bytes(-length % ALIGNMENT)), MAX_DATA_FRAME_BYTES)
 
 
-OK_FRAME, STALE_FRAME = reply_frame(DataStatus.OK), reply_frame(DataStatus.STALE)
+OK_FRAME = reply_frame(DataStatus.OK)
+STALE_FRAME = reply_frame(DataStatus.STALE)
 """The answers among blocks: ALIGNMENT bytes each."""

@@ -63,7 +63,8 @@ class SharedLeases:
     """The leases of one sender; owns their slots. Thread-safe."""
 
     def __init__(self, table: GenerationTable, on_idle: Callable[[LeaseName], None]) -> None:
-        self._table, self._on_idle = table, on_idle
+        self._table = table
+        self._on_idle = on_idle
         self._lock = threading.Lock()
         self._slots: dict[LeaseName, int] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))

@@ -60,9 +60,11 @@ def _started(fetch: Fetch, _event: ev.Started) -> FetchStep:
 
 def _announced_layers(fetch: Fetch, event: ev.AnnouncedLayers) -> FetchStep:
     """A hint: what is read by it is in nobody's count until its blocks are announced, pulled and verified."""
-    first, end = event.first_block, event.first_block + event.num_blocks
+    first = event.first_block
+    end = event.first_block + event.num_blocks
     is_open = fetch.state in (FetchState.RESERVED, FetchState.MOVING) and not fetch.is_retrying
-    known, ahead = len(fetch.digests), dict(fetch.ahead)
+    known = len(fetch.digests)
+    ahead = dict(fetch.ahead)
     start = ahead.get(first, 0)
     is_next = max(fetch.num_cached, known) <= first < end <= fetch.num_blocks
     if not is_open or not is_next or event.num_bytes <= start:
@@ -118,7 +120,8 @@ def _reserved(fetch: Fetch, event: ev.Reserved) -> FetchStep:
 
 def _pull(fetch: Fetch) -> FetchStep:
     """Post a read of what is announced, lacking and not posted yet."""
-    first, end = fetch.num_pulled, len(fetch.digests)
+    first = fetch.num_pulled
+    end = len(fetch.digests)
     if not fetch.is_reserved or end <= first or fetch.is_retrying:
         return _settle(fetch)
     if fetch.state is FetchState.RESERVED:

@@ -11,7 +11,8 @@ from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import format_address, listen_on, parse_address
 from kv_transfer.protocol.reads import PeerSilentError
 
-SENDER, RECEIVER = 0, 1
+SENDER = 0
+RECEIVER = 1
 _TAG = 0
 
 
@@ -69,7 +70,8 @@ class PairGroup:
 
     def close(self) -> None:
         """End the group, and what the other one waits for. Idempotent."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.abort()
 

@@ -14,13 +14,15 @@ class GroupPool:
     """This worker's pool as a group sees it. backend, device: see ``NcclWelcome``."""
 
     def __init__(self, memory: KVMemory) -> None:
-        self._memory, self.block_bytes = memory, memory.layout.block_bytes
+        self._memory = memory
+        self.block_bytes = memory.layout.block_bytes
         self._rows: Any = None
         self.backend, self.device, self.place = "gloo", "", torch.device("cpu")
         if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
             pool = memory.pool
             self._rows = pool.view(memory.num_blocks, -1)
-            self.backend, self.place = "nccl", pool.device
+            self.backend = "nccl"
+            self.place = pool.device
             self.device = str(torch.cuda.get_device_properties(pool.device).uuid)
 
     def gather(self, block_ids: Sequence[int], part: BlockPart | None = None) -> torch.Tensor:
@@ -31,7 +33,8 @@ class GroupPool:
             taken: torch.Tensor = rows[torch.tensor(block_ids, device=self.place)]
             torch.cuda.synchronize(self.place)
             return taken.view(torch.uint8).flatten()
-        content, size = self.empty(len(block_ids) * (end - start)), end - start
+        content = self.empty(len(block_ids) * (end - start))
+        size = end - start
         target = content.numpy().data
         for number, view in enumerate(read_views(self._memory, block_ids, part)):
             target[number * size : (number + 1) * size] = view
@@ -43,6 +46,7 @@ class GroupPool:
 
     def scatter(self, content: torch.Tensor, views: Sequence[memoryview]) -> None:
         """Put the bytes into views of one size, one after the other."""
-        source, size = content.cpu().numpy().data, views[0].nbytes
+        source = content.cpu().numpy().data
+        size = views[0].nbytes
         for number, view in enumerate(views):
             view[:] = source[number * size : (number + 1) * size]

@@ -25,7 +25,9 @@ class _Peer:
     """The connection to a sender's data port, and the group."""
 
     def __init__(self, source: Source, host: str, timeout_seconds: float) -> None:
-        self._source, self._host, self._timeout_seconds = source, host, timeout_seconds
+        self._source = source
+        self._host = host
+        self._timeout_seconds = timeout_seconds
         self._who = f"worker {source.worker_id}"
         self._group: PairGroup | None = None
         self._block_bytes = 0
@@ -57,7 +59,8 @@ class _Peer:
         self, pool: GroupPool, group: PairGroup, piece: ReadRequest, views: Sequence[memoryview]
     ) -> None:
         """Read one piece; nothing of a stale one reaches the views."""
-        size, (start, end) = views[0].nbytes, block_span(self._block_bytes, piece.part)
+        size = views[0].nbytes
+        (start, end) = block_span(self._block_bytes, piece.part)
         if size != end - start:
             raise TransferError(f"a block of {self._who} has {end - start} bytes, not {size}")
         write_frame(self._sock, piece, MAX_NCCL_FRAME_BYTES)
@@ -77,7 +80,9 @@ class NcclReceiver:
     """Owns the connections to peers. One on which anything but a stale lease went wrong is closed, never reused."""
 
     def __init__(self, sender: NcclSender, host: str, timeout_seconds: float) -> None:
-        self._sender, self._host, self._timeout_seconds = sender, host, timeout_seconds
+        self._sender = sender
+        self._host = host
+        self._timeout_seconds = timeout_seconds
         self._peers: Kept[_Peer] = Kept(harmless=StaleLeaseError)
 
     def probe(self, source: Source, read: Read) -> None:

@@ -50,7 +50,8 @@ class NcclSender:
         self._port.close()
 
     def _talk(self, connection: Connection) -> None:
-        pool, timeout_seconds = self.pool, self._context.read_timeout_seconds
+        pool = self.pool
+        timeout_seconds = self._context.read_timeout_seconds
         if pool is None:
             denied = NcclWelcome(DataStatus.DENIED, "the pool is not allocated yet")
             write_frame(connection.sock, denied, MAX_NCCL_FRAME_BYTES)

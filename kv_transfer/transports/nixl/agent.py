@@ -157,7 +157,9 @@ class DescribedRegion:
     """
 
     def __init__(self, agent: NixlAgent, region: Region, peer: str = _SELF) -> None:
-        self._agent, self._region, self._peer = agent, region, peer
+        self._agent = agent
+        self._region = region
+        self._peer = peer
         self._by_part: dict[BlockPart | None, Any] = {None: agent.describe(region, peer)}
 
     def blocks(self, part: BlockPart | None = None) -> Any:

@@ -61,7 +61,8 @@ class Region:
             is_here = views.address == self.address and views.pool.nbytes <= self.num_bytes
             is_same = views.block_bytes == self.block_bytes and views.part == part
             return views.ids if is_here and is_same else None
-        (start, end), found = block_span(self.block_bytes, part), list[int]()
+        (start, end) = block_span(self.block_bytes, part)
+        found = list[int]()
         for view in views:
             number, offset = divmod(address_of(view) - self.address, self.block_bytes)
             if offset != start or view.nbytes != end - start or not 0 <= number < self.num_blocks:
@@ -80,7 +81,8 @@ class Region:
         start, end = block_span(self.block_bytes, part)
         rows = np.empty((self.num_blocks, 3), np.uint64)
         rows[:, 0] = np.arange(self.num_blocks, dtype=np.uint64) * self.block_bytes + self.address + start
-        rows[:, 1], rows[:, 2] = end - start, self.device_id
+        rows[:, 1] = end - start
+        rows[:, 2] = self.device_id
         return rows
 
 
@@ -103,7 +105,8 @@ class HostMemory:
 
 def region_of(memory: KVMemory) -> Region:
     """The pool, wherever it is. Raises TransferError where its blocks are not in one piece."""
-    size, count = memory.layout.block_bytes, memory.num_blocks
+    size = memory.layout.block_bytes
+    count = memory.num_blocks
     if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
         return Region(memory.pool.data_ptr(), size, count, True, memory.pool.device.index or 0)
     if isinstance(memory, FlatMemory):

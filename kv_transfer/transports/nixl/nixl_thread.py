@@ -34,7 +34,8 @@ from kv_transfer.transports.nixl.wire import NixlWelcome
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _SPIN_SECONDS = 50e-6
-_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.2e-3, 20e-3
+_MIN_PAUSE_SECONDS = 0.2e-3
+_MAX_PAUSE_SECONDS = 20e-3
 _IDLE_PER_PAUSE = 250
 """A pause is so small a part of the time for which nothing has happened."""
 
@@ -61,7 +62,9 @@ class NixlThread:
         self._agent: NixlAgent | None = None
         self._posted: list[NixlRead] = []
         self._pools: set[RemotePool] = set()
-        self._num_serving, self._serves_until, self._active_at = 0, 0.0, 0.0
+        self._num_serving = 0
+        self._serves_until = 0.0
+        self._active_at = 0.0
         self._commands = Mailbox[Callable[[], None] | None]()
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self._is_closed = False
@@ -218,9 +221,12 @@ class NixlThread:
         """End the agent, and everything that still waits."""
         with self._lock:
             self._is_closed = True
-        ended, agent, self._agent = self._posted, self._agent, None
+        ended = self._posted
+        agent = self._agent
+        self._agent = None
         pools = self._pools | {read.pool for read in ended}
-        self._posted, self.pool_blocks = [], None
+        self._posted = []
+        self.pool_blocks = None
         if agent is not None:
             for read in ended:
                 for handle in read.handles:

@@ -25,7 +25,8 @@ class RemotePool:
 
     def __init__(self, agent_name: str, who: str, welcome: NixlWelcome) -> None:
         """Raises TransferError for a welcome that names no memory."""
-        self.agent_name, self.who = agent_name, who
+        self.agent_name = agent_name
+        self.who = who
         self.region = Region(
             welcome.address, welcome.block_bytes, welcome.num_blocks, welcome.is_device, welcome.device_id
         )
@@ -58,7 +59,8 @@ class RemotePool:
         if look is None:
             if len(self._looks) >= _MAX_LOOKS:
                 self._forget_looks(agent)
-            into, out_of = np.arange(len(slots), dtype=np.int32), np.array(slots, np.int32)
+            into = np.arange(len(slots), dtype=np.int32)
+            out_of = np.array(slots, np.int32)
             look = agent.prepare(self._found_slots.blocks(), into, self._table.blocks(), out_of)
             self._looks[slots] = look
         return look

@@ -88,7 +88,8 @@ class NixlRead:
 
     def end(self, error: KvbatonError | None) -> None:
         """It is terminal."""
-        self._error, self.is_terminal = error, True
+        self._error = error
+        self.is_terminal = True
         self.wake()
 
     def look_at_clock(self) -> None:

@@ -52,7 +52,9 @@ class _Peer:
     """
 
     def __init__(self, source: Source, nixl_thread: NixlThread, timeout_seconds: float) -> None:
-        self._source, self._nixl_thread, self._timeout_seconds = source, nixl_thread, timeout_seconds
+        self._source = source
+        self._nixl_thread = nixl_thread
+        self._timeout_seconds = timeout_seconds
         self._who = f"worker {source.worker_id}"
         self._pool: RemotePool | None = None
         self._lock = threading.Lock()
@@ -143,8 +145,10 @@ class _Peer:
         read: Read,
     ) -> None:
         """Part by part. The slots are read by the last one, which posts that only when its blocks are there."""
-        part, into = request.part, self._own_blocks(views, request)
-        count, step = len(views), pool.bounce.region.num_blocks
+        part = request.part
+        into = self._own_blocks(views, request)
+        count = len(views)
+        step = pool.bounce.region.num_blocks
         if into is not None:
             step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
         for start in range(0, count, step):
@@ -167,7 +171,8 @@ class _Peer:
         self, views: Sequence[memoryview], request: ReadRequest
     ) -> tuple[DescribedRegion, Ids] | None:
         """Where the views are in this worker's own pool; None where they are not."""
-        pool, blocks = self._nixl_thread.pool, self._nixl_thread.pool_blocks
+        pool = self._nixl_thread.pool
+        blocks = self._nixl_thread.pool_blocks
         found = None if pool is None else pool.find(views, request.part)
         return None if found is None or blocks is None else (blocks, found.astype(np.int32))
 
@@ -260,7 +265,8 @@ class NixlReceiver:
     """Owns the connections to peers. One on which anything but a stale lease went wrong is closed, never reused."""
 
     def __init__(self, nixl_thread: NixlThread, timeout_seconds: float) -> None:
-        self._nixl_thread, self._timeout_seconds = nixl_thread, timeout_seconds
+        self._nixl_thread = nixl_thread
+        self._timeout_seconds = timeout_seconds
         self._peers: Kept[_Peer] = Kept(harmless=StaleLeaseError)
 
     def probe(self, source: Source, read: Read) -> None:

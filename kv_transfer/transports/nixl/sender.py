@@ -36,7 +36,9 @@ class NixlSender:
     def __init__(self, context: TransportContext, nixl_thread: NixlThread) -> None:
         """Open the port."""
         self.why_not_offered: str | None = "the pool is not allocated yet"
-        self._nixl_thread, self._is_auto, self._sessions = nixl_thread, context.is_auto, context.sessions
+        self._nixl_thread = nixl_thread
+        self._is_auto = context.is_auto
+        self._sessions = context.sessions
         self._table = GenerationTable()
         self._leases = SharedLeases(self._table, context.on_idle)
         self.welcome = NixlWelcome(DataStatus.DENIED, self.why_not_offered)

@@ -14,7 +14,8 @@ from kv_transfer.native.compiling import CopyBlocks
 from kv_transfer.transports.block_views import BlockViews
 
 _MIN_ADDRESSES = 1024
-_ADDRESS_BYTES, _ID_BYTES = ctypes.sizeof(ctypes.c_void_p), 8
+_ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
+_ID_BYTES = 8
 
 
 class BlockCopier:
@@ -36,10 +37,14 @@ class BlockCopier:
         Neither pool is kept alive or exported by it. It is good until the next one is asked for.
         """
         if self._copy_blocks is None:
-            items, targets = self._from.items(source), self._to.items(target)
+            items = self._from.items(source)
+            targets = self._to.items(target)
             return lambda start, end: _copy_data(targets[start:end], items[start:end])
-        copy_blocks, step, size = self._copy_blocks, source.block_bytes, source.view_bytes
-        out_of, into = source.first_address, target.first_address
+        copy_blocks = self._copy_blocks
+        step = source.block_bytes
+        size = source.view_bytes
+        out_of = source.first_address
+        into = target.first_address
         ids = np.ascontiguousarray(source.ids), np.ascontiguousarray(target.ids)
         out_of_ids, into_ids = (each.__array_interface__["data"][0] for each in ids)
 
@@ -71,7 +76,8 @@ class _Buffer(ctypes.Structure):
 _view_of = ctypes.pythonapi.PyMemoryView_FromBuffer
 _view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.POINTER(_Buffer),)
 _copy_data = ctypes.pythonapi.PyObject_CopyData  # one memcpy for each item; raises what goes wrong
-_copy_data.restype, _copy_data.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.py_object)
+_copy_data.restype = ctypes.c_int
+_copy_data.argtypes = (ctypes.py_object, ctypes.py_object)
 
 
 class _Addresses:
@@ -79,14 +85,17 @@ class _Addresses:
 
     def __init__(self) -> None:
         self._addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self._view, self._item_bytes = memoryview(b""), 0
+        self._view = memoryview(b"")
+        self._item_bytes = 0
 
     def items(self, views: BlockViews) -> memoryview:
         """These, as the items of a buffer (PEP 3118, suboffsets); good until the next call."""
-        count, size = len(views), views.view_bytes
+        count = len(views)
+        size = views.view_bytes
         if count > len(self._addresses) or size != self._item_bytes:
             self._addresses = np.zeros(max(count, len(self._addresses), _MIN_ADDRESSES), np.int64)
-            self._view, self._item_bytes = _buffer_of(self._addresses, size), size
+            self._view = _buffer_of(self._addresses, size)
+            self._item_bytes = size
         views.put_addresses(self._addresses[:count])
         return self._view
 
@@ -95,7 +104,8 @@ def _buffer_of(addresses: npt.NDArray[np.int64], item_bytes: int) -> memoryview:
     """``addresses`` must be kept as long as this, which follows what they become."""
     count = len(addresses)
     numbers = (ctypes.c_ssize_t * 3)(count, _ADDRESS_BYTES, 0)
-    shape, step = ctypes.addressof(numbers), ctypes.sizeof(ctypes.c_ssize_t)
+    shape = ctypes.addressof(numbers)
+    step = ctypes.sizeof(ctypes.c_ssize_t)
     buffer = _Buffer(
         buf=addresses.__array_interface__["data"][0],
         len=count * item_bytes,

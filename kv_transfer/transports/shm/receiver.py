@@ -52,11 +52,13 @@ class _MappedPeer:
     def __init__(
         self, source: Source, timeout_seconds: float, copy_blocks: CopyBlocks | None, cache_bytes: int
     ) -> None:
-        self._source, self._timeout_seconds = source, timeout_seconds
+        self._source = source
+        self._timeout_seconds = timeout_seconds
         self._who = f"worker {source.worker_id}"
         self.is_connected = False
         self._is_interrupted = False
-        self._copier, self._holds_lock = BlockCopier(copy_blocks), copy_blocks is None
+        self._copier = BlockCopier(copy_blocks)
+        self._holds_lock = copy_blocks is None
         self._cache_bytes = cache_bytes
         self._undo = ExitStack()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -114,7 +116,8 @@ class _MappedPeer:
         if self._is_over(seen):
             raise self._stale(request, "before its blocks")
         copy = self._copying(blocks, views, read)
-        count, step = len(views), blocks_per_piece(to - at)
+        count = len(views)
+        step = blocks_per_piece(to - at)
         for start in range(0, count, step):
             end = min(start + step, count)
             copy(start, end)

@@ -60,7 +60,8 @@ class ShmSender:
             self.why_not_offered = f"the KV pool cannot be shared read-only: {error}"
             return
         self._undo.callback(os.close, self._pool)
-        self._num_blocks, self._block_bytes = memory.num_blocks, memory.layout.block_bytes
+        self._num_blocks = memory.num_blocks
+        self._block_bytes = memory.layout.block_bytes
         self.why_not_offered = None
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:

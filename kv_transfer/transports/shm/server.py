@@ -44,8 +44,11 @@ class ShmServer:
 
     def __init__(self, path: Path, context: TransportContext, welcome: Welcome) -> None:
         """An unauthenticated reader has ``read_timeout_seconds`` to prove its session."""
-        self._path, self._sessions, self._welcome = path, context.sessions, welcome
-        self._patience_seconds, self._on_failed = context.read_timeout_seconds, context.on_thread_failed
+        self._path = path
+        self._sessions = context.sessions
+        self._welcome = welcome
+        self._patience_seconds = context.read_timeout_seconds
+        self._on_failed = context.on_thread_failed
         self._readers: dict[_Reader, None] = {}
         self._is_closed = False
         self._max_unauthenticated = max_unauthenticated(_MAX_UNAUTHENTICATED)

@@ -30,7 +30,8 @@ class _Connection:
     """A data connection that may still have to be made."""
 
     def __init__(self, source: Source, timeout_seconds: float) -> None:
-        self.source, self.timeout_seconds = source, timeout_seconds
+        self.source = source
+        self.timeout_seconds = timeout_seconds
         self.is_connected = False
         self.sock = unconnected(source, timeout_seconds)
         self._poll = select.poll()  # not select.select: it takes no descriptor above 1023
@@ -64,7 +65,8 @@ class _Connection:
             ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
         )
         view_bytes = bytes_of_each(views)
-        blocks, pieces = socket_blocks(views), list(request.pieces(view_bytes))
+        blocks = socket_blocks(views)
+        pieces = list(request.pieces(view_bytes))
         answers = bytearray(ALIGNMENT)  # whether the first piece comes
         for start, piece in pieces:
             read.check()
@@ -82,7 +84,9 @@ class _Connection:
         read: Read,
     ) -> None:
         """Answers and the piece behind them, into the blocks from ``start`` on; told while its bytes are in the cache."""
-        end, at, left_out = start + piece.num_blocks, start, len(answers)
+        end = start + piece.num_blocks
+        at = start
+        left_out = len(answers)
         step = max(1, _TOLD_BYTES // view_bytes) if read.is_followed else piece.num_blocks
         try:
             for at in range(start, end, step):
