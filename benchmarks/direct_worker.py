@@ -14,11 +14,13 @@ import grpc.aio
 
 from benchmarks.servers import in_time, started
 from benchmarks.settings import service_environment
+from contract.membership import Registration
 from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.worker_calls import WorkerCalls, open_worker_calls
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
+from wire.membership import registration_from_proto
 
 _PEER_SECONDS = 10.0
 _SESSION = "benchmark"
@@ -28,7 +30,7 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
     """What a router is to one worker, and no more: it hears the worker's tokens."""
 
     def __init__(self) -> None:
-        self.attached: asyncio.Future[pb.Registration] = asyncio.get_running_loop().create_future()
+        self.attached: asyncio.Future[Registration] = asyncio.get_running_loop().create_future()
         self.calls: WorkerCalls | None = None
         self._heard: asyncio.Queue[tuple[float, pb.TokenEntry]] = asyncio.Queue()
         self._numbers = count()
@@ -40,7 +42,7 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
         first = await anext(request_iterator)
         welcome = pb.Welcome(protocol=PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
         yield pb.RouterMessage(welcome=welcome)
-        self.attached.set_result(first.registration)
+        self.attached.set_result(registration_from_proto(first.registration))
         async for message in request_iterator:
             now = time.perf_counter()
             for entry in message.step.entries:
@@ -93,7 +95,7 @@ async def direct_worker(
         await server.stop(None)
 
 
-async def _registration(worker: DirectWorker, process: asyncio.subprocess.Process) -> pb.Registration:
+async def _registration(worker: DirectWorker, process: asyncio.subprocess.Process) -> Registration:
     """Raises ChildProcessError when the worker has ended before it came."""
     ended = asyncio.create_task(process.wait())
     ended.add_done_callback(lambda _: worker.attached.cancel())

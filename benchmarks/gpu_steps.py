@@ -16,17 +16,17 @@ from contract.errors import SettingError
 from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
 from engine.attention.choice import choose_backend
-from engine.batch import InputBatch
-from engine.forward import ForwardPass, fused
-from engine.forward_graphs import CudaRecorder, GraphedForward
-from engine.forward_plain import PlainForward
-from engine.inputs import PreparedInputs, prepare_inputs
+from engine.compute.batch import InputBatch
+from engine.compute.forward import ForwardPass, fused
+from engine.compute.forward_graphs import CudaRecorder, GraphedForward
+from engine.compute.forward_plain import PlainForward
+from engine.compute.inputs import PreparedInputs, prepare_inputs
+from engine.distributed.group import SingleRank
 from engine.models.decoder import CausalLM
 from engine.models.language_model import Head, LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
-from engine.ranks.group import SingleRank
-from engine.sampling import sample
-from engine.scores import SamplingRow
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampler import sample
 
 BLOCK_SIZE = 16
 BEST, RANDOM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95)

@@ -14,8 +14,8 @@ from typing import Any
 
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
-from kv_transfer.orders import PullJob
-from kv_transfer.transport import LeaseName, RangeGrant, Read, Source
+from kv_transfer.protocol.orders import PullJob
+from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, Source
 
 LEASE = LeaseName("benchmark", 0, "lease")
 Way = Callable[[], float | None]

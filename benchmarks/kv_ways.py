@@ -26,15 +26,15 @@ import torch
 from benchmarks.kv_pools import LEASE, Job, Shape, Way, job_of
 from engine.kv_cache.memory import MappedKVMemory
 from engine.mailbox import Mailbox
-from kv_transfer import events as ev
-from kv_transfer.block_views import address_of, write_views
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf
-from kv_transfer.digesting import digest_of
-from kv_transfer.leases import Sessions
-from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source, blocks_per_piece
+from kv_transfer.data.data_half import DataHalf
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import digest_of
+from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source, blocks_per_piece
+from kv_transfer.transports.block_views import address_of, write_views
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_port import leave_unpaced
+from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transport
 
@@ -166,7 +166,7 @@ def _mapped(path: str, num_bytes: int) -> memoryview:
 
 
 class _Reports:
-    """What a data half tells; see ``kv_transfer.data_reports.DataReports``."""
+    """What a data half tells; see ``kv_transfer.data.reports.DataReports``."""
 
     def __init__(self) -> None:
         self._ends = Mailbox[object]()

@@ -13,8 +13,7 @@ from statistics import median
 
 from contract.requests import TokenLogprobs
 from router.answer import Answer
-from router.attempt import Arrival
-from router.delivery import Token
+from router.delivery import Arrival, Token
 from router.limits import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from router.request import GenerationRequest, prepare
 from text.model_card import ModelCard

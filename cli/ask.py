@@ -51,7 +51,8 @@ async def ask_http(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> An
     async with endpoint.open_session() as session:
         reply = await _json(url, session.post(f"{url.rstrip('/')}/v1/{path}", json=dict(body)))
     with openai_shape(url):
-        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        choice = reply["choices"][0]
+        usage = reply.get("usage") or {}
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         return Answer(
             text=text or "",
@@ -89,7 +90,9 @@ async def ask_grpc(endpoint: Endpoint, address: str, request: pb.GenerateRequest
     Raises UnavailableError with gRPC's details.
     """
     parts: list[str] = []
-    finish_reason, usage, timings = "", pb.Usage(), pb.Timings()
+    finish_reason = ""
+    usage = pb.Usage()
+    timings = pb.Timings()
     async with await endpoint.open_channel(address) as channel:
         try:
             stub = inference_pb2_grpc.InferenceStub(channel)
@@ -99,7 +102,8 @@ async def ask_grpc(endpoint: Endpoint, address: str, request: pb.GenerateRequest
                     if choice.finish_reason:
                         finish_reason = _reason(choice.finish_reason)
                 if reply.HasField("usage"):
-                    usage, timings = reply.usage, reply.timings
+                    usage = reply.usage
+                    timings = reply.timings
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"gRPC {address}: {error.code().name}, {error.details()}") from error
     return Answer(

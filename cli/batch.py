@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
-from cli.arguments import parse
 from cli.batch_asking import Asker
 from cli.batch_files import (
     BadLine,
@@ -19,14 +18,15 @@ from cli.batch_files import (
     result,
 )
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
-from cli.local import run_local
-from cli.processes import ROUTER
-from cli.progress import progress_bar
-from cli.settings import BatchSettings
 from contract.errors import KvbatonError, SettingError
+from launch.arguments import parse
+from launch.client_settings import BatchSettings
+from launch.local_cluster import run_local
+from launch.processes import ROUTER
+from launch.progress import progress_bar
+from launch.spec import Facts
 from serving.logs import configure_logs
 from serving.signals import until_stopped
-from worker.launch import Facts
 
 
 def batch(arguments: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """``kvbaton chat``: a conversation in the terminal, or line by line through a pipe.
 
 The main thread waits for the user, and runs an event loop only while an answer streams: so Ctrl-C cancels that answer
-and nothing else. A service of its own runs in another thread (``cli.background``).
+and nothing else. A service of its own runs in another thread (``launch.background``).
 """
 
 import asyncio
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from cli.arguments import parse
 from cli.ask import served_model
-from cli.background import local_service
 from cli.conversation import Conversation
-from cli.endpoint import Endpoint, endpoint_at
-from cli.settings import ChatSettings
+from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.terminal import Pipe, Terminal, open_terminal
 from contract.errors import KvbatonError
+from launch.arguments import parse
+from launch.background import local_service
+from launch.client_settings import ChatSettings
 from serving.logs import configure_logs
 from serving.settings_file import nearest
 
@@ -117,8 +117,8 @@ def _service(settings: ChatSettings, terminal: Terminal | Pipe) -> Iterator[Endp
         yield endpoint_at(settings.url, settings)
         return
     terminal.say(f"starting {settings.model} on this machine")
-    with local_service(settings) as endpoint:
-        yield endpoint
+    with local_service(settings) as router:
+        yield local_endpoint(settings, router)
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.arguments import parse
-from cli.model import find_model
-from cli.settings import CheckSettings
 from contract.errors import SettingError
+from launch.arguments import parse
+from launch.client_settings import CheckSettings
+from launch.model import find_model
 from text.model_card import ModelCard
 from text.tokenizer import read_json
 
@@ -70,7 +70,8 @@ def examine(folder: Path) -> Finding:
 
 
 def _add_card(finding: Finding, card: ModelCard) -> None:
-    tokenizer, answers = card.tokenizer, card.answer_format
+    tokenizer = card.tokenizer
+    answers = card.answer_format
     parser = answers.tool_parser
     finding.facts |= {
         "context length": card.max_model_len,

@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from cli.arguments import parse
 from cli.ask import TIMING_NAMES, Answer, ask_grpc, ask_http, served_model
 from cli.endpoint import Endpoint, local_endpoint
-from cli.local import run_local
-from cli.processes import ROUTER
-from cli.settings import DEMO, DemoSettings
 from cli.terminal import printable
+from launch.arguments import parse
+from launch.kept_process import ProcessState
+from launch.local_cluster import run_local
+from launch.machine_settings import DemoSettings
+from launch.processes import ROUTER
+from launch.settings import DEMO
+from launch.spec import Facts, ProcessSpec
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
 from serving.settings import split_address
-from worker.launch import Facts, ProcessSpec
-from worker.supervisor import ProcessState
 
 QUESTION = """lamp: fox
 bread: violin
@@ -84,7 +85,8 @@ class Demo:
                 self._console.print(f"  {spec.name:<10} ended")
 
     async def _show(self, facts: dict[str, Facts], stopped: asyncio.Event) -> None:
-        endpoint, grpc_address = local_endpoint(self._settings, facts[ROUTER]), facts[ROUTER]["grpc"]
+        endpoint = local_endpoint(self._settings, facts[ROUTER])
+        grpc_address = facts[ROUTER]["grpc"]
         url = endpoint.url
         self._console.print(f"\nOpenAI API  {url}/v1\ngRPC        {grpc_address}  (kvbaton.v1.Inference)")
         self._status.update("asking")

@@ -10,12 +10,13 @@ import aiohttp
 import grpc
 import grpc.aio
 
-from cli.child_settings import from_file
-from cli.settings import ClientSettings, LocalSettings, child_environment, variable
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
+from launch.child_settings import from_file
+from launch.client_settings import ClientSettings
+from launch.settings import LocalSettings, child_environment, variable
+from launch.spec import Facts
 from serving.api_keys import first_key
-from worker.launch import Facts
 
 _CONNECT_SECONDS = 10.0
 

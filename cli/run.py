@@ -5,15 +5,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cli.arguments import parse
 from cli.ask import Answer, ask_http, served_model
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
-from cli.local import run_local
-from cli.processes import ROUTER
-from cli.settings import RunSettings
 from cli.terminal import printable
+from launch.arguments import parse
+from launch.client_settings import RunSettings
+from launch.local_cluster import run_local
+from launch.processes import ROUTER
+from launch.spec import Facts
 from serving.logs import configure_logs
-from worker.launch import Facts
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -8,11 +8,9 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from cli.arguments import parse
-from cli.model import find_model
-from cli.settings import ServiceSettings
-from contract.errors import SettingError
 from contract.identity import Role
+from launch.arguments import parse
+from launch.settings import ServiceSettings
 from serving.descriptors import raise_descriptor_limit
 from serving.logs import configure_logs
 from serving.parent import die_with_parent
@@ -21,14 +19,6 @@ logger = logging.getLogger(__name__)
 
 OnReady = Callable[[dict[str, Any]], None]
 C = TypeVar("C", bound=ServiceSettings)
-
-
-def model_folder(model: object) -> object:
-    """Validates a ``model`` setting: the folder of a model as in ``find_model``; None stays None."""
-    try:
-        return find_model(str(model)) if model is not None else None
-    except SettingError as error:
-        raise ValueError(error.message) from error
 
 
 def enter_service(command: type[C], role: Role, arguments: Sequence[str]) -> C:

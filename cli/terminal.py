@@ -6,7 +6,8 @@ from typing import NoReturn, Protocol, TextIO
 
 from cli.prompt_signals import heard_signals
 
-_PROMPT, _MORE = "> ", "… "
+_PROMPT = "> "
+_MORE = "… "
 _SHOWN = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 """A model's answer cannot steer the terminal: control characters are shown as what they are, unprintable."""
 

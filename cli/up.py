@@ -5,13 +5,14 @@ import logging
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from cli.arguments import parse
 from cli.endpoint import local_endpoint
-from cli.local import run_local
-from cli.processes import ROUTER
-from cli.settings import LocalSettings, ServeSettings, UpSettings
+from launch.arguments import parse
+from launch.local_cluster import run_local
+from launch.machine_settings import ServeSettings, UpSettings
+from launch.processes import ROUTER
+from launch.settings import LocalSettings
+from launch.spec import Facts
 from serving.logs import configure_logs, log_settings
-from worker.launch import Facts
 
 logger = logging.getLogger(__name__)
 

@@ -1,49 +1,10 @@
 """The commands that are one worker each: ``kvbaton prefill | decode | both``."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
-
-from cli.model import with_served_name
-from cli.service import enter_service, model_folder, run_service
-from cli.settings import DEMO, ServiceSettings
+from cli.service import enter_service, run_service
 from contract.identity import Role
-from worker.settings import WorkerSettings
-
-
-class WorkerCommand(ServiceSettings, WorkerSettings):
-    """Settings of a worker whose model may be the demo model or a Hugging Face id."""
-
-    model: Annotated[Path, BeforeValidator(model_folder)] = Field(default=Path(DEMO), validate_default=True)
-    """Folder or Hugging Face id of the model; "demo" is the small model that comes with kvbaton."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_the_model(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return with_served_name(values, DEMO)
-
-
-class PrefillCommand(WorkerCommand):
-    """Start one prefill worker: it computes prompts and lends their KV to decode workers.
-
-    Example: kvbaton prefill --model demo --router 127.0.0.1:9100 --secret-file secret
-    """
-
-
-class DecodeCommand(WorkerCommand):
-    """Start one decode worker: it fetches the KV of prompts and streams the tokens.
-
-    Example: kvbaton decode --model demo --router 127.0.0.1:9100 --secret-file secret
-    """
-
-
-class BothCommand(WorkerCommand):
-    """Start one aggregated worker: it computes prompts and decodes them itself.
-
-    Example: kvbaton both --model demo --router 127.0.0.1:9100 --secret-file secret
-    """
+from launch.worker_settings import BothCommand, DecodeCommand, PrefillCommand
 
 
 def prefill(arguments: Sequence[str]) -> None:

@@ -31,7 +31,8 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 def full_block_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """Hashes of the ``len(token_ids) // block_size`` full blocks, first to last."""
-    hashes, parent = [], root
+    hashes = []
+    parent = root
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = block_hash(parent, token_ids[start : start + block_size])
         hashes.append(parent)

@@ -35,7 +35,8 @@ _ONE_SCHEMA = ("additionalProperties", "items", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _DEFINITIONS = ("$defs", "definitions")
-_UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+_UPPER = ("maximum", "exclusiveMaximum")
+_LOWER = ("minimum", "exclusiveMinimum")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _KEPT = frozenset(
     (
@@ -110,7 +111,8 @@ class _Reducer:
             spelled_out = closed_names(spelled_out, names) or spelled_out
         out: Schema = {}
         for key, value in spelled_out.items():
-            place, is_way = (*at, key), self._references.is_way(own, key)
+            place = (*at, key)
+            is_way = self._references.is_way(own, key)
             if key in _DEFINITIONS and self._references.are_all_pointers:
                 out |= {key: self._way(own, key, value, place)} if is_way else {}
             elif key in _KEPT:

@@ -46,7 +46,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def _why_not(self, name: str, other: "KVLayout") -> str | None:
         """Why this field cannot differ so, in brackets where that is not plain; None: it is equal, or bridged."""
-        ours, theirs = getattr(self, name), getattr(other, name)
+        ours = getattr(self, name)
+        theirs = getattr(other, name)
         if ours == theirs:
             return None
         if name == "dtype":

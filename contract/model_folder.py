@@ -150,7 +150,8 @@ def file_within(folder: Path, name: object, named_in: str) -> Path:
     if parts.is_absolute() or ".." in parts.parts:
         _fail(f"{named_in} names {name!r:.80}, which is outside the folder")
     try:
-        real, home = (folder / name).resolve(), folder.resolve()
+        real = (folder / name).resolve()
+        home = folder.resolve()
     except (OSError, RuntimeError) as error:
         _fail(f"{named_in} names {name!r:.80}, which leads nowhere: {error}", error)
     if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):

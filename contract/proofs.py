@@ -24,11 +24,14 @@ def encode_fields(label: str, fields: Sequence[Field]) -> bytes:
 
 def _encoded(field: Field) -> bytes:
     if isinstance(field, bytes):
-        tag, data = b"b", field
+        tag = b"b"
+        data = field
     elif isinstance(field, str):
-        tag, data = b"s", field.encode("utf-8", "surrogatepass")
+        tag = b"s"
+        data = field.encode("utf-8", "surrogatepass")
     else:
-        tag, data = b"i", str(int(field)).encode()
+        tag = b"i"
+        data = str(int(field)).encode()
     return tag + len(data).to_bytes(8, "big") + data
 
 
@@ -36,7 +39,10 @@ def derive_key(secret: str | bytes, label: str, *context: Field, num_bytes: int 
     """Return a key for one purpose by HKDF-SHA256. Whoever holds it learns nothing of the secret or of other keys."""
     material = secret.encode() if isinstance(secret, str) else secret
     extracted = hmac.digest(VERSION.encode(), material, "sha256")
-    info, block, found, counter = encode_fields(label, context), b"", b"", 1
+    info = encode_fields(label, context)
+    block = b""
+    found = b""
+    counter = 1
     while len(found) < num_bytes:
         block = hmac.digest(extracted, block + info + bytes([counter]), "sha256")
         found += block

@@ -61,7 +61,8 @@ def _respelled(pattern: str) -> Iterator[str]:
 def _class_from(pattern: str, start: int) -> tuple[str, int]:
     """Return the items of the class that begin there, and where it ends. Raises NotHeldError where it does not."""
     out: list[str] = []
-    position, is_range = start, False
+    position = start
+    is_range = False
     while (match := _IN_CLASS.match(pattern, position)) and match[0] != "]":
         position = match.end()
         is_set = bool(match["set"])

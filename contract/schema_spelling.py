@@ -131,7 +131,8 @@ def closed_names(schema: Schema, names: Any) -> Schema | None:
 
 def _pattern_of(names: Schema) -> str | None:
     """Return the pattern of texts that match ``pattern`` or the bounds of a length; None for both together."""
-    fewest, most = names.get("minLength", 0), names.get("maxLength", "")
+    fewest = names.get("minLength", 0)
+    most = names.get("maxLength", "")
     if "pattern" in names:
         is_alone = fewest == 0 and most == ""
         return names["pattern"] if is_alone and isinstance(names["pattern"], str) else None

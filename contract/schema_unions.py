@@ -67,7 +67,8 @@ class Unions:
 
     def _flat(self, branches: Sequence[Any], depth: int) -> list[Any]:
         """Return the branches resolved, and those within unions among them, without those that nothing matches."""
-        out, waiting = [], [(one, depth) for one in reversed(branches)]
+        out = []
+        waiting = [(one, depth) for one in reversed(branches)]
         while waiting:
             self._step()
             one, level = waiting.pop()

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import grpc
-
-from contract.requests import ReceiveTransfer
 from protos import worker_pb2 as pb
+from wire.legs import decode_from_proto
 from worker.servicer import WorkerServicer
 
 
@@ -17,18 +15,4 @@ class DecodeServicer(WorkerServicer):
 
         The router asks for the latter only where no prefill worker is left, or handing over keeps failing.
         """
-        if not request.HasField("source"):
-            return await self._accept(request.task, None, context)
-        source = request.source
-        if not source.transfer_id or not source.control_address:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "the source of a decode leg needs a transfer_id and a control_address",
-            )
-        transfer = ReceiveTransfer(
-            transfer_id=source.transfer_id,
-            peer_worker_id=source.worker_id,
-            peer_boot_id=source.boot_id,
-            peer_control=source.control_address,
-        )
-        return await self._accept(request.task, transfer, context)
+        return await self._accept(decode_from_proto, request, context)

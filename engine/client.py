@@ -1,4 +1,4 @@
-"""The two interchangeable clients of one engine core (A5): in a thread of this process, or in a process of its own.
+"""The two interchangeable clients of one engine core: in a thread of this process, or in a process of its own.
 
 ``ProcessClient`` is the default for services: network work never delays a step. Both answer with the same tokens.
 """
@@ -15,7 +15,7 @@ from engine.core import EngineInfo
 from engine.hosting.delivery import Delivery
 from engine.hosting.messages import Abort, AbortRequest, AddRequest, Call, FromEngine, Shutdown, ToEngine
 from engine.hosting.process import EngineProcess
-from engine.hosting.step_loop import EnginePlan
+from engine.hosting.running import EnginePlan
 from engine.hosting.thread import EngineThread
 from engine.scheduling.stats import SchedulerStats
 from engine.settings import EngineSettings
@@ -56,7 +56,7 @@ class EngineClient(Protocol):
         """One list per step, until the engine ends. For one consumer."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Start a request and yield its outputs (A7); the last one of each choice has ``is_leg_finished``.
+        """Start a request and yield its outputs; the last one of each choice has ``is_leg_finished``.
 
         Leaving early aborts it.
         """

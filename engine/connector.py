@@ -1,4 +1,4 @@
-"""What an engine needs of a KV connector (the seeds' ``get_kv_connector`` seam); ``kv_transfer`` fulfils it.
+"""What an engine needs of a KV connector; ``kv_transfer`` fulfils it.
 
 Two halves. ``SchedulerConnector`` lives with the scheduler and is called only from the core's step thread; nothing in
 it blocks. ``RankConnector`` lives in the rank process that owns the KV memory and moves and digests bytes in a thread

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,16 +24,17 @@ from engine.connector import (
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduler import Scheduler
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.boarding import Boarding
 from engine.scheduling.ending import RequestStatus
 from engine.scheduling.grammars import Grammars
 from engine.scheduling.inspection import check_integrity, counters, debug_state
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.waits import WaitStage
 from engine.settings import EngineSettings
+from engine.stepping.gate import PacedGate, StepGate
 
 if TYPE_CHECKING:
-    from engine.executor import Executor
+    from engine.executors.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
-    """Executor → workers → runner → weights, then the KV cache (A10). Raises SettingError for what cannot be served."""
+    """Executor → workers → runner → weights, then the KV cache. Raises SettingError for what cannot be served."""
     # Imported here, so that a process that only talks to an engine never loads torch.
-    from engine.executor import create_executor
+    from engine.executors.executor import create_executor
     from engine.kv_cache.startup import initialize_kv_cache
 
     executor = create_executor(settings)
@@ -81,9 +82,11 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
 
 
 class EngineCore:
-    """Owns executor, connector, the grammars' compiler and scheduler. Used from one thread.
+    """Owns executor, connector, the grammars' compiler, scheduler and step gate. Used from one thread.
 
     load_vocabulary: model folder, its end tokens → what the tokens stand for; called in another thread, if ever.
+    gate: decides when a step starts; None: a PacedGate. It asks the core about its work (``engine.stepping.gate.Work``).
+    stages: see Scheduler.
     """
 
     def __init__(
@@ -95,11 +98,16 @@ class EngineCore:
         start: ExecutorStart = start_executor,
         load_vocabulary: VocabularyLoader = load_vocabulary,
         clock: Callable[[], float] = time.monotonic,
+        gate: StepGate | None = None,
+        stages: Sequence[WaitStage] = (),
     ) -> None:
         self.executor, num_blocks = start(settings)
+        self._has_news = False
+        self._stages = stages
         self._under_way: _Begun | None = None
-        self._clock, self._wake = clock, wake
-        self._boarding = Boarding(settings.max_hold_share, clock)
+        self._clock = clock
+        self._wake = wake
+        self._gate = gate or PacedGate(settings.max_hold_share, clock)
         model = self.executor.model_info
         load = partial(load_vocabulary, settings.model, model.eos_token_ids)
         self._grammars = GrammarCompiler(load, model.vocab_size)
@@ -107,7 +115,7 @@ class EngineCore:
         self._take_finished: Callable[[], tuple[set[str], set[str]]] = lambda: (set(), set())
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._connect(connector_factory, settings.tensor_parallel_size, self._hear_connector)
+            self._connect(connector_factory, settings.tensor_parallel_size, self._on_connector_news)
             self.info, self.scheduler = self._schedule_with(settings, num_blocks, wake)
             self.executor.watch(wake)
             undo.pop_all()
@@ -117,7 +125,7 @@ class EngineCore:
         meanwhile: Callable[[], None] = lambda: None,
         may_go_on: Callable[[], bool] = lambda: False,
     ) -> dict[int, list[EngineOutput]]:
-        """One step (A19): every running request advances by one token, or by a chunk of its prompt.
+        """One step: every running request advances by one token, or by a chunk of its prompt.
 
         A request whose KV has arrived since the last one is among them. While the model is computed, the next step is
         drafted, and ``meanwhile`` called.
@@ -126,28 +134,28 @@ class EngineCore:
         ``is_under_way``. Then the next step begins before the tokens are taken in, if they cannot change it.
         """
         started = self._clock()
+        self._has_news = False
         scheduled, finish = self._under_way or self._begin()
         self._under_way = None
         meanwhile()
-        self.scheduler.batcher.draft(scheduled)
+        self.scheduler.draft_next(scheduled)
         output = finish()
         if output.was_cut_short:
-            self._boarding.cut_short()
-            self.scheduler.batcher.drop_draft()
+            self._gate.interrupted()
             return self.scheduler.update_from_output(scheduled, output)
-        self._boarding.ended(is_empty=not scheduled.total_num_scheduled_tokens)
-        if may_go_on() and not self._seconds_to_arrival() and (following := self.scheduler.go_on(output)):
+        self._gate.ended(is_empty=not scheduled.total_num_scheduled_tokens)
+        if may_go_on() and self._gate.may_continue(self) and (following := self.scheduler.go_on(output)):
             self._under_way = self._let_begin(following)
         outputs = self.scheduler.update_from_output(scheduled, output)
-        self.scheduler.batcher.fair_steps.note(scheduled, self._clock() - started)
+        self.scheduler.note_duration(scheduled, self._clock() - started)
         return outputs
 
     def _begin(self) -> _Begun:
-        self.scheduler.hear_finished(*self._take_finished())
+        self.scheduler.on_transfers_finished(*self._take_finished())
         return self._let_begin(self.scheduler.schedule())
 
     def _let_begin(self, scheduled: SchedulerOutput) -> _Begun:
-        self.scheduler.totals.held_seconds += self._boarding.begun()
+        self.scheduler.totals.held_seconds += self._gate.started()
         return scheduled, self.executor.begin(scheduled)
 
     @property
@@ -155,47 +163,53 @@ class EngineCore:
         """The next step has begun: nothing but ``step`` may be called."""
         return self._under_way is not None
 
-    def seconds_to_hold(self) -> float:
-        """Return how long to delay the next step: for a request that is about to join it, or to leave time to other clients.
+    def seconds_to_start(self) -> float | None:
+        """Return how long to delay the next step; None while there is none. Ask again after every message."""
+        return self._gate.seconds_to_start(self)
 
-        Ask again after any news.
-        """
-        batcher = self.scheduler.batcher
-        if self._seconds_to_arrival() == 0 and batcher.seconds_to_pause() == 0:
-            return 0.0
-        self.scheduler.hear_finished(*self._take_finished())
-        self.scheduler.hear_connector()
-        if (pause := batcher.seconds_to_pause()) > 0:
-            return pause
-        is_for_answers = (batcher.running or batcher.arrived) and not batcher.waiting
-        return self._seconds_to_arrival() if is_for_answers else 0.0
+    # What the gate asks.
 
-    def _seconds_to_arrival(self) -> float:
-        due = self._connector.scheduler.next_arrival() if self._connector is not None else None
-        return 0.0 if due is None else self._boarding.seconds_to_hold(due)
+    def needs_step(self) -> bool:
+        """Return False while nothing would change: wait for a message, ``wake`` or ``seconds_to_deadline``."""
+        return self._has_news or self.scheduler.needs_step()
 
-    def _hear_connector(self) -> None:
-        """From a thread of the connector's, which has news: who arrives early in a step joins it, which begins again."""
-        if self._boarding.may_cut_short() and self._has_newcomer():
+    def take_news(self) -> None:
+        """Process what the connector has reported: transfers that ended, and those that need blocks."""
+        self.scheduler.on_transfers_finished(*self._take_finished())
+        self.scheduler.take_news()
+
+    def next_arrival(self) -> float | None:
+        """Return when, on the clock, the KV of a request is expected; None where none is."""
+        return self._connector.scheduler.next_arrival() if self._connector is not None else None
+
+    def has_answers_only(self) -> bool:
+        """Return whether the next step holds answers, and no prompt waits."""
+        return self.scheduler.has_answers_only()
+
+    def seconds_to_pause(self) -> float:
+        """Return how long the next step leaves the machine to other clients."""
+        return self.scheduler.seconds_to_pause()
+
+    # What other threads report.
+
+    def note_news(self) -> None:
+        """Make the next step run whatever the scheduler knows: a deadline is due, or the connector has news."""
+        self._has_news = True
+
+    def _on_connector_news(self) -> None:
+        """Restart a young step for a request that has arrived, and wake the loop. From a thread of the connector."""
+        if self._gate.may_interrupt() and self._has_newcomer():
             self.executor.cut_short()
         self._wake()
 
     def _has_newcomer(self) -> bool:
         connector = self._connector
-        return connector is not None and connector.scheduler.has_arrived() and self.scheduler.batcher.has_room
-
-    def rested(self) -> None:
-        """There was nothing to do until now."""
-        self._boarding.rested()
+        return connector is not None and connector.scheduler.has_arrived() and self.scheduler.has_room()
 
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""
         scheduler = None if self._connector is None else self._connector.scheduler
         return scheduler.progress() if isinstance(scheduler, ShowsProgress) else {}
-
-    def needs_step(self) -> bool:
-        """False while nothing would change: wait for input, ``wake`` or ``seconds_to_deadline``."""
-        return self.scheduler.needs_step()
 
     def seconds_to_deadline(self) -> float | None:
         """How long one may wait before a step is due; None for ever."""
@@ -203,7 +217,7 @@ class EngineCore:
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def add_request(self, request: EngineRequest) -> None:
-        """Enqueue tokenized input (A18). A bad one is answered with an error output, so that nobody waits (A9)."""
+        """Enqueue tokenized input. A bad one is answered with an error output, so that nobody waits."""
         try:
             request.check(self.info.vocab_size)
             if request.pooling_params is None and not self.info.has_head:
@@ -252,10 +266,12 @@ class EngineCore:
     def _connect(self, factory: ConnectorFactory | None, num_ranks: int, wake: Callable[[], None]) -> None:
         if factory is None:
             return
-        layout, fingerprint = self.executor.layout, self.executor.model_info.fingerprint
+        layout = self.executor.layout
+        fingerprint = self.executor.model_info.fingerprint
         if not isinstance(self.executor, JoinsRanks):
             pair = factory(layout, fingerprint, wake)
-            self._connector, self._take_finished = pair, pair.rank.take_finished
+            self._connector = pair
+            self._take_finished = pair.rank.take_finished
             self.executor.set_connector(pair.rank)
             return
         ranks_factory: object = factory
@@ -265,13 +281,15 @@ class EngineCore:
                 param="tensor_parallel_size",
             )
         joined = ranks_factory.for_ranks(Side(layout, num_ranks), fingerprint, wake)
-        self._connector, self._take_finished = joined, joined.ranks.take_finished
+        self._connector = joined
+        self._take_finished = joined.ranks.take_finished
         self.executor.join_ranks(joined.ranks)
 
     def _schedule_with(
         self, settings: EngineSettings, num_blocks: int, wake: Callable[[], None]
     ) -> tuple[EngineInfo, Scheduler]:
-        model, connector = self.executor.model_info, self._connector
+        model = self.executor.model_info
+        connector = self._connector
         pool = BlockPool(
             num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
         )
@@ -294,7 +312,10 @@ class EngineCore:
             vocab_size=model.vocab_size,
             model_fingerprint=model.fingerprint,
             connector=connector.scheduler if connector is not None else None,
-            grammars=Grammars(self._grammars, settings.max_grammar_bytes, wake),
+            grammars=Grammars(
+                self._grammars, settings.max_grammar_bytes, settings.grammar_timeout_seconds, wake
+            ),
+            stages=self._stages,
             clock=self._clock,
         )
         return info, scheduler

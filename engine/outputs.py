@@ -1,8 +1,8 @@
-"""What scheduler and runner say to each other in one step (seed 001): plain data, no tensors.
+"""What scheduler and runner say to each other in one step: plain data, no tensors.
 
-The names are those of the seed. ``kv_connector_metadata`` carries this step's orders to the ranks' data halves (B19);
+The names are those of vLLM's V1 engine. ``kv_connector_metadata`` carries this step's orders to the ranks' data halves;
 ``finished_sending`` and ``finished_recving`` are their completions: a prompt's KV has left (its blocks may be freed)
-or has arrived and was verified (the request may run) (B8).
+or has arrived and was verified (the request may run).
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from contract.requests import PoolingParams, SamplingParams
 
 @dataclass(frozen=True)
 class NewRequestData:
-    """A request that the runner sees for the first time (B4).
+    """A request that the runner sees for the first time.
 
     ``prompt_token_ids`` are all tokens known at this point: the prompt, and for a request whose KV came from another
     worker the tokens sampled there too. block_ids: one list per KV cache group. num_computed_tokens: tokens whose KV
@@ -41,7 +41,7 @@ class NewRequestData:
 
 @dataclass
 class CachedRequestData:
-    """Requests that the runner knows already, column by column (B6).
+    """Requests that the runner knows already, column by column.
 
     ``new_block_ids`` are appended to a request's blocks, or replace them where ``resumed_from_preemption`` is True.
     ``new_token_ids`` stays empty without pipeline parallelism; for a resumed request it holds all its tokens.
@@ -56,11 +56,11 @@ class CachedRequestData:
 
 @dataclass
 class SchedulerOutput:
-    """One forward pass (B2). ``num_scheduled_tokens`` counts tokens to process, not tokens to generate.
+    """One forward pass. ``num_scheduled_tokens`` counts tokens to process, not tokens to generate.
 
     block_copies: (from, to) of KV blocks that are copied before anything is computed.
     structured_output_request_ids: request → its row of ``grammar_bitmask``, int32 ``[num_rows, ceil(vocab_size / 32)]``,
-    for those with a grammar that draw a token in this step: token t only where bit t % 32 of word t // 32 is set (B17).
+    for those with a grammar that draw a token in this step: token t only where bit t % 32 of word t // 32 is set.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -84,7 +84,7 @@ class SchedulerOutput:
 
 
 class LogprobsLists(NamedTuple):
-    """Log probabilities of the sampled tokens, row i for request i (B9).
+    """Log probabilities of the sampled tokens, row i for request i.
 
     logprob_token_ids, logprobs: ``[num_reqs, k + 1]``, the sampled token first, then the k best in order.
     sampled_token_ranks: ``[num_reqs]``, 1 is the best token.
@@ -105,7 +105,7 @@ class OtherChoices:
 
 @dataclass
 class ModelRunnerOutput:
-    """What one forward pass gave (B8). A request whose prompt is not finished has an empty list of sampled ids.
+    """What one forward pass gave. A request whose prompt is not finished has an empty list of sampled ids.
 
     other_choices: by request, where its prompt is finished and it asks for several answers. prompt_logprobs_dict: by
     request, a row for each token of the prompt that follows one which was computed. pooler_output: empty where no request

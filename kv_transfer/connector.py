@@ -7,26 +7,26 @@ from typing import Protocol
 
 from contract.layout import KVLayout, Side
 from engine.connector import ConnectorPair, RanksConnectorPair
-from kv_transfer.choosing import Chooser
-from kv_transfer.control import ControlHalf, ControlParts
+from kv_transfer.control.control_half import ControlHalf, ControlParts
+from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import LocalIdentity
-from kv_transfer.leases import Sessions
-from kv_transfer.link_events import LinkSettings
-from kv_transfer.links import LinkLoop
-from kv_transfer.messages import Offer
-from kv_transfer.orders import CommitJob
+from kv_transfer.data.data_half import DataHalf
+from kv_transfer.links.link_events import LinkSettings
+from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.protocol.handshake import LocalIdentity
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.orders import CommitJob
+from kv_transfer.protocol.reads import LeaseName
 from kv_transfer.ranks.halves import RankDataHalves
 from kv_transfer.ranks.joined import JoinedParts, JoinedRanks, rank_settings
 from kv_transfer.ranks.opening import Opening
 from kv_transfer.ranks.receivers import of_ranks
 from kv_transfer.ranks.trials import rank_receivers
-from kv_transfer.sending import SendDesk, SendPorts, SendSettings
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import LeaseName
+from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transports
 
@@ -53,7 +53,9 @@ def create_connector(
 
     Raises SettingError, and OSError when a port cannot be bound.
     """
-    counters, completions, sessions = Counters(), Completions(), Sessions()
+    counters = Counters()
+    completions = Completions()
+    sessions = Sessions()
     me = _Me(settings, Side(layout), model_fingerprint, wake)
     controls = list[ControlHalf]()
 
@@ -65,16 +67,17 @@ def create_connector(
         links = LinkLoop(_link_settings(settings), counters)
         undo.callback(links.close)
         senders, receivers = open_transports(
-            settings.transport,
+            settings.transport_name,
             _context(settings, sessions, lambda lease: controls[0].lease_idle(lease), failed),
         )
-        lending, chooser = Lending(senders), Chooser(of_ranks(receivers), counters)
+        lending = Lending(senders)
+        chooser = Chooser(of_ranks(receivers), counters)
         undo.callback(lending.close)
         receiver = chooser if settings.decorate is None else settings.decorate(chooser)
         data = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
         chooser.attach(data.post_pull)
-        sends = _send_desk(me, lending, links, counters, completions)
-        fetches = _fetch_desk(me, data, chooser, links, counters, completions)
+        sends = _send_transfers(me, lending, links, counters, completions)
+        fetches = _fetch_transfers(me, data, chooser, links, counters, completions)
         control = ControlHalf(ControlParts(sends, fetches, links, data, sessions, counters, completions))
         controls.append(control)
         data.attach(lending, control)
@@ -90,16 +93,18 @@ def create_ranks_connector(
 
     No peer is served before they have. Raises SettingError for settings that several ranks cannot have, and OSError.
     """
-    counters, completions = Counters(), Completions()
-    me, halves = _Me(settings, side, model_fingerprint, wake), RankDataHalves(side.num_ranks, counters)
+    counters = Counters()
+    completions = Completions()
+    me = _Me(settings, side, model_fingerprint, wake)
+    halves = RankDataHalves(side.num_ranks, counters)
     rank_settings(settings, 0, side.num_ranks)  # what is wrong with them is said here
     chooser = Chooser({}, counters)
     with ExitStack() as undo:
         links = LinkLoop(_link_settings(settings), counters)
         undo.callback(links.close)
         chooser.attach(halves.post_pull)
-        sends = _send_desk(me, halves, links, counters, completions)
-        fetches = _fetch_desk(me, halves, chooser, links, counters, completions)
+        sends = _send_transfers(me, halves, links, counters, completions)
+        fetches = _fetch_transfers(me, halves, chooser, links, counters, completions)
         control = ControlHalf(
             ControlParts(sends, fetches, links, halves, halves.sessions, counters, completions)
         )
@@ -132,11 +137,11 @@ class _Committing(Protocol):
     def post_commit(self, job: CommitJob) -> None: ...
 
 
-def _send_desk(
+def _send_transfers(
     me: _Me, lending: _Releasing, links: LinkLoop, counters: Counters, completions: Completions
-) -> SendDesk:
+) -> SendTransfers:
     settings = me.settings
-    return SendDesk(
+    return SendTransfers(
         SendSettings(
             me.model_fingerprint,
             me.side.layout.block_size,
@@ -151,15 +156,15 @@ def _send_desk(
     )
 
 
-def _fetch_desk(
+def _fetch_transfers(
     me: _Me,
     data: _Committing,
     chooser: Chooser,
     links: LinkLoop,
     counters: Counters,
     completions: Completions,
-) -> FetchDesk:
-    return FetchDesk(
+) -> FetchTransfers:
+    return FetchTransfers(
         FetchSettings(
             me.model_fingerprint,
             me.side.layout.block_size,

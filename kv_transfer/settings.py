@@ -1,97 +1,64 @@
-"""The part of the settings that a connector needs, checked when it is made."""
+"""What a connector is made with, checked when it is made."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import Self
 
-from contract.errors import SettingError
+from pydantic import Field, model_validator
+
 from contract.identity import Role
-from kv_transfer.staging import DEFAULT_STAGING_BYTES
-from kv_transfer.transport import ReceiverTransport
+from contract.options import PartSettings, PeerOptions
+from kv_transfer.data.staging import DEFAULT_STAGING_BYTES
+from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.nixl_library import why_missing
-from kv_transfer.transports.registry import AUTO, transport_names
-from kv_transfer.transports.shm_folder import why_unsupported
+from kv_transfer.transports.nixl.library import why_missing
+from kv_transfer.transports.shm.folder import why_unsupported
+from kv_transfer.transports.transport import ReceiverTransport
 
-TransportName = Literal["auto", "shm", "nixl", "nccl", "tcp"]
-"""What a user may ask for. ``auto``: the best that both workers of a pair can do."""
+LOCAL = "local"
+"""The transport between connectors of one process, which only tests use."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferSettings:
-    """How one worker hands KV over. Raises SettingError with the name, the value and the allowed range.
+class TransferSettings(TransferOptions, PortOptions, PeerOptions, PartSettings):
+    """How one worker hands KV over. Raises SettingError with the name, the value and the allowed range."""
 
-    host: the address that the control and data ports bind to. advertise_host: what peers are told to dial, where that
-    differs (a wildcard bind, a NAT). control_port, data_port: 0 lets the system choose. lease_seconds: how long blocks
-    are lent without a heartbeat, or without anybody fetching them. parked_seconds: how long a fetch waits for a
-    transfer that is not known yet. peer_timeout_seconds: silence that counts as a peer's death.
-    read_timeout_seconds: a data connection that moves no byte for so long fails its transfer. max_staging_bytes: host
-    memory for blocks of one peer that must be converted, unless one block of ours needs more. num_layer_groups: in how many
-    parts the last blocks of a long prompt are lent, as their layers are computed; 1 is as a whole. shm_dir: the folder
-    of the sockets of ``shm``; None is a fresh private one in the system's temporary folder. local: where ``local``
-    transports meet. decorate: wraps the receiver (fault injection in tests).
-    """
-
-    worker_id: str
-    boot_id: str
+    worker_id: str = Field(min_length=1)
+    """The worker's name in the cluster."""
+    boot_id: str = Field(min_length=1)
+    """Another one at each start of the worker."""
     role: Role
-    secret: str = field(repr=False)
-    host: str = "127.0.0.1"
-    advertise_host: str | None = None
-    control_port: int = 0
-    data_port: int = 0
-    transport: str = AUTO
-    lease_seconds: float = 30.0
-    parked_seconds: float = 30.0
-    peer_timeout_seconds: float = 3.0
-    read_timeout_seconds: float = 10.0
-    max_frame_bytes: int = 16 * 2**20
-    max_staging_bytes: int = DEFAULT_STAGING_BYTES
-    num_layer_groups: int = 4
-    shm_dir: Path | None = None
+    """What the worker does: a router moves no KV."""
+    secret: str = Field(min_length=1, repr=False)
+    """The cluster's secret."""
+    parked_seconds: float = Field(default=30.0, gt=0)
+    """How long a fetch waits for a transfer that is not known yet."""
+    read_timeout_seconds: float = Field(default=10.0, gt=0)
+    """A data connection that moves no byte for so long fails its transfer."""
+    max_frame_bytes: int = Field(default=16 * 2**20, ge=65536)
+    """The longest message on a control link."""
+    max_staging_bytes: int = Field(default=DEFAULT_STAGING_BYTES, ge=1)
+    """Host memory for blocks of one peer that must be converted, unless one block of ours needs more."""
+    num_layer_groups: int = Field(default=4, ge=1)
+    """In how many parts the last blocks of a long prompt are lent, as their layers are computed; 1 is as a whole."""
     local: LocalHub | None = None
+    """Where transports of one process meet; None: ``transport`` says what is used."""
     decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None
+    """Wraps the receiver (fault injection in tests)."""
 
-    def __post_init__(self) -> None:
-        """Check every range."""
-        self._check_numbers()
-        for name in ("worker_id", "boot_id", "secret", "host"):
-            if not getattr(self, name):
-                raise SettingError(f"{name} is empty; it must not be", param=name)
+    @property
+    def transport_name(self) -> str:
+        """The transport to open: ``local`` where there is a hub for it."""
+        return LOCAL if self.local is not None else self.transport
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.host in ("0.0.0.0", "::") and self.advertise_host is None:
-            raise SettingError(
-                f"host is {self.host}, which nobody can dial; set advertise_host too", param="advertise_host"
-            )
+            raise ValueError(f"host is {self.host}, which nobody can dial; set advertise_host too")
         if self.role is Role.ROUTER:
-            raise SettingError("role is router; a router moves no KV", param="role")
-        self._check_transport()
-
-    def _check_numbers(self) -> None:
-        for name in ("control_port", "data_port"):
-            port = getattr(self, name)
-            if not 0 <= port <= 65535:
-                raise SettingError(f"{name} is {port}; it must lie in 0..65535", param=name)
-        for name in ("lease_seconds", "parked_seconds", "peer_timeout_seconds", "read_timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise SettingError(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
-        for name, low in (("max_frame_bytes", 65536), ("max_staging_bytes", 1)):
-            if getattr(self, name) < low:
-                raise SettingError(f"{name} is {getattr(self, name)}; it must be {low} or more", param=name)
-
-    def _check_transport(self) -> None:
-        names = (AUTO, *transport_names())
-        if self.transport not in names:
-            raise SettingError(
-                f"transport is {self.transport!r}; choose one of {', '.join(names)}", param="transport"
-            )
-        if (self.transport == "local") != (self.local is not None):
-            raise SettingError("transport local and the hub in local come together", param="local")
+            raise ValueError("role is router; a router moves no KV")
         missing = why_missing() if self.transport == "nixl" else None
         if missing is not None:
-            raise SettingError(missing, param="transport")
+            raise ValueError(f"transport nixl: {missing}")
         why_not = why_unsupported() if self.transport == "shm" else None
         if why_not is not None:
-            raise SettingError(
-                f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
-            )
+            raise ValueError(f"transport shm is not possible here: {why_not}; choose auto or tcp")
+        return self

@@ -15,7 +15,8 @@ from typing import Any
 from contract.layout import KVLayout
 from contract.requests import EngineRequest
 from engine.connector import ConnectorPair, Drained, Failed, FirstToken, LayerWatch, Published
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
+from kv_transfer.transports.transport import ReceiverTransport
 
 NUM_EARLY_CHECKS = 3
 """How often the ``shm`` receiver looks whether a read was stopped, up to and with its first block."""
@@ -28,7 +29,8 @@ class ByteMemory:
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        self.layout, self.num_blocks = layout, num_blocks
+        self.layout = layout
+        self.num_blocks = num_blocks
         self.committed: list[int] = []
         num_bytes = layout.block_bytes * num_blocks
         self.memfd = _create_memfd(num_bytes)
@@ -119,8 +121,10 @@ class CorruptingReceiver:
         num_times: int | None = None,
         transport: str | None = None,
     ) -> None:
-        self._inner, self._block_index = inner, block_index
-        self.num_times, self._transport = num_times, transport
+        self._inner = inner
+        self._block_index = block_index
+        self.num_times = num_times
+        self._transport = transport
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Fetch, then damage; what lands is not told before, for it would be verified."""
@@ -165,7 +169,9 @@ class TransferDriver:
 
     def attach(self, pair: ConnectorPair) -> None:
         """Drive this connector from now on."""
-        self.scheduler, self.rank, self.address = pair.scheduler, pair.rank, pair.address
+        self.scheduler = pair.scheduler
+        self.rank = pair.rank
+        self.address = pair.address
         self.rank.start(self.memory)
 
     def step(self) -> None:

@@ -7,8 +7,6 @@ from itertools import count
 from os import PathLike, fspath
 from typing import Any, Literal, Self
 
-from cli.arguments import parse, to_arguments
-from cli.progress import progress_bar
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from kvbaton.asking import ask_all, check_all, check_embeddings, embed_all
 from kvbaton.outputs import EmbeddingRequestOutput, RequestOutput
@@ -16,6 +14,8 @@ from kvbaton.prompts import Prompt, PromptType, parse_conversations, parse_promp
 from kvbaton.sampling import SamplingParams
 from kvbaton.service import OfflineService
 from kvbaton.settings import LLMSettings
+from launch.arguments import parse, to_arguments
+from launch.progress import progress_bar
 from router.request import EmbeddingRequest, GenerationRequest
 from text.chat import Chat
 
@@ -113,7 +113,8 @@ class LLM:
         Else as ``generate``.
         """
         _refuse_lora(lora_request)
-        parsed, service = parse_prompts(prompts), self._service
+        parsed = parse_prompts(prompts)
+        service = self._service
         asked = (partial(self._embedding_request, prompt) for prompt in parsed)
         requests = check_embeddings(service.pipeline, asked)
         with progress_bar("Processed prompts", len(parsed), is_shown=use_tqdm) as advance:
@@ -128,7 +129,8 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         _refuse_lora(lora_request)
-        service, each = self._service, len(prompts)
+        service = self._service
+        each = len(prompts)
         params = _one_each("sampling_params", SamplingParams() if sampling is None else sampling, each)
         priorities = _one_each("priority", 0 if priority is None else priority, each)
         wanted = zip(prompts, params, priorities, strict=True)

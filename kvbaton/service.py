@@ -12,22 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cli.arguments import parse, to_arguments
-from cli.child_settings import from_file
-from cli.local import cluster_secret, supervise
-from cli.model import find_model, model_name
-from cli.processes import ROUTER, local_processes
-from cli.router import RouterCommand
-from cli.settings import child_environment, variable
 from contract.errors import UnavailableError
 from contract.identity import Role
 from kvbaton.settings import LLMSettings
+from launch.arguments import parse, to_arguments
+from launch.child_settings import from_file
+from launch.local_cluster import cluster_secret, supervise
+from launch.model import find_model, model_name
+from launch.processes import ROUTER, local_processes
+from launch.router_settings import RouterCommand
+from launch.settings import child_environment, variable
+from launch.spec import Facts, ProcessSpec
+from launch.supervisor import Supervisor
 from router.pipeline import Pipeline
 from router.service import RouterService
 from router.settings import RouterSettings
 from text.model_card import ModelCard
-from worker.launch import Facts, ProcessSpec
-from worker.supervisor import Supervisor
 
 T = TypeVar("T")
 _LOOPBACK = "127.0.0.1:0"

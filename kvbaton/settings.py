@@ -1,17 +1,17 @@
 """The settings of an ``LLM``."""
 
-from cli.settings import LocalSettings, LogLevel
+from launch.settings import LocalSettings, LogLevel
 
 
 class LLMSettings(LocalSettings):
-    """Those of ``kvbaton up``, but for the pools: where none is asked for, one aggregated worker."""
+    """The settings of ``kvbaton up``, but with one aggregated worker where no pool is given."""
 
     log_level: LogLevel = "error"
     """The least important log records of the workers that are written."""
 
     @property
     def pools(self) -> tuple[int, int, int]:
-        """How many prefill, decode and aggregated workers."""
+        """Return the numbers of prefill, decode and aggregated workers."""
         if self.prefill is None and self.decode is None and self.both is None:
             return 0, 0, 1
         return super().pools

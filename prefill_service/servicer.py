@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import grpc
-
-from contract.requests import SendTransfer
 from protos import worker_pb2 as pb
+from wire.legs import prefill_from_proto
 from worker.servicer import WorkerServicer
 
 
@@ -14,10 +12,8 @@ class PrefillServicer(WorkerServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Accept a prompt whose KV will be lent under ``transfer_id``."""
-        if not request.transfer_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a prefill leg needs a transfer_id")
-        return await self._accept(request.task, SendTransfer(request.transfer_id), context)
+        return await self._accept(prefill_from_proto, request, context)
 
     async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Accept a prompt of which only the embedding is wanted."""
-        return await self._accept_embedding(request.task, context)
+        return await self._accept_embedding(request, context)

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from contract.requests import FinishReason, TokenLogprobs
-from router.attempt import Arrival
-from router.delivery import Token
+from router.delivery import Arrival, Token
 from router.request import PreparedRequest
 from router.timings import Timings
 from text.detokenizer import Detokenizer
@@ -173,5 +172,6 @@ class Answer:
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> Delta:
         self.is_finished = True
         delta.add(self._parser.flush())
-        delta.finish_reason, delta.stop_reason = reason, stop_reason
+        delta.finish_reason = reason
+        delta.stop_reason = stop_reason
         return delta

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contract.requests import TokenLogprobs
+from contract.requests import EngineOutput, FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,25 @@ class Token:
     token_id: int
     logprobs: TokenLogprobs | None = None
     text_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Tokens that are due now, in order. ``finish_reason`` comes with the answer's last ones, or with its embedding."""
+
+    tokens: list[Token]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    embedding: Sequence[float] = ()
+
+
+def tokens_of(output: EngineOutput) -> list[Token]:
+    """Return the tokens of a worker's output, each with its index and, where the worker sent them, log probabilities."""
+    logprobs = output.logprobs or ()
+    return [
+        Token(output.first_index + i, token_id, logprobs[i] if i < len(logprobs) else None)
+        for i, token_id in enumerate(output.token_ids)
+    ]
 
 
 class Delivery:

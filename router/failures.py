@@ -8,7 +8,8 @@
 """
 
 from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError
-from router.attempt import Attempt, Failure
+from router.attempt import Attempt
+from router.leg_failure import Failure
 from router.registry import AttachedWorker
 from router.severed import SeveredPairs
 from router.worker_calls import RouterExhaustedError
@@ -69,8 +70,8 @@ class Failures:
     def progress(self, attempt: Attempt) -> None:
         """Record that a token of the decode leg has come: nothing has failed in a row any more."""
         self._num_failures = self._num_transfer_failures = self._num_own_failures = 0
-        if attempt.prefill_worker:
-            self._severed.mend(attempt.prefill_worker, attempt.decode_worker)
+        if attempt.hand_over:
+            self._severed.mend(*attempt.hand_over)
 
     def note(self, attempt: Attempt, error: KvbatonError) -> None:
         """Record why an attempt failed. Raises the error where no further attempt could help, or too many have failed."""
@@ -78,15 +79,15 @@ class Failures:
         if failure is None:
             raise error
         self.last = error
-        self.prefer = attempt.prefill_worker.name if attempt.prefill_worker else None
+        self.prefer = attempt.hand_over[0].name if attempt.hand_over else None
         if isinstance(error, RouterExhaustedError):
             self._num_own_failures += 1
             return
         if _is_about_size(error):
             self._too_small.add(failure.culprit)
             return
-        if error.kind is ErrorKind.PEER_UNREACHABLE and attempt.prefill_worker:
-            self._severed.cut(attempt.prefill_worker, attempt.decode_worker)
+        if error.kind is ErrorKind.PEER_UNREACHABLE and attempt.hand_over:
+            self._severed.cut(*attempt.hand_over)
         if not self._is_known_death(failure):
             self._num_failures += 1
             self._num_transfer_failures += error.kind in TRANSFER_KINDS

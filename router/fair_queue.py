@@ -147,7 +147,8 @@ class FairQueue(Generic[_L, _T]):
 
     def take(self, ticket: Ticket[_L, _T]) -> None:
         """Begin a request: its client is charged, unless it was begun before or goes in the background."""
-        tenant, claim = self._tenants[ticket.claim.tenant], ticket.claim
+        tenant = self._tenants[ticket.claim.tenant]
+        claim = ticket.claim
         is_free = claim.is_replay or claim.priority == BACKGROUND_PRIORITY
         cost = 0.0 if is_free else claim.cost
         if cost:

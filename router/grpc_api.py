@@ -55,9 +55,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tokenizers: TokenizerThreads,
         stall_seconds: float,
     ) -> None:
-        self._pipeline, self._models, self._registry = pipeline, models, registry
+        self._pipeline = pipeline
+        self._models = models
+        self._registry = registry
         self._tokenizers = tokenizers
-        self._running, self._keys = running, keys
+        self._running = running
+        self._keys = keys
         self._stall_seconds = stall_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
@@ -115,7 +118,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with _answering(context, "tok"):
             card = self._models.card_named(request.model)
             length = self._registry.max_model_len(card.max_model_len)
-            text, has_special = request.text, not request.no_special_tokens
+            text = request.text
+            has_special = not request.no_special_tokens
             encode = partial(encode_text, card.tokenizer, text, length, has_special)
             answer.token_ids.extend(await self._tokenizers.run(len(text), encode))
         return answer

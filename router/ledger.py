@@ -18,7 +18,7 @@ from contract.errors import (
 from contract.requests import FinishReason
 from router.admission import has_slot
 from router.answer import Delta, Usage
-from router.attempt import LegReport
+from router.leg_report import LegReport
 from router.metrics import RouterMetrics
 from router.request import EmbeddingRequest, GenerationRequest
 from router.timings import Stopwatch
@@ -71,7 +71,8 @@ class Record:
 
     @state.setter
     def state(self, state: RequestState) -> None:
-        before, self._state = self._state, state
+        before = self._state
+        self._state = state
         if before is not state:
             self._on_state(self, before)
 

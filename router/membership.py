@@ -10,11 +10,13 @@ import grpc
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
+from contract.membership import Registration, Welcome
 from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.registry import AttachedWorker, Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
+from wire.membership import credit_from_proto, load_from_proto, registration_from_proto, welcome_to_proto
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +67,15 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
             try:
                 await self._connect(worker, context)
                 protocol = min(PROTOCOL_MAX, registration.protocol_max)
-                welcome = pb.Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
-                yield pb.RouterMessage(welcome=welcome)
+                welcome = Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
+                yield pb.RouterMessage(welcome=welcome_to_proto(welcome))
                 await _listen_until_gone(worker, request_iterator)
                 if worker.is_leaving:
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
                 self._registry.detach(worker, "its stream closed")
 
-    async def _vacated(self, registration: pb.Registration) -> None:
+    async def _vacated(self, registration: Registration) -> None:
         """Wait until another process with the same worker id has gone, if it goes in time."""
         if other := self._registry.holder(registration):
             with suppress(TimeoutError):
@@ -89,7 +91,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, error.message)
 
 
-async def _check_identity(registration: pb.Registration, context: Any) -> None:
+async def _check_identity(registration: Registration, context: Any) -> None:
     """End the call of a worker that registers under other ids than its certificate is for, or under none."""
     ids = {"worker_id": registration.worker_id, "boot_id": registration.boot_id}
     for field, value in ids.items():
@@ -105,14 +107,14 @@ async def _check_identity(registration: pb.Registration, context: Any) -> None:
         )
 
 
-async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> pb.Registration:
+async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registration:
     """A worker that says something else first, or nothing in time, gives an empty registration: it is refused."""
     try:
         async with asyncio.timeout(_REGISTRATION_SECONDS):
             first = await anext(messages, pb.WorkerMessage())
     except TimeoutError:
         first = pb.WorkerMessage()
-    return first.registration
+    return registration_from_proto(first.registration)
 
 
 async def _listen_until_gone(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
@@ -134,9 +136,9 @@ async def _listen(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessa
             case "step":
                 worker.deliver(message.step)
             case "load":
-                worker.report_load(message.load)
+                worker.report_load(load_from_proto(message.load))
             case "credit":
-                worker.grant(message.credit)
+                worker.grant(credit_from_proto(message.credit))
             case "goodbye":
                 worker.is_leaving = True
                 return

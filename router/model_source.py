@@ -116,13 +116,13 @@ def _log_template(card: ModelCard) -> None:
 async def _fetch(worker: AttachedWorker, folder: Path) -> None:
     """Write the worker's small model files into ``folder``; names that we do not know are left out."""
     files: dict[str, bytearray] = {}
-    async for piece in worker.calls.model_files():
-        if piece.name in MODEL_FILES:
-            files.setdefault(piece.name, bytearray()).extend(piece.data)
+    async for name, data in worker.calls.model_files():
+        if name in MODEL_FILES:
+            files.setdefault(name, bytearray()).extend(data)
         if sum(map(len, files.values())) > _MAX_BYTES:
             raise InternalError(f"worker {worker.name} sends model files of more than {_MAX_BYTES} bytes")
-    for name, data in files.items():
-        await asyncio.to_thread(_write, folder / name, bytes(data))
+    for name, content in files.items():
+        await asyncio.to_thread(_write, folder / name, bytes(content))
 
 
 def _write(file: Path, data: bytes) -> None:

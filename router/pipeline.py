@@ -157,7 +157,8 @@ class Pipeline:
         return card
 
     async def _answer(self, relay: Relay, card: ModelCard) -> AsyncGenerator[Delta, None]:
-        request, record = relay.request, relay.record
+        request = relay.request
+        record = relay.record
         answer = Answer(request, card)
         while not answer.is_finished:
             is_first = answer.num_tokens == 0
@@ -228,7 +229,8 @@ class Pipeline:
 
     def _within_length(self, make: Callable[..., PreparedRequest], card: ModelCard) -> PreparedRequest:
         """Prepare what fits an attached worker for those, and what fitted one that has gone a moment ago for that one."""
-        now, recent = self._registry.max_model_len(card.max_model_len), self._max_model_len(card)
+        now = self._registry.max_model_len(card.max_model_len)
+        recent = self._max_model_len(card)
         try:
             return make(max_model_len=now)
         except ContextLengthError:

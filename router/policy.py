@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from contract.identity import Role
+from router.legs import AGGREGATED, DECODE, EMBED, PREFILL, Placement, placed
 
 _FULL = 0.95
 """Used share of a KV pool from which on it gets no new request: what runs there still grows."""
@@ -66,17 +67,19 @@ Pairs = frozenset[tuple[str, str]]
 class Wish:
     """What a request asks of its workers.
 
-    num_prompt_tokens: with the tokens that were delivered already. num_answer_tokens: kept free beside them on the decode
-    side. num_choices: answers to the prompt that begin together. max_length: tokens that prompt and answer have together at
-    the most; with may_be_cut a worker that ends the answer earlier will do where no other is attached for a while. prefer:
-    the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed; they are asked
-    only for what no other worker does, even if it has no room just now. too_small: workers that refused the request for its
-    length. is_replay: an earlier attempt was begun, so where no prefill worker is left the decode worker computes the prompt
-    itself. is_local: it shall, because handing KV over has failed again and again. is_embedding: nothing is decoded.
+    num_prompt_tokens: with the tokens that were delivered already. num_delivered: how many those are. num_answer_tokens:
+    kept free beside them on the decode side. num_choices: answers to the prompt that begin together. max_length: tokens
+    that prompt and answer have together at the most; with may_be_cut a worker that ends the answer earlier will do where no
+    other is attached for a while. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an
+    earlier attempt failed; they are asked only for what no other worker does, even if it has no room just now. too_small:
+    workers that refused the request for its length. is_replay: an earlier attempt was begun, so where no prefill worker is
+    left the decode worker computes the prompt itself. is_local: it shall, because handing KV over has failed again and
+    again. is_embedding: nothing is decoded.
     """
 
     num_prompt_tokens: int
     num_answer_tokens: int
+    num_delivered: int = 0
     num_choices: int = 1
     max_length: int = 0
     may_be_cut: bool = False
@@ -88,19 +91,23 @@ class Wish:
     is_embedding: bool = False
 
     @property
+    def end_roles(self) -> tuple[Role, ...]:
+        """Roles of the workers on which it can end."""
+        return (Role.PREFILL if self.is_embedding else Role.DECODE), Role.BOTH
+
+    @property
+    def least_length(self) -> int:
+        """Tokens of prompt and answer that a worker on which it ends must take."""
+        if self.is_embedding:
+            return self.num_prompt_tokens
+        return max(self.num_prompt_tokens + 1, self.max_length)
+
+    @property
     def need(self) -> Need:
         """Without what it cannot be placed."""
         if self.is_embedding:
             return Need.EMBEDDING
         return Need.REPLAY if self.is_replay else Need.ANSWER
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Worker ids of the two legs. ``prefill`` is None where ``decode`` computes the prompt itself, or nothing but it."""
-
-    prefill: str | None
-    decode: str
 
 
 def place(
@@ -116,7 +123,7 @@ def place(
     both = _first(_by_load(workers, Role.BOTH, wish, turn))
     if wish.is_embedding:
         pooling = _first(_by_load(workers, Role.PREFILL, wish, turn)) or both
-        return Placement(None, pooling.worker_id) if pooling else None
+        return placed((EMBED, pooling.worker_id)) if pooling else None
     decodes = _by_load(workers, Role.DECODE, wish, turn)
     if is_local:
         return _alone(_first(decodes), both, wish)
@@ -125,9 +132,10 @@ def place(
     if pair:
         prefill, decode = pair
         if both is None or both.num_tokens >= max(prefill.num_tokens, decode.num_tokens):
-            return Placement(prefill.worker_id, decode.worker_id)
+            legs = (PREFILL, prefill.worker_id), (DECODE, decode.worker_id)
+            return placed(*legs, num_delivered=wish.num_delivered)
     if both:
-        return Placement(None, both.worker_id)
+        return _alone(None, both, wish)
     return _alone(_first(_unreached(workers, decodes, wish, severed)), None, wish)
 
 
@@ -135,11 +143,11 @@ def fits(worker: WorkerView, wish: Wish) -> bool:
     """Whether the worker is able to take the request at all, whatever it has to do now."""
     if not worker.max_requests or worker.worker_id in wish.too_small:
         return False
+    most = wish.least_length
     if wish.is_embedding:
-        return wish.num_prompt_tokens <= min(worker.max_length, worker.pool_tokens)
+        return most <= min(worker.max_length, worker.pool_tokens)
     if wish.num_prompt_tokens + (worker.role is not Role.PREFILL) > worker.pool_tokens:
         return False
-    most = max(wish.num_prompt_tokens + 1, wish.max_length)
     if (
         worker.role is Role.PREFILL
     ):  # of the answer it draws token 0 only, which must not be the last for want of space
@@ -150,10 +158,11 @@ def fits(worker: WorkerView, wish: Wish) -> bool:
 def candidates(workers: Iterable[WorkerView], wish: Wish) -> frozenset[str]:
     """Return the ids of the workers that may take a leg of the request; empty where it fits none that could decode it."""
     able = [worker for worker in workers if fits(worker, wish)]
-    ends = (Role.PREFILL, Role.BOTH) if wish.is_embedding else (Role.DECODE, Role.BOTH)
-    if not any(worker.role in ends for worker in able):
+    if not any(worker.role in wish.end_roles for worker in able):
         return frozenset()
-    return frozenset(worker.worker_id for worker in able if worker.role in ends or not wish.is_embedding)
+    return frozenset(
+        worker.worker_id for worker in able if worker.role is not Role.DECODE or not wish.is_embedding
+    )
 
 
 def awaited(workers: Sequence[WorkerView], wish: Wish) -> frozenset[str]:
@@ -173,11 +182,8 @@ def awaited(workers: Sequence[WorkerView], wish: Wish) -> frozenset[str]:
 
 def why_too_long(workers: Iterable[WorkerView], wish: Wish) -> str:
     """Describe why none of the workers is able to take the request."""
-    asked = wish.num_prompt_tokens if wish.is_embedding else max(wish.num_prompt_tokens + 1, wish.max_length)
     most = longest(worker for worker in workers if worker.max_requests)
-    return (
-        f"no attached worker takes {asked} tokens of prompt and answer together; the limit is {most or 0} now"
-    )
+    return f"no attached worker takes {wish.least_length} tokens of prompt and answer together; the limit is {most or 0} now"
 
 
 def longest(workers: Iterable[WorkerView]) -> int | None:
@@ -225,7 +231,7 @@ def _computes_locally(workers: Sequence[WorkerView], able: Sequence[WorkerView],
 def _alone(decode: WorkerView | None, both: WorkerView | None, wish: Wish) -> Placement | None:
     """Place the whole request on one worker."""
     worker = min(filter(None, (decode, both)), key=lambda each: _load(each, wish), default=None)
-    return Placement(None, worker.worker_id) if worker else None
+    return placed((AGGREGATED, worker.worker_id), num_delivered=wish.num_delivered) if worker else None
 
 
 def _unreached(

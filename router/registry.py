@@ -10,6 +10,7 @@ from typing import Any
 from contract.errors import IncompatiblePeerError, InvalidRequestError, WorkerLostError
 from contract.identity import Role
 from contract.layout import KVLayout, weights_of
+from contract.membership import Credit, Load, Registration
 from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
@@ -18,6 +19,7 @@ from router.policy import UNLIMITED, Need, WorkerView, is_full, longest, missing
 from router.resting import MAX_REST_SECONDS, Rest
 from router.running_shares import Held, Use
 from router.worker_calls import WorkerCalls
+from wire.membership import load_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +40,13 @@ class AttachedWorker:
     held: what runs here, by client. on_change: called when it may have room that it had not.
     """
 
-    def __init__(
-        self, registration: pb.Registration, calls: WorkerCalls, on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, registration: Registration, calls: WorkerCalls, on_change: Callable[[], None]) -> None:
         self.registration = registration
         self.name = registration.worker_id
         self.calls = calls
         self.session = secrets.token_hex(8)
-        self.load = pb.Load()
-        self.credit = pb.Credit()
+        self.load = Load()
+        self.credit = Credit()
         self.gone = asyncio.Event()
         self.is_leaving = False
         self.num_tokens = 0
@@ -64,8 +64,11 @@ class AttachedWorker:
     @property
     def _pool_tokens(self) -> int:
         """Tokens that its KV pool holds; block 0 is the null block."""
-        reg = self.registration
-        return (reg.num_blocks - 1) * reg.kv_layout.block_size if reg.num_blocks else UNLIMITED
+        num_blocks = self.registration.num_blocks
+        layout = self.registration.kv_layout
+        if not num_blocks:
+            return UNLIMITED
+        return (num_blocks - 1) * (layout.block_size if layout else 0)
 
     def bind(self, key: LegKey, post: Callable[[Event], None], num_tokens: int, tenant: str = "") -> None:
         """Send this leg's entries to ``post``, and its end if the worker dies. ``num_tokens`` count as load.
@@ -102,15 +105,16 @@ class AttachedWorker:
             else:
                 self.num_stale_entries += 1
         if step.HasField("load"):
-            self.report_load(step.load)
+            self.report_load(load_from_proto(step.load))
 
-    def report_load(self, load: pb.Load) -> None:
+    def report_load(self, load: Load) -> None:
         """It has told how busy it is. That matters to those who wait when its KV cache was full and is no more."""
-        was_full, self.load = is_full(self.load.kv_cache_usage), load
+        was_full = is_full(self.load.kv_cache_usage)
+        self.load = load
         if was_full and not is_full(load.kv_cache_usage):
             self._on_change()
 
-    def grant(self, credit: pb.Credit) -> None:
+    def grant(self, credit: Credit) -> None:
         """It has told how much it takes on."""
         self.credit = credit
         self._on_change()
@@ -179,7 +183,8 @@ class Registry:
     ) -> None:
         self._workers: dict[str, AttachedWorker] = {}
         self._gone: dict[str, tuple[float, WorkerView]] = {}
-        self._memory_seconds, self._clock = memory_seconds, clock
+        self._memory_seconds = memory_seconds
+        self._clock = clock
         self._model_fingerprint: str | None = None
         self._embeds_only = False
         self._changes = changes
@@ -224,11 +229,11 @@ class Registry:
         self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
         return longest([*self.snapshot(), *(view for _, view in self._gone.values())]) or otherwise
 
-    def meet(self, registration: pb.Registration, calls: WorkerCalls) -> AttachedWorker:
+    def meet(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
         """A worker that wants to attach."""
         return AttachedWorker(registration, calls, self._changes.tell)
 
-    def holder(self, registration: pb.Registration) -> AttachedWorker | None:
+    def holder(self, registration: Registration) -> AttachedWorker | None:
         """Return the attached worker that has this worker id and is another process; None where there is none."""
         worker = self._workers.get(registration.worker_id)
         return worker if worker and worker.registration.boot_id != registration.boot_id else None
@@ -250,7 +255,8 @@ class Registry:
             )
         if former := self._workers.pop(new.worker_id, None):
             former.lose(f"it registered again with boot id {new.boot_id}")
-        self._model_fingerprint, self._embeds_only = new.model_fingerprint, new.embeds_only
+        self._model_fingerprint = new.model_fingerprint
+        self._embeds_only = new.embeds_only
         self._workers[new.worker_id] = worker
         self._gone.pop(new.worker_id, None)
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
@@ -274,8 +280,8 @@ class Registry:
             worker.is_leaving = True
             worker.gone.set()
 
-    def _check(self, new: pb.Registration) -> None:
-        _check_complete(new)
+    def _check(self, new: Registration) -> None:
+        layout = _check_complete(new)
         if new.protocol_min > PROTOCOL_MAX or new.protocol_max < PROTOCOL_MIN:
             raise IncompatiblePeerError(
                 f"worker {new.worker_id} speaks protocol {new.protocol_min}..{new.protocol_max}, "
@@ -288,9 +294,9 @@ class Registry:
                 f"worker {new.worker_id} has the model {new.model_name} with fingerprint "
                 f"{new.model_fingerprint}, this router serves {self._model_fingerprint}"
             )
-        layout = _layout_of(new)
         for other in self._workers.values():
-            differences = layout.differences(_layout_of(other.registration))
+            theirs = other.registration.kv_layout
+            differences = layout.differences(theirs) if theirs else []
             if differences and other.name != new.worker_id:
                 raise IncompatiblePeerError(
                     f"no KV can be handed over between worker {new.worker_id} (ours) and worker {other.name} "
@@ -298,18 +304,8 @@ class Registry:
                 )
 
 
-def _layout_of(registration: pb.Registration) -> KVLayout:
-    layout = registration.kv_layout
-    return KVLayout(
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        block_size=layout.block_size,
-        dtype=layout.dtype,
-    )
-
-
-def _check_complete(new: pb.Registration) -> None:
+def _check_complete(new: Registration) -> KVLayout:
+    """Return the layout of a registration that lacks nothing. Raises InvalidRequestError that names what is missing."""
     names = ["worker_id", "boot_id", "address", "model_fingerprint", "max_model_len"]
     roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
     if new.role not in roles:
@@ -319,5 +315,6 @@ def _check_complete(new: pb.Registration) -> None:
     for name in names:
         if not getattr(new, name):
             raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)
-    if not new.HasField("kv_layout"):
+    if new.kv_layout is None:
         raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks kv_layout", param="kv_layout")
+    return new.kv_layout

@@ -7,18 +7,22 @@ in front of the requests of its priority that were not begun yet. Tokens of olde
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contract.errors import DeadlineError, ErrorKind, KvbatonError, UnavailableError
 from contract.identity import Role
-from router.attempt import Arrival, Attempt, LegReport
+from router.attempt import Attempt
+from router.bound_leg import legs_of
+from router.delivery import Arrival
 from router.failures import Failures
 from router.fair_queue import Claim
 from router.inbox import UnreadAccount, UnreadBytes
 from router.ledger import Record
-from router.policy import Placement, Wish
+from router.leg_report import LegReport
+from router.legs import LEG_KINDS, LegKind, Placement
+from router.policy import Wish
 from router.registry import Registry
 from router.request import PreparedRequest
 from router.severed import SeveredPairs
@@ -31,7 +35,8 @@ class Relays:
     """What every relay runs on.
 
     max_replays: attempts in a row that may fail without a token of a decode leg (those of prefill legs prove nothing
-    about the hand-over). unread: bounds what waits in the router because clients do not read.
+    about the hand-over). unread: bounds what waits in the router because clients do not read. kinds: the kinds of leg that
+    placements name.
     """
 
     registry: Registry
@@ -40,6 +45,7 @@ class Relays:
     tasks: TaskSet
     unread: UnreadBytes
     max_replays: int
+    kinds: Mapping[str, LegKind] = field(default_factory=lambda: LEG_KINDS)
 
     @contextmanager
     def open(
@@ -67,7 +73,10 @@ class Relay:
     def __init__(
         self, parts: Relays, request: PreparedRequest, record: Record, unread: UnreadAccount
     ) -> None:
-        self._parts, self.request, self.record, self._unread = parts, request, record, unread
+        self._parts = parts
+        self.request = request
+        self.record = record
+        self._unread = unread
         self._delivered: list[int] = []
         self._attempt: Attempt | None = None
         self._num_attempts = 0
@@ -80,11 +89,24 @@ class Relay:
         """Begin their first attempts together with this one's: their requests are further choices of the same prompt."""
         self._followers = followers
         for follower in followers:
-            follower._begun = asyncio.Event()
+            follower.follow()
+
+    def follow(self) -> None:
+        """Have another relay begin the first attempt, by ``begin_behind``."""
+        self._begun = asyncio.Event()
+
+    def begin_behind(self, placement: Placement) -> Attempt:
+        """Return the first attempt for the relay that begins it."""
+        self._attempt = self._new_attempt(placement)
+        self.record.bound()
+        if self._begun:
+            self._begun.set()
+        return self._attempt
 
     def close(self) -> None:
         """End the attempt that runs. Does nothing the second time."""
-        attempt, self._attempt = self._attempt, None
+        attempt = self._attempt
+        self._attempt = None
         if attempt:
             attempt.close()
 
@@ -137,11 +159,13 @@ class Relay:
         return attempt
 
     def _wish(self) -> Wish:
-        request, failures = self.request, self._failures
+        request = self.request
+        failures = self._failures
         return Wish(
             num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
             num_answer_tokens=request.num_answer_tokens * (1 + len(self._followers)),
             num_choices=1 + len(self._followers),
+            num_delivered=len(self._delivered),
             max_length=request.max_length,
             may_be_cut=request.fills_model or bool(self._delivered),
             prefer=failures.prefer,
@@ -164,33 +188,26 @@ class Relay:
         )
 
     def _begin(self, placement: Placement) -> Attempt:
-        followers, self._followers = self._followers, []
-        others = [follower._begin_behind(placement) for follower in followers]
+        followers = self._followers
+        self._followers = []
+        others = [follower.begin_behind(placement) for follower in followers]
         return self._new_attempt(placement).begin(*others)
 
-    def _begin_behind(self, placement: Placement) -> Attempt:
-        self._attempt = self._new_attempt(placement)
-        self.record.bound()
-        if self._begun:
-            self._begun.set()
-        return self._attempt
-
     def _new_attempt(self, placement: Placement) -> Attempt:
-        get = self._parts.registry.get
-        number, self._num_attempts = self._num_attempts, self._num_attempts + 1
-        prefill, decode = get(placement.prefill) if placement.prefill else None, get(placement.decode)
-        if prefill:
-            self._parts.severed.probe(prefill, decode)
-        elif decode.role is Role.DECODE:
-            self.record.recomputed_locally(placement.decode)
-        return Attempt(
+        number = self._num_attempts
+        self._num_attempts += 1
+        attempt = Attempt(
             self.request,
             self._delivered,
             number,
-            prefill,
-            decode,
+            legs_of(placement, self._parts.registry, self._parts.kinds),
             self._parts.tasks,
             self.report,
             self._unread,
             self._parts.unread.max_of_answer,
         )
+        if attempt.hand_over:
+            self._parts.severed.probe(*attempt.hand_over)
+        elif attempt.legs[-1].worker.role is Role.DECODE:
+            self.record.recomputed_locally(placement.end)
+        return attempt

@@ -137,7 +137,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         await self.die()
         await self._tasks.close(0.0)
         if self._server:
-            server, self._server = self._server, None
+            server = self._server
+            self._server = None
             await server.stop(None)
 
     @property
@@ -148,7 +149,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def die(self) -> None:
         """Close the stream to the router at once, as a crash does."""
         if self._channel:
-            channel, self._channel = self._channel, None
+            channel = self._channel
+            self._channel = None
             self._call.cancel()
             await channel.close()
 
@@ -241,7 +243,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def _play_embedding(self, task: pb.Task, script: Script) -> None:
         if not await self._disturbed(task, script, 0):
             entry = self._entry(task, script, 0, (), len(script.tokens))
-            entry.finish_reason, entry.pooled[:] = FinishReason.STOP.value, script.embedding
+            entry.finish_reason = FinishReason.STOP.value
+            entry.pooled[:] = script.embedding
             self.send(entry)
 
     async def _disturbed(self, task: pb.Task, script: Script, index: int) -> bool:
@@ -270,7 +273,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     def _entry(
         self, task: pb.Task, script: Script, index: int, chunk: Sequence[int], total: int
     ) -> pb.TokenEntry:
-        is_first, is_last = index == task.first_index, index + len(chunk) == total
+        is_first = index == task.first_index
+        is_last = index + len(chunk) == total
         was_cut = total < len(script.tokens)
         reason = FinishReason.LENGTH if was_cut else script.finish_reason
         return pb.TokenEntry(

@@ -12,11 +12,11 @@ from contract.errors import UnavailableError
 from router.attempt import Attempt
 from router.changes import ChangeSignal
 from router.fair_queue import Claim, FairQueue, MayGo, Ticket
+from router.legs import Placement
 from router.patience import Patience
 from router.policy import (
     Need,
     Pairs,
-    Placement,
     Wish,
     WorkerView,
     awaited,
@@ -166,7 +166,8 @@ class WaitingLine:
         uses = self._registry.decoding()
         self._starts.num_workers = len(uses)
         for ticket in self._queue.heads(self._may_go(uses)):
-            lane, tenant = ticket.lane, ticket.claim.tenant
+            lane = ticket.lane
+            tenant = ticket.claim.tenant
             if ticket.item.attempt.done():
                 self._discard(ticket)
                 return True

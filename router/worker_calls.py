@@ -18,10 +18,13 @@ from contract.errors import (
     OverloadedError,
     WorkerLostError,
 )
+from contract.membership import Registration
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import ClusterTls, worker_name
 from serving.grpc_options import internal_channel_options
+from wire.legs import cancel_to_proto
+from wire.model_files import piece_from_proto
 
 _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -80,18 +83,18 @@ class WorkerCalls:
 
     async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
         """Stop one choice of a request, up to this attempt."""
-        request = pb.CancelRequest(request_id=request_id, attempt=attempt, choice=choice)
+        request = cancel_to_proto(request_id, attempt, choice)
         try:
             await self._stub.Cancel(request, timeout=self._timeout)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Cancel", error) from error
 
-    async def model_files(self) -> AsyncIterator[pb.ModelFile]:
-        """The small files of its model folder, in pieces."""
+    async def model_files(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield the small files of its model folder in pieces: a file's name, and bytes to append to it."""
         try:
             call = self._stub.GetModelFiles(pb.GetModelFilesRequest(), timeout=self._timeout)
             async for piece in call:
-                yield piece
+                yield piece_from_proto(piece)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("GetModelFiles", error) from error
 
@@ -120,7 +123,7 @@ def _has_descriptor() -> bool:
 
 @asynccontextmanager
 async def open_worker_calls(
-    registration: pb.Registration, tls: ClusterTls, timeout_seconds: float
+    registration: Registration, tls: ClusterTls, timeout_seconds: float
 ) -> AsyncIterator[WorkerCalls]:
     """Calls to the worker at its registered address, until the block is left. Nobody else's certificate is accepted."""
     name = worker_name(registration.worker_id, registration.boot_id)

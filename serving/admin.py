@@ -58,7 +58,8 @@ class AdminServer:
     async def stop(self) -> None:
         """Stop listening; does nothing when it does not listen."""
         if self._server:
-            server, self._server = self._server, None
+            server = self._server
+            self._server = None
             await server.close()
 
     async def _get_health(self, _: web.Request) -> web.Response:

@@ -64,7 +64,8 @@ class ApiKeys:
             return self._given
         stamp = stamp_of(self._file)
         if stamp != self._stamp:
-            self._stamp, self._read = stamp, ()
+            self._stamp = stamp
+            self._read = ()
             try:
                 self._read = _digests(_read(self._file))
             except SettingError as error:

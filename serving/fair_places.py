@@ -34,7 +34,8 @@ class FairPlaces:
     """
 
     def __init__(self, limit: int, max_waiting: int) -> None:
-        self._limit, self._max_waiting = limit, max_waiting
+        self._limit = limit
+        self._max_waiting = max_waiting
         self._held: list[_Place] = []
         self._waiting: dict[_Place, asyncio.Future[None]] = {}
         self._by_client: Counter[str] = Counter()

@@ -57,7 +57,8 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         self._prefix = f"/{service}/"
         self._read_seconds = read_seconds
         self._stall_seconds = stall_seconds
-        self._tenant, self._hold = tenant, hold
+        self._tenant = tenant
+        self._hold = hold
         self._reads = FairPlaces(max_reads, _MAX_WAITING)
         self._open_reads = FairPlaces(max(1, max_reads // 8), _MAX_WAITING)
         self._open_streams = FairPlaces(_MAX_OPEN_STREAMS, max_reads)

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, PrivateAttr, ValidationInfo, field_validator
+from pydantic import AfterValidator, PrivateAttr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import SettingError
 from contract.identity import MIN_SECRET_CHARACTERS
+from contract.options import Options
 from serving.private_files import read_private_text
 from serving.settings_file import SettingsFile, is_secret
 
-MAX_SECONDS = 10_000_000
-"""Of any setting: no clock, lock or library takes much more."""
 FLAG = "flag"
 """The origin of what was given on the command line."""
 
@@ -92,7 +91,7 @@ class Sources:
     file: SettingsFile | None = None
 
 
-class Settings(BaseSettings):
+class Settings(Options, BaseSettings):
     """Frozen settings that name every unknown or bad value. Subclasses add fields with descriptions and ranges."""
 
     model_config = SettingsConfigDict(
@@ -104,15 +103,6 @@ class Settings(BaseSettings):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _check_time(cls, value: Any, info: ValidationInfo) -> Any:
-        """A time that no clock can wait for would end the first thing that waits for it."""
-        is_time = (info.field_name or "").endswith("_seconds") and isinstance(value, float)
-        if is_time and not value <= MAX_SECONDS:
-            raise ValueError(f"it must be {MAX_SECONDS} or less")
-        return value
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
 

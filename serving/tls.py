@@ -87,7 +87,8 @@ def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        missing, given = "tls_certificate_file", "tls_key_file"
+        missing = "tls_certificate_file"
+        given = "tls_key_file"
         if certificate is not None:
             missing, given = given, missing
         raise SettingError(f"{given} is set but {missing} is not; TLS needs both", param=missing)

@@ -15,9 +15,9 @@ from engine.attention.backend import (
     StaticDecode,
     create_backend,
 )
-from engine.batch import InputBatch
-from engine.forward_graphs import Recorder
-from engine.inputs import PreparedInputs, prepare_inputs
+from engine.compute.batch import InputBatch
+from engine.compute.forward_graphs import Recorder
+from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.outputs import NewRequestData, SchedulerOutput
 
 Work = tuple[tuple[int, int], ...]

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from contract.identity import Role
 from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
@@ -14,7 +14,7 @@ from engine.connector import ConnectorFactory
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTransport
 
 Decorate = Callable[[ReceiverTransport], ReceiverTransport]
 
@@ -121,7 +121,7 @@ def transfer_factory(role: Role, decorate: Decorate | None, transport: str) -> T
             boot_id=f"boot-{role.value}",
             role=role,
             secret="a secret of the tests, of 32 or more characters",
-            transport=transport,
+            transport=cast(Any, transport),
             peer_timeout_seconds=20.0,
             decorate=decorate,
         )

@@ -3,11 +3,11 @@
 import torch
 
 from engine.attention.backend import AttentionBackend, create_backend
-from engine.forward_graphs import GraphedForward, capture_sizes
-from engine.forward_plain import PlainForward
+from engine.compute.forward_graphs import GraphedForward, capture_sizes
+from engine.compute.forward_plain import PlainForward
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
-from engine.testing_graphs import RerunRecorder
+from engine.testing.graphs import RerunRecorder
 from tests.attention_cases import CPU, Case
 
 MAX_LEN = 96

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from engine.testing_model import ScriptTokens, write_scripted_model
+from engine.testing.model import ScriptTokens, write_scripted_model
 from tests.text.tiny_model import END, tiny_tokenizer
 
 LENGTH = 2048

@@ -56,7 +56,8 @@ class Chat:
 
 def _num_inner_characters(text: str) -> int:
     """Return the length without white space at the ends; a long text is not copied for it."""
-    head, tail = text[:_END], text[-_END:]
+    head = text[:_END]
+    tail = text[-_END:]
     if len(text) < 2 * _END or head.isspace() or tail.isspace():
         return len(text.strip())
     return len(text) - (_END - len(head.lstrip())) - (_END - len(tail.rstrip()))
@@ -84,7 +85,8 @@ def _parse_message(raw: Any, where: str) -> Message:
     message: Message = {}
     for key, value in raw.items():
         if key in REASONING_NAMES:
-            key, value = "reasoning_content", _reasoning(raw, where)
+            key = "reasoning_content"
+            value = _reasoning(raw, where)
         checked = _checked(key, value, f"{where}.{key}")
         if checked is not None or key == "content":
             message[key] = checked

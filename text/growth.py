@@ -47,7 +47,8 @@ def check_growth(tokenizer_json: str) -> None:
     """Raise ValueError for a step that can make a text too long, takes memory that its file has not, or is none."""
     found = msgspec.json.decode(tokenizer_json, type=_Steps)
     for name, inner in _INNER.items():
-        growth, most = 1, MAX_COPIES if name == "post_processor" else MAX_GROWTH
+        growth = 1
+        most = MAX_COPIES if name == "post_processor" else MAX_GROWTH
         for step in _flat(getattr(found, name), inner):
             growth *= _growth_of(step)
             if growth > most:

@@ -51,9 +51,11 @@ class MessageEncoder:
             if is_typed:
                 ids += self._whole(prompt[done:begin])
                 ids += self._section(prompt[begin:end], before, None if match is None else match[0])
-                done, is_typed = end, False
+                done = end
+                is_typed = False
             if match is not None:
-                begin, before = match.end(), match[0]
+                begin = match.end()
+                before = match[0]
         return ids + self._whole(prompt[done:])
 
     def _whole(self, text: str) -> list[int]:

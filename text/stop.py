@@ -37,7 +37,8 @@ class StopAutomaton:
         """Return the state behind ``text`` and how many of its characters were read: up to the first match, or all."""
         if self._first is None:
             return 0, len(text)
-        position, length = 0, len(text)
+        position = 0
+        length = len(text)
         while position < length:
             if state == 0:
                 begin = self._first.search(text, position)
@@ -59,7 +60,8 @@ class StopAutomaton:
         return following
 
     def _make(self) -> None:
-        unmade, self._unmade = self._unmade, []
+        unmade = self._unmade
+        self._unmade = []
         if unmade:
             for stop in unmade:
                 self._add(stop)
@@ -119,7 +121,8 @@ class StopStrings:
 
     def flush(self) -> str:
         """What was held back, at the end of the text."""
-        out, self._held = self._held, ""
+        out = self._held
+        self._held = ""
         self._state = 0
         return out
 

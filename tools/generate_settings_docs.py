@@ -9,9 +9,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from cli.arguments import bounds, is_hidden, is_positional
-from cli.commands import COMMANDS, NEVER_IN_A_FILE, Command
-from cli.settings import variable
+from cli.commands import COMMANDS, Command
+from contract.options import bounds
+from launch.arguments import is_hidden, is_positional
+from launch.command_settings import NEVER_IN_A_FILE, settings_class
+from launch.settings import variable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 _HEAD = """# Settings
@@ -47,7 +49,7 @@ its processes what concerns it. For a worker of role `decode`, the first of thes
 5. the top of the file,
 6. the default.
 
-So `[decode] max_num_seqs = 256` changes the decode workers of `up`, and `lease_seconds = 60` at the top reaches its workers
+So `[decode] max_num_seqs = 256` changes the decode workers of `up`, and `max_queue = 64` at the top reaches its router
 though `up` has no such flag. What `up` decides for each worker (`router`, `admin`, `worker_id`, `workers_on_host`) is not
 taken from the file, which is logged; a `model`, `served_model_name` or `secret_file` that differs from its own is refused.
 """
@@ -66,7 +68,7 @@ def _section(name: str, command: Command) -> Iterator[str]:
     yield ""
     yield "| name | flag | environment | type and range | default | meaning |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for setting, field in command.settings_class().model_fields.items():
+    for setting, field in settings_class(name).model_fields.items():
         if not is_hidden(field):
             yield _row(setting, field)
     yield ""

@@ -1,1 +1,1 @@
-"""An engine and a connector wired for a role; also the supervisor of the processes on one machine."""
+"""An engine and a connector wired for a role."""

@@ -5,6 +5,7 @@ from typing import Any
 import grpc
 
 from protos import worker_pb2 as pb
+from wire.legs import decode_from_proto
 from worker.servicer import WorkerServicer
 
 
@@ -17,8 +18,8 @@ class AggregatedServicer(WorkerServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "a worker of role both fetches no KV in this version"
             )
-        return await self._accept(request.task, None, context)
+        return await self._accept(decode_from_proto, request, context)
 
     async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Accept a prompt of which only the embedding is wanted."""
-        return await self._accept_embedding(request.task, context)
+        return await self._accept_embedding(request, context)

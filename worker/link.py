@@ -17,6 +17,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.grpc_options import internal_stream_options
+from wire.membership import welcome_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class RouterLink:
         A listener that proves nothing ends a worker that was never attached: its secret, or the router's address, is wrong.
         Later it may be a stranger who took the port while the router is away, so the worker waits.
         """
-        delay, told = FIRST_RETRY_SECONDS, ""
+        delay = FIRST_RETRY_SECONDS
+        told = ""
         while True:
             try:
                 await self._attach_once()
@@ -126,7 +128,8 @@ class RouterLink:
             delay = min(delay * 2, LAST_RETRY_SECONDS)
 
     async def _attach_once(self) -> None:
-        self._outbox, self.num_unread_bytes = asyncio.Queue(), 0
+        self._outbox = asyncio.Queue()
+        self.num_unread_bytes = 0
         options = internal_stream_options(self._peer_timeout)
         async with self._tls.channel(self._router, ROUTER_NAME, options) as channel:
             stub = worker_pb2_grpc.MembershipStub(channel)
@@ -140,9 +143,10 @@ class RouterLink:
 
     def _hear(self, message: pb.RouterMessage) -> None:
         if message.HasField("welcome"):
-            logger.info("attached to router %s", message.welcome.router_id)
+            welcome = welcome_from_proto(message.welcome)
+            logger.info("attached to router %s", welcome.router_id)
             self._router_left = False
-            self.session = message.welcome.session
+            self.session = welcome.session
             self._attached.set()
             self._was_attached = True
             self.send(pb.WorkerMessage(credit=self._credit))

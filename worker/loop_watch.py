@@ -29,7 +29,8 @@ class LoopWatch:
     """
 
     def __init__(self, patience_seconds: float, end: Callable[[], None] = _exit) -> None:
-        self._patience, self._end = patience_seconds, end
+        self._patience = patience_seconds
+        self._end = end
         self._loop = asyncio.get_running_loop()
         self._num_turns = 0
         self._is_over = threading.Event()
@@ -49,13 +50,17 @@ class LoopWatch:
 
     def _watch(self) -> None:
         interval = self._patience / _LOOKS_PER_PATIENCE
-        seen, since, looked_at = -1, time.monotonic(), time.monotonic()
+        seen = -1
+        since = time.monotonic()
+        looked_at = time.monotonic()
         while not self._is_over.wait(interval):
-            now, num_turns = time.monotonic(), self._num_turns
+            now = time.monotonic()
+            num_turns = self._num_turns
             was_away = now - looked_at > 2 * interval  # then this process was stopped, or the machine slept
             looked_at = now
             if was_away or num_turns != seen:
-                seen, since = num_turns, now
+                seen = num_turns
+                since = now
                 self._ask()
             elif now - since >= self._patience:
                 logger.critical("the event loop has done nothing for %.1f s; this process ends", now - since)

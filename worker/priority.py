@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _GROUP = Path("/proc/self/autogroup")
-_TRIES, _PAUSE_SECONDS = 20, 0.1
+_TRIES = 20
+_PAUSE_SECONDS = 0.1
 
 
 def give_way(nice: int) -> None:

@@ -2,22 +2,25 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
 from contract.errors import KvbatonError
-from contract.requests import ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.errors import grpc_code
+from wire.legs import cancel_from_proto, embed_from_proto
+from wire.model_files import piece_to_proto
 from worker.pooling import pooling_of
-from worker.wire import request_from_task
 from worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+Leg = TypeVar("Leg", pb.PrefillRequest, pb.DecodeRequest)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -40,28 +43,27 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Stop a request, or one choice of it; unknown ids are ignored."""
-        choice = request.choice if request.HasField("choice") else None
-        return await self._answer(self._worker.cancel(request.request_id, request.attempt, choice), context)
+        return await self._answer(self._worker.cancel(*cancel_from_proto(request)), context)
 
     async def GetModelFiles(  # noqa: N802
         self, request: pb.GetModelFilesRequest, context: Any
     ) -> AsyncIterator[pb.ModelFile]:
         """The small files of the model folder."""
-        async for piece in self._worker.model_files():
-            yield piece
+        async for name, data in self._worker.model_files():
+            yield piece_to_proto(name, data)
 
-    async def _accept(
-        self, task: pb.Task, transfer: SendTransfer | ReceiveTransfer | None, context: Any
-    ) -> pb.Accepted:
+    async def _accept(self, read: Callable[[Leg], EngineRequest], message: Leg, context: Any) -> pb.Accepted:
+        """Translate a leg by ``read`` and accept it. A refusal becomes the status of the call."""
+
         async def accept() -> None:
-            await self._worker.accept(request_from_task(task, transfer), task.session)
+            await self._worker.accept(read(message), message.task.session)
 
         return await self._answer(accept(), context)
 
-    async def _accept_embedding(self, task: pb.Task, context: Any) -> pb.Accepted:
+    async def _accept_embedding(self, message: pb.EmbedLegRequest, context: Any) -> pb.Accepted:
         async def accept() -> None:
             pooling = await asyncio.to_thread(pooling_of, self._worker.model_folder)
-            await self._worker.accept(request_from_task(task, None, pooling), task.session)
+            await self._worker.accept(embed_from_proto(message, pooling), message.task.session)
 
         return await self._answer(accept(), context)
 

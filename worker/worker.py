@@ -13,6 +13,7 @@ from typing import Any
 
 from contract.errors import CancelledError, InvalidRequestError, KvbatonError, UnavailableError
 from contract.identity import Role
+from contract.membership import Credit, Load, Registration
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_bytes
 from contract.requests import EngineRequest
 from engine.client import EngineClient
@@ -21,9 +22,10 @@ from protos import worker_pb2 as pb
 from serving.cluster_tls import ClusterTls, worker_tls
 from serving.process_facts import facts_of
 from text.model_card import MODEL_FILES
+from wire.membership import credit_to_proto, load_to_proto, registration_to_proto
+from wire.tokens import step_to_proto
 from worker.link import RouterLink
 from worker.settings import WorkerSettings
-from worker.wire import entry_from_output, layout_message
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class Worker:
         self._running = asyncio.Event()
         self._accepted: dict[str, EngineRequest] = {}
         self._early_cancels: OrderedDict[tuple[str, int | None], int] = OrderedDict()
-        self._told: tuple[str, pb.Load] | None = None
+        self._told: tuple[str, Load] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -94,8 +96,8 @@ class Worker:
         self._link = RouterLink(
             self._settings.router,
             self.tls,
-            registration,
-            self._credit(),
+            registration_to_proto(registration),
+            credit_to_proto(self._credit()),
             self.abort_all,
             self._settings.peer_timeout_seconds,
         )
@@ -175,13 +177,13 @@ class Worker:
             **state,
         }
 
-    async def model_files(self) -> AsyncIterator[pb.ModelFile]:
-        """The model's small files, in pieces, for a router without the folder."""
+    async def model_files(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield the model's small files in pieces (name, bytes to append), for a router without the folder."""
         for name in MODEL_FILES:
             path = self._settings.model / name
             data = await asyncio.to_thread(read_bytes, path, MAX_TOKENIZER_BYTES) or b""
             for start in range(0, len(data), _CHUNK_BYTES):
-                yield pb.ModelFile(name=name, data=data[start : start + _CHUNK_BYTES])
+                yield name, data[start : start + _CHUNK_BYTES]
 
     async def _pump(self, link: RouterLink) -> None:
         """All new tokens of one step go to the router in one message.
@@ -195,9 +197,8 @@ class Worker:
             for output in outputs:
                 if output.is_leg_finished:
                     self._accepted.pop(output.key, None)
-            entries = [entry_from_output(output) for output in outputs]
-            if entries:
-                step = pb.StepOutput(entries=entries, load=self._new_load(link))
+            if outputs:
+                step = step_to_proto(outputs, self._new_load(link))
                 link.send(pb.WorkerMessage(step=step))
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
@@ -207,12 +208,12 @@ class Worker:
             await self.engine.idled.wait()
             self.engine.idled.clear()
             if load := self._new_load(link):
-                link.send(pb.WorkerMessage(load=load))
+                link.send(pb.WorkerMessage(load=load_to_proto(load)))
 
-    def _new_load(self, link: RouterLink) -> pb.Load | None:
-        """How busy the engine is; None where this router has been told so."""
+    def _new_load(self, link: RouterLink) -> Load | None:
+        """Return how busy the engine is, or None if that is unchanged since the last report to this router."""
         stats = self.engine.stats
-        load = pb.Load(
+        load = Load(
             num_running=stats.num_running_reqs,
             num_waiting=stats.num_waiting_reqs,
             kv_cache_usage=stats.kv_cache_usage,
@@ -222,19 +223,20 @@ class Worker:
         self._told = link.session, load
         return load
 
-    def _credit(self) -> pb.Credit:
+    def _credit(self) -> Credit:
         """What this worker takes on at once: prompts up to its queue's limit, or what its KV cache holds."""
-        settings, info = self._settings, self.engine.info
+        settings = self._settings
+        info = self.engine.info
         kv_tokens = (info.num_blocks - 1) * info.layout.block_size
         queued = settings.max_queued_tokens or _QUEUED_STEPS * settings.max_num_batched_tokens
         is_prefill = self.identity.role is Role.PREFILL
-        return pb.Credit(
+        return Credit(
             max_requests=settings.max_num_seqs, max_tokens=min(queued, kv_tokens) if is_prefill else kv_tokens
         )
 
-    def _registration(self, address: str, admin_address: str) -> pb.Registration:
+    def _registration(self, address: str, admin_address: str) -> Registration:
         info = self.engine.info
-        return pb.Registration(
+        return Registration(
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_MAX,
             worker_id=self.identity.worker_id,
@@ -244,7 +246,7 @@ class Worker:
             control_address=info.control_address,
             model_name=model_name(self._settings),
             model_fingerprint=info.model_fingerprint,
-            kv_layout=layout_message(info.side.whole),
+            kv_layout=info.side.whole,
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
             vocab_size=info.vocab_size,

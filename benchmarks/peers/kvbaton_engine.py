@@ -16,7 +16,7 @@ from engine.settings import EngineSettings
 def start(load: Load) -> tuple[Generate, dict[str, Any]]:
     """See ``Start``."""
     settings = EngineSettings(model=Path(load.model), dtype="bfloat16", num_threads=load.num_threads)
-    with _log_of("engine.forward") as told:
+    with _log_of("engine.compute.forward") as told:
         core = EngineCore(settings)
     numbers = count()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import SettingError
-from engine.inputs import PreparedInputs
+from engine.compute.inputs import PreparedInputs
 
 
 @dataclass(frozen=True)

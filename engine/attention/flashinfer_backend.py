@@ -16,8 +16,8 @@ from engine.attention.backend import LayerShape
 from engine.attention.pages import Pages, pages_of
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import NO_SLOT, num_cleared_behind, store_kv
-from engine.inputs import PreparedInputs
-from engine.staging import on_device
+from engine.compute.inputs import PreparedInputs
+from engine.compute.staging import on_device
 
 _WORKSPACE_BYTES = 256 * 2**20
 _DECODE_GROUPS = (1, 2, 3, 4)
@@ -72,7 +72,9 @@ class FlashInferStep:
         device: torch.device,
         wrapper: Callable[[str, LayerShape, int, torch.device], Any],
     ) -> None:
-        self._inputs, self._block_size, self._wrapper = inputs, block_size, wrapper
+        self._inputs = inputs
+        self._block_size = block_size
+        self._wrapper = wrapper
         self._slots, self._num_cleared = on_device(
             [inputs.slot_mapping, num_cleared_behind(inputs, block_size)], device
         )
@@ -121,7 +123,9 @@ class FlashInferDecode:
     """Steps of so many requests with one token each, in tensors that stay where they are; see StaticDecode."""
 
     def __init__(self, num_reqs: int, max_blocks: int, block_size: int, workspace: Tensor) -> None:
-        self._num_reqs, self._block_size, self._workspace = num_reqs, block_size, workspace
+        self._num_reqs = num_reqs
+        self._block_size = block_size
+        self._workspace = workspace
         empty = torch.zeros(num_reqs, dtype=torch.int32, device=workspace.device)
         self._slots, self._num_cleared = empty.clone().fill_(NO_SLOT), empty.clone()
         self._max_blocks = max_blocks

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.inputs import PreparedInputs
+from engine.compute.inputs import PreparedInputs
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.backend import LayerShape, StaticDecode
-from engine.inputs import PreparedInputs
+from engine.compute.inputs import PreparedInputs
 
 
 class TorchBackend:
@@ -178,7 +178,8 @@ def _mixed_with_softcap(
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    key = key.repeat_interleave(group, dim=1)
+    value = value.repeat_interleave(group, dim=1)
     scores = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
     weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)
     return weights.to(query.dtype) @ value

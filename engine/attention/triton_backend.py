@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.attention import triton_kernels
 from engine.attention.backend import LayerShape
 from engine.attention.torch_backend import TorchBackend
-from engine.inputs import PreparedInputs
-from engine.staging import on_device
+from engine.compute.inputs import PreparedInputs
+from engine.compute.staging import on_device
 
 NUM_SPLITS = 16
 SHORTEST_SPLIT = 256
@@ -67,7 +67,9 @@ class TritonStep:
     def __init__(
         self, tensors: StepTensors, block_size: int, workspace: "Workspace", inputs: PreparedInputs | None
     ) -> None:
-        self._tensors, self._block_size, self._workspace = tensors, block_size, workspace
+        self._tensors = tensors
+        self._block_size = block_size
+        self._workspace = workspace
         self._inputs = inputs
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
@@ -91,7 +93,8 @@ class TritonStep:
         return output
 
     def _attend_chunks(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
-        tensors, sizes = self._tensors, sizes_of(cache.dtype, cache.shape[-1])
+        tensors = self._tensors
+        sizes = sizes_of(cache.dtype, cache.shape[-1])
         grid = (query.shape[1], len(tensors.tiles) * sizes["parts"])
         triton_kernels.prefill_kernel[grid](
             query,
@@ -109,8 +112,10 @@ class TritonStep:
         )
 
     def _attend_decodes(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
-        tensors, (num_heads, num_kv_heads) = self._tensors, (query.shape[1], cache.shape[2])
-        group, num_rows = num_heads // num_kv_heads, len(tensors.decodes)
+        tensors = self._tensors
+        (num_heads, num_kv_heads) = (query.shape[1], cache.shape[2])
+        group = num_heads // num_kv_heads
+        num_rows = len(tensors.decodes)
         logs, partial = self._workspace.take(num_rows * num_heads * NUM_SPLITS, cache.shape[-1], query.device)
         sizes = {name: sizes_of(cache.dtype, cache.shape[-1])[name] for name in ("head_dim", "dims", "tile")}
         splits = {"window": shape.sliding_window or 0, "num_splits": NUM_SPLITS, "shortest": SHORTEST_SPLIT}
@@ -163,7 +168,9 @@ class TritonDecode(TritonStep):
 
     def refill(self, inputs: PreparedInputs) -> None:
         """See StaticDecode."""
-        own, device, num_reqs = self._tensors, self._tensors.slots.device, inputs.num_reqs
+        own = self._tensors
+        device = self._tensors.slots.device
+        num_reqs = inputs.num_reqs
         num_unused = len(own.slots) - num_reqs
         slots, cleared, seq_lens, tables = on_device(
             [
@@ -197,7 +204,8 @@ class Workspace:
 
 def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, num_cleared: Tensor) -> None:
     """Write a step's KV into a layer's part of the pool; the vectors as in ``StepTensors``."""
-    key, value = _with_heads_together(key), _with_heads_together(value)
+    key = _with_heads_together(key)
+    value = _with_heads_together(value)
     triton_kernels.store_kernel[key.shape[0], key.shape[1]](
         key,
         value,

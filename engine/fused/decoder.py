@@ -26,7 +26,8 @@ class FusedDecoder(LanguageModel):
 
     def __init__(self, model: CausalLM, config: DecoderConfig) -> None:
         super().__init__()
-        self._plain, self._config = model, config
+        self._plain = model
+        self._config = config
         self._layers = [_layer(module) for module in model.model.layers if isinstance(module, DecoderLayer)]
         self._sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
 
@@ -90,7 +91,8 @@ class _Layer:
 
 
 def _layer(layer: DecoderLayer) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     head_norms = None
     if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
         head_norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight)

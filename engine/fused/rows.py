@@ -22,7 +22,8 @@ class HeadNorms:
 def normed(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """The norm of ``states [num_tokens, size]``, to which ``added`` is added first, in place."""
     num_tokens, size = states.shape
-    output, padded = torch.empty_like(states), power_of_two(size)
+    output = torch.empty_like(states)
+    padded = power_of_two(size)
     triton_kernels.norm_kernel[(num_tokens,)](
         states,
         states if added is None else added,
@@ -49,7 +50,8 @@ def turned(
     turn: cosine and sine ``[num_tokens, 1, head_dim]``, contiguous. sizes: query heads, KV heads, head_dim.
     """
     num_heads, num_kv_heads, head_dim = sizes
-    num_tokens, num_turned = len(packed), num_heads + num_kv_heads
+    num_tokens = len(packed)
+    num_turned = num_heads + num_kv_heads
     query = packed.new_empty(num_tokens, num_heads, head_dim)
     key = packed.new_empty(num_tokens, num_kv_heads, head_dim)
     triton_kernels.turn_kernel[num_tokens, -(-num_turned // _HEADS_AT_ONCE)](
@@ -73,7 +75,8 @@ def turned(
 
 def gated(packed: Tensor) -> Tensor:
     """silu(gate) × up of ``packed [num_tokens, 2 × size]``, ``[num_tokens, size]``."""
-    num_tokens, size = packed.shape[0], packed.shape[1] // 2
+    num_tokens = packed.shape[0]
+    size = packed.shape[1] // 2
     output = packed.new_empty(num_tokens, size)
     triton_kernels.gate_kernel[num_tokens, -(-size // _GATE_TILE)](packed, output, size=size, tile=_GATE_TILE)
     return output

@@ -223,7 +223,8 @@ class GrammarCompiler:
     @contextmanager
     def _measured(self) -> Iterator[_Growth]:
         """Measure what the block adds to the heap, also where it fails. Other threads' work counts as well."""
-        growth, before = _Growth(), self._measure()
+        growth = _Growth()
+        before = self._measure()
         try:
             yield growth
         finally:

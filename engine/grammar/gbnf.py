@@ -138,7 +138,8 @@ def _allowed_ranges(characters: Characters) -> list[tuple[int, int]]:
         pieces = [(first, min(last, _SURROGATES[0] - 1)) for first, last in ranges]
         pieces += [(max(first, _SURROGATES[1] + 1), last) for first, last in ranges]
         return sorted((first, last) for first, last in pieces if first <= last)
-    out, start = [], 0
+    out = []
+    start = 0
     for first, last in ranges:
         if start < first:
             out.append((start, first - 1))

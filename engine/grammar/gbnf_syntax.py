@@ -83,7 +83,9 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._end = 0
-        self._kind, self._value, self._start = "", "", 0
+        self._kind = ""
+        self._value = ""
+        self._start = 0
         self._advance()
 
     def rules(self) -> dict[str, Group]:
@@ -114,7 +116,8 @@ class _Parser:
         return tuple(items)
 
     def _item(self) -> Item | None:
-        kind, value = self._kind, self._value
+        kind = self._kind
+        value = self._value
         if kind == "token":
             raise self._error(
                 f"the token {value[:40]} cannot be asked for; grammars are over characters here"
@@ -149,11 +152,14 @@ class _Parser:
         self._take_times_error(value)
         match value:
             case "*":
-                fewest, most = 0, None
+                fewest = 0
+                most = None
             case "+":
-                fewest, most = 1, None
+                fewest = 1
+                most = None
             case "?":
-                fewest, most = 0, 1
+                fewest = 0
+                most = 1
             case _:
                 fewest, most = self._counts(value)
         self._advance()
@@ -180,7 +186,8 @@ class _Parser:
     def _characters(self, value: str) -> Item:
         is_negated = value.startswith("^")
         codes = self._codes(value[is_negated:])
-        ranges, position = [], 0
+        ranges = []
+        position = 0
         while position < len(codes):
             first = last = codes[position][0]
             if position + 2 < len(codes) and codes[position + 1] == (ord("-"), False):
@@ -210,11 +217,13 @@ class _Parser:
         while True:
             self._start = self._end
             if self._end == len(self._text):
-                self._kind, self._value = "end", ""
+                self._kind = "end"
+                self._value = ""
                 return
             match = _TOKENS.match(self._text, self._end)
             if match is None:
-                self._kind, self._value = "other", self._text[self._end]
+                self._kind = "other"
+                self._value = self._text[self._end]
                 raise self._unexpected("a rule, text in quotes, a class or an operator")
             self._end = match.end()
             self._kind = match.lastgroup or ""

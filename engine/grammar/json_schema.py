@@ -42,7 +42,8 @@ def _num_rules(schema: _Schema) -> int:
 
 
 def _is_open(schema: _Schema) -> bool:
-    named, required = schema.get("properties"), schema.get("required", [])
+    named = schema.get("properties")
+    required = schema.get("required", [])
     if named is None and schema.get("patternProperties"):
         named = {}
     if not isinstance(named, dict) or not isinstance(required, list) or _SAYS_IT & schema.keys():

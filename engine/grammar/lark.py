@@ -22,7 +22,10 @@ def with_plain_schemas(text: str) -> str:
     """
     if not text.strip():
         raise InvalidRequestError("the grammar is empty", param="grammar")
-    between, schemas, start, end = [], [], 0, 0
+    between = []
+    schemas = []
+    start = 0
+    end = 0
     while match := _DIRECTIVES.search(text, end):
         end = match.end()
         if match["unbounded"]:

@@ -1,4 +1,4 @@
-"""The engine-core process (A8), and the end of it that its client holds.
+"""The engine-core process, and the end of it that its client holds.
 
 The two talk over a pair of ZeroMQ sockets in a private 0700 directory, which is gone again once both are connected.
 The process begins with a handshake (Ready or StartFailed), then runs the step loop; a thread reads its input. It dies
@@ -28,9 +28,10 @@ import zmq.asyncio
 
 from contract.errors import SettingError
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, Stopped, ToEngine
-from engine.hosting.step_loop import EnginePlan, Inbox, ProgressOf, run_engine
+from engine.hosting.processor_time import processor_nanoseconds
+from engine.hosting.running import EnginePlan, ProgressOf, run_engine
 from engine.hosting.watching import EngineWatch, Patience
-from engine.processor_time import processor_nanoseconds
+from engine.stepping.loop import Inbox
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +242,9 @@ class _InputThread(threading.Thread):
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", sockets: Sockets, inbox: Inbox) -> None:
         super().__init__(name="engine-input", daemon=True)
-        self._context, self._sockets, self._inbox = context, sockets, inbox
+        self._context = context
+        self._sockets = sockets
+        self._inbox = inbox
         self._progress: ProgressOf | None = None
 
     def show(self, progress: ProgressOf) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.hosting.messages import FromEngine, Shutdown, ToEngine
-from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
+from engine.hosting.running import EnginePlan, run_engine
+from engine.stepping.loop import Inbox
 
 _T = TypeVar("_T")
 

@@ -58,7 +58,8 @@ class EngineWatch:
 
     def ran(self, nanoseconds: int | None, now: float) -> None:
         """Take the process's time on a processor; None where that is not counted."""
-        before, self._nanoseconds = self._nanoseconds, nanoseconds
+        before = self._nanoseconds
+        self._nanoseconds = nanoseconds
         if nanoseconds is None or before is None or nanoseconds != before:
             self._ran_at = now
         if nanoseconds is not None and before is not None:
@@ -68,11 +69,13 @@ class EngineWatch:
         """The watching process itself did not run until now: what it did not see proves nothing."""
         self._ran_at = self._answered_at = now
         for count in self._counts.values():
-            count.since, count.computed = now, self._computed
+            count.since = now
+            count.computed = self._computed
 
     def complaint(self, now: float, share: float = 1.0) -> str | None:
         """Say what is wrong, None if nothing. share: of the patience that has to be used up."""
-        stopped, hung = self._patience.stopped_seconds * share, self._patience.hung_seconds * share
+        stopped = self._patience.stopped_seconds * share
+        hung = self._patience.hung_seconds * share
         if (seconds := now - self._ran_at) >= stopped:
             return f"its process has not run for {seconds:.1f} s; it may be stopped or frozen"
         if self._nanoseconds is None and (seconds := now - self._answered_at) >= hung:

@@ -33,7 +33,8 @@ LIBRARY = CLibrary(
         "-Wl,-Bsymbolic",  # names of the process, zlib's among them, are not taken for the library's own
     ),
 )
-_size, _pointer = ctypes.c_size_t, ctypes.c_void_p
+_size = ctypes.c_size_t
+_pointer = ctypes.c_void_p
 Stored = ctypes.CFUNCTYPE(None, _size)
 DRAW = [
     ("scores", "u8"),

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contract.errors import InternalError
+from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
-from engine.inputs import PreparedInputs
 from engine.kernels.binding import CStep, Kernels, Stored
 from engine.kernels.draw import KernelDraw
 from engine.kernels.packed import PackedWeights, addresses, null_caches
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
-from engine.sampling import Draw
+from engine.sampling.sampler import Draw
 
 _LINE = 64
 
@@ -55,7 +55,9 @@ class KernelDecoder:
         block_size: int,
         max_length: int,
     ) -> None:
-        self._kernels, self._config, self._block_size = kernels, config, block_size
+        self._kernels = kernels
+        self._config = config
+        self._block_size = block_size
         self._model = model
         self._threads = kernels.start_threads(num_threads, cores[1:num_threads])
         self.draw: Draw = KernelDraw(kernels, self._threads, num_threads)

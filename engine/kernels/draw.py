@@ -1,4 +1,4 @@
-"""Tokens drawn at random by the kernels: as ``engine.sampling.draw_by_torch`` draws them, row by row, without copies."""
+"""Draws tokens by the kernels, as ``engine.sampling.sampler.draw_by_torch`` does, row by row, without copies."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.binding import DRAW, Kernels
-from engine.scores import SamplingRow
+from engine.sampling.logits_processors import SamplingRow
 
 _SEEDS = 2**128
 
 
 class KernelDraw:
-    """See ``engine.sampling.Draw``. threads: of the kernels, so many; None: the caller draws alone."""
+    """See ``engine.sampling.sampler.Draw``. threads: of the kernels, so many; None: the caller draws alone."""
 
     def __init__(self, kernels: Kernels, threads: int | None = None, num_threads: int = 1) -> None:
-        self._kernels, self._threads, self._num_threads = kernels, threads, num_threads
+        self._kernels = kernels
+        self._threads = threads
+        self._num_threads = num_threads
         self._scratch: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def __call__(self, scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:

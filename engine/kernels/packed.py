@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from engine.kernels.binding import PANEL, CLayer, CLinear, CModel, Kernels
 from engine.kernels.compressed import compress, num_panels, weight_bytes
-from engine.load_progress import LoadProgress
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM, DecoderLayer
 from engine.models.layers import RMSNorm
+from engine.models.load_progress import LoadProgress
 from engine.models.rope import rotation
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ class PackedWeights:
     def __init__(
         self, model: CausalLM, config: DecoderConfig, max_length: int, kernels: Kernels, pool: int
     ) -> None:
-        self._kernels, self._pool = kernels, pool
+        self._kernels = kernels
+        self._pool = pool
         self._free = _pages(_packed_bytes(model))
         self._panels = torch.empty(0, dtype=torch.bfloat16)
         """One layer before it is compressed."""
@@ -67,7 +68,8 @@ class PackedWeights:
         )
 
     def _layer(self, layer: DecoderLayer, window: int | None) -> CLayer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         return CLayer(
             self._address(layer.input_layernorm.weight),
@@ -90,8 +92,10 @@ class PackedWeights:
         return layer
 
     def _packed(self, weights: Sequence[Tensor]) -> CLinear:
-        outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
-        panels, first = self._empty_panels(outputs, inputs), 0
+        outputs = sum(map(len, weights))
+        inputs = weights[0].shape[1]
+        panels = self._empty_panels(outputs, inputs)
+        first = 0
         for weight in weights:
             self._pack(weight, panels, first)
             first += len(weight)
@@ -99,7 +103,9 @@ class PackedWeights:
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> CLinear:
         """Of each panel the gate has the first half and the other the second."""
-        outputs, inputs, half = len(gate.weight) + len(up.weight), gate.in_features, PANEL // 2
+        outputs = len(gate.weight) + len(up.weight)
+        inputs = gate.in_features
+        half = PANEL // 2
         panels = self._empty_panels(outputs, inputs)
         self._pack(gate.weight, panels, 0, half, 0)
         self._pack(up.weight, panels, 0, half, half)
@@ -122,7 +128,8 @@ class PackedWeights:
 
     def _compressed(self, panels: Tensor, outputs: int, inputs: int) -> CLinear:
         size = weight_bytes(outputs, inputs)
-        taken, self._free = self._free[:size], self._free[_rounded(size) :]
+        taken = self._free[:size]
+        self._free = self._free[_rounded(size) :]
         compressed = compress(self._kernels, self._pool, panels, outputs, inputs, taken)
         self._kept.extend(compressed.kept)
         self._num_others += compressed.num_others

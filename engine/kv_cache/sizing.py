@@ -50,10 +50,13 @@ class HostProbe:
     def read(self) -> MemoryReading:
         """See MemoryProbe; ``peak_bytes`` is 0."""
         memory = psutil.virtual_memory()
-        total, free = int(memory.total), int(memory.available)
-        limit, used = self._number("memory.max"), self._number("memory.current")
+        total = int(memory.total)
+        free = int(memory.available)
+        limit = self._number("memory.max")
+        used = self._number("memory.current")
         if limit is not None and used is not None:
-            total, free = min(total, limit), min(free, max(0, limit - used))
+            total = min(total, limit)
+            free = min(free, max(0, limit - used))
         return MemoryReading(total, free, 0, is_host=True)
 
     def _number(self, name: str) -> int | None:

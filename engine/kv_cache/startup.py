@@ -1,4 +1,4 @@
-"""The start-up of the KV cache in five steps (seed 003), each logged with its time.
+"""The start-up of the KV cache in five steps, each logged with its time.
 
 1. ask every rank what each of its layers needs;
 2. have every rank measure what is free (a profiled forward pass without KV);

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from contract.errors import InternalError
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
+from engine.distributed.group import RankGroup
 from engine.models.config import DecoderConfig
 from engine.models.language_model import Head, LanguageModel
 from engine.models.layers import GatedMLP, RMSNorm
 from engine.models.rope import inverse_frequencies, rotate, rotation
 from engine.models.sharding import embedding, row_parallel
-from engine.ranks.group import RankGroup
 
 Rotation = tuple[Tensor, Tensor]
 Stored = Callable[[], None]
@@ -32,7 +32,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, group: RankGroup) -> None:
         super().__init__()
-        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
@@ -51,7 +52,8 @@ class SelfAttention(nn.Module):
             projection(states).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(self.q_norm(query), *turn), rotate(self.k_norm(key), *turn)
+        query = rotate(self.q_norm(query), *turn)
+        key = rotate(self.k_norm(key), *turn)
         if cache is not None:
             step.store(key, value, cache)
         stored()

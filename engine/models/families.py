@@ -67,7 +67,8 @@ def shared_fields(raw: RawConfig) -> dict[str, Any]:
         raise bad_config("is_causal is false; attention to later tokens is not served by this version")
     if raw.get("quantization_config"):
         raise bad_config("quantised weights (quantization_config) are not served by this version")
-    hidden_size, num_heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
+    hidden_size = positive_int(raw, "hidden_size")
+    num_heads = positive_int(raw, "num_attention_heads")
     return {
         "vocab_size": positive_int(raw, "vocab_size"),
         "hidden_size": hidden_size,

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.distributed.group import RankGroup
 from engine.models.sharding import row_parallel
-from engine.ranks.group import RankGroup
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,8 @@ import torch
 
 from contract.errors import SettingError
 from contract.layout import model_fingerprint
-from engine.checkpoint import (
+from engine.distributed.group import RankGroup, SingleRank
+from engine.models.checkpoint import (
     DTYPES,
     HEAD_NAME,
     Checkpoint,
@@ -21,7 +22,6 @@ from engine.models.info import ModelInfo
 from engine.models.language_model import Head, LanguageModel
 from engine.models.registry import architecture_name, find_architecture
 from engine.models.sharding import config_of_rank, part_of
-from engine.ranks.group import RankGroup, SingleRank
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from typing import Protocol, cast
 
 from contract.errors import SettingError
+from engine.distributed.group import RankGroup
 from engine.models.config import DecoderConfig, RawConfig
 from engine.models.language_model import Head, LanguageModel
-from engine.ranks.group import RankGroup
 
 
 class _ReadConfig(Protocol):
@@ -43,7 +43,7 @@ ARCHITECTURES = {
 }
 _FOR_TESTS = {
     "ScriptedForCausalLM": Architecture(
-        "engine.testing_model:scripted_config", "engine.testing_model:ScriptedModel"
+        "engine.testing.model:scripted_config", "engine.testing.model:ScriptedModel"
     )
 }
 

@@ -35,7 +35,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 def _llama3_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
     length = rope.original_max_position_embeddings
-    longest, shortest = length / rope.low_freq_factor, length / rope.high_freq_factor
+    longest = length / rope.low_freq_factor
+    shortest = length / rope.high_freq_factor
     wavelengths = 2 * math.pi / plain
     scaled = torch.where(wavelengths > longest, plain / rope.factor, plain)
     smooth = (length / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

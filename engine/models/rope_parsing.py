@@ -42,7 +42,8 @@ def _parameters(raw: RawConfig) -> Mapping[str, Any]:
 
 
 def _llama3(raw: RawConfig, parameters: Mapping[str, Any], theta: float, factor: float) -> RopeConfig:
-    low, high = positive_float(parameters, "low_freq_factor"), positive_float(parameters, "high_freq_factor")
+    low = positive_float(parameters, "low_freq_factor")
+    high = positive_float(parameters, "high_freq_factor")
     if low >= high:
         raise bad_config(f"low_freq_factor is {low}; it must be below high_freq_factor ({high})")
     name = "original_max_position_embeddings"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
-from engine.batch import InputBatch
-from engine.inputs import PreparedInputs, prepare_inputs
+from engine.compute.batch import InputBatch
+from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
@@ -63,7 +63,8 @@ def difference(model: LanguageModel, shape: ModelShape, dtype: torch.dtype, refe
     device = reference.logits[0].device
     cache_shape = (_NUM_BLOCKS, 2, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
     caches = [torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-    backend, errors = create_backend("torch"), []
+    backend = create_backend("torch")
+    errors = []
     computed = [0] * len(reference.prompts)
     for counts in _STEPS:
         inputs = _inputs(reference.prompts, computed, counts)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contract.errors import SettingError
+from engine.distributed.group import RankGroup
 from engine.models.config import DecoderConfig
-from engine.ranks.group import RankGroup
 
 
 @dataclass(frozen=True)

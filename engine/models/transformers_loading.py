@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from contract.errors import KvbatonError, SettingError
-from engine.load_progress import has_terminal
 from engine.models.config import ModelShape, RawConfig, unserved
+from engine.models.load_progress import has_terminal
 from engine.models.paged_attention import ASKING, AskedMask, Survey, attach, register
 from engine.models.self_check import Reference, difference, tolerance
 from engine.models.transformers_model import TransformersModel
@@ -36,7 +36,8 @@ class TransformersCheckpoint:
     """
 
     def __init__(self, folder: Path, raw: RawConfig, architecture: str) -> None:
-        self._folder, self._architecture = folder, architecture
+        self._folder = folder
+        self._architecture = architecture
         if raw.get("quantization_config"):
             raise self._unserved("its weights are quantised (quantization_config)")
         with self._told():

@@ -1,15 +1,13 @@
-"""One queue of deadlines: who must be looked at when."""
+"""One queue of deadlines: which request must be looked at when."""
 
 import heapq
 import itertools
 from dataclasses import dataclass, field
 
-from engine.scheduling.ending import RequestStatus
-
 
 @dataclass(frozen=True, order=True)
 class Deadline:
-    """At ``when`` (seconds of the monotonic clock) the request with this key must have left the state ``waiting``.
+    """When (seconds of the monotonic clock) the request with this key must have left a wait stage, named ``stage``.
 
     None bounds the whole life of the request. seconds: how long it was given, for the message.
     """
@@ -17,7 +15,7 @@ class Deadline:
     when: float
     key: str = field(compare=False)
     seconds: float = field(compare=False)
-    waiting: RequestStatus | None = field(default=None, compare=False)
+    stage: str | None = field(default=None, compare=False)
 
 
 class Deadlines:

@@ -8,7 +8,7 @@ from contract.requests import FinishReason
 
 
 class RequestStatus(Enum):
-    """The life of a request (B13).
+    """The life of a request.
 
     WAITING: for its first step (or, with KV that has arrived, for a place in the batch). WAITING_FOR_FSM: for its
     grammar. WAITING_FOR_REMOTE_KVS: for KV that another worker computes. PREEMPTED: lost its blocks, will recompute.
@@ -88,7 +88,7 @@ def ended_late(status: RequestStatus, seconds: float) -> Ending:
 
 
 def refused(message: str) -> Ending:
-    """The request can never run here (A28). ``param`` shows that its size is at fault: a larger engine may run it."""
+    """The request can never run here. ``param`` shows that its size is at fault: a larger engine may run it."""
     kind = ErrorKind.INVALID_REQUEST
     return Ending(
         RequestStatus.FINISHED_IGNORED, error_kind=kind, error_message=message, error_param=SIZE_PARAM

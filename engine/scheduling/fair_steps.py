@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from engine.outputs import SchedulerOutput
-from engine.scheduling.line import Line
+from engine.scheduling.priority_queue import PriorityQueue
 from engine.scheduling.request import Request
 
 RECENT_SECONDS = 1.0
 """For how long after its last step a client counts as one that others must leave room for."""
 MIN_ROWS = 2
 """Rows that every client gets, whatever they cost."""
-_GROWTH, _CUT = 1.1, 0.9
-_UP, _DOWN = 0.02, 0.3
+_GROWTH = 1.1
+_CUT = 0.9
+_UP = 0.02
+_DOWN = 0.3
 """How fast the length of a short step follows longer and shorter ones: a busy moment shall not become the measure."""
 _PAUSE = 3
 """How many times as long as a step of one limited client's answers the pause before the next one is."""
@@ -71,7 +73,7 @@ class FairStep:
         self.num_started: Counter[str] = Counter()
         self._served = served
 
-    def next_of(self, line: Line) -> Request | None:
+    def next_of(self, line: PriorityQueue) -> Request | None:
         """Return who starts next: of the client that was served least, unless it has started enough in this step."""
         limit = self.limit
         if limit is None:
@@ -117,7 +119,7 @@ class FairSteps:
         elif not scheduled.scheduled_new_reqs:
             self.answers.note(num_rows, self._largest, seconds)
 
-    def seconds_to_pause(self, *lines: Line) -> float:
+    def seconds_to_pause(self, *lines: PriorityQueue) -> float:
         """Return how long the coming step is delayed, where one client's answers are limited: three times a step.
 
         Not while another client's request is in one of the lines. So that one mostly finds the machine idle.
@@ -127,26 +129,28 @@ class FairSteps:
         clients = set[str]().union(*(line.clients for line in lines))
         return max(0.0, self._pause_until - self._clock()) if len(clients) == 1 else 0.0
 
-    def may_hold_all(self, running: Line) -> bool:
+    def may_hold_all(self, running: PriorityQueue) -> bool:
         """Return whether no answer of these would sit out the coming step."""
         clients = self._last_here.keys() | running.clients
         return (
             not self._is_on or len(clients) < 2 or self._most(running) <= self._limit_among(clients, running)
         )
 
-    def begin(self, running: Line, *others: Line) -> FairStep:
+    def begin(self, running: PriorityQueue, *others: PriorityQueue) -> FairStep:
         """Return what the coming step may hold. others: requests that could start in it."""
         clients = set(running.clients).union(*(line.clients for line in others))
         now = self._clock()
         here = {client: at for client, at in self._last_here.items() if now - at < RECENT_SECONDS}
         self._last_here = here | dict.fromkeys(clients, now)
         if len(self._last_here) < 2 or not self._is_on:
-            self._largest, self._served = None, {}
+            self._largest = None
+            self._served = {}
             self._step = FairStep(None, set(), self._served)
             return self._step
         least = min((self._served[client] for client in here if client in self._served), default=0.0)
         self._served = {client: max(least, self._served.get(client, 0.0)) for client in self._last_here}
-        limit, most = self._limit_among(self._last_here, running), self._most(running)
+        limit = self._limit_among(self._last_here, running)
+        most = self._most(running)
         self._largest = min(limit, most)
         sitting_out = self._take_turns(running, limit) if most > limit else set()
         starts = max(MIN_ROWS, self.answers.rows if running else self.prompts.rows)
@@ -154,13 +158,13 @@ class FairSteps:
         return self._step
 
     @staticmethod
-    def _most(running: Line) -> int:
+    def _most(running: PriorityQueue) -> int:
         return max(map(running.num_of, running.clients), default=0)
 
-    def _limit_among(self, clients: Collection[str], running: Line) -> int:
+    def _limit_among(self, clients: Collection[str], running: PriorityQueue) -> int:
         return max(self.answers.rows, min(map(running.num_of, clients)))
 
-    def _take_turns(self, running: Line, limit: int) -> set[str]:
+    def _take_turns(self, running: PriorityQueue, limit: int) -> set[str]:
         """Return the keys of the answers that sit out this step: of each client those that had a turn last."""
         latest = self._num_steps
         self._num_steps += 1

@@ -12,19 +12,23 @@ from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import ABORTED, Ending
 from engine.scheduling.outbox import Outbox
 from engine.scheduling.request import Request
-from engine.scheduling.roll import Roll
+from engine.scheduling.request_index import RequestIndex
 
 
 class Forking:
     """Parts choices from the request that stood for all of them. Owns the copies that the runner has not been told of."""
 
-    def __init__(self, pool: BlockPool, batcher: Batcher, roll: Roll, outbox: Outbox) -> None:
-        self._pool, self._batcher, self._roll, self._outbox = pool, batcher, roll, outbox
+    def __init__(self, pool: BlockPool, batcher: Batcher, index: RequestIndex, outbox: Outbox) -> None:
+        self._pool = pool
+        self._batcher = batcher
+        self._index = index
+        self._outbox = outbox
         self._copies: list[tuple[int, int]] = []
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) of the blocks that the runner shall copy before it computes anything else."""
-        copies, self._copies = self._copies, []
+        copies = self._copies
+        self._copies = []
         return copies
 
     def part(
@@ -47,14 +51,15 @@ class Forking:
                 self._settle(fork, first)
                 running.append(fork)
         if forks:
-            self._roll.discard(first.key)
+            self._index.discard(first.key)
             first.asked = first.asked.of_choice(first.asked.choice)
-            self._roll.add(first.asked, first.dismissed)
+            self._index.add(first.asked, first.dismissed)
         return endings[0] or _ending_of_unwanted(first, first), running
 
     def _settle(self, fork: Request, first: Request) -> None:
         """Give it its blocks. Where none is free for its own tokens it computes again later, as after a preemption."""
-        size, table = self._pool.block_size, self._pool.table_of(first.key)
+        size = self._pool.block_size
+        table = self._pool.table_of(first.key)
         num_full, is_partial = divmod(fork.num_computed_tokens, size)
         shared = table[:num_full]
         num_new = blocks_needed(fork.num_tokens, size) - num_full

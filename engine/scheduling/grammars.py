@@ -1,10 +1,10 @@
-"""Requests and their grammars: waiting for the compilation, following the answer, saying which tokens may be drawn.
+"""Requests and their grammars: the wait for the compilation, and which tokens an answer may draw next.
 
-A request with a grammar is in WAITING_FOR_FSM, without blocks, until it is compiled. A decode leg asks for its KV
+A request with a grammar waits in WAITING_FOR_FSM, without blocks, until it is compiled. A decode leg fetches its KV
 meanwhile; where that has arrived first, it waits with its blocks in the same state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,48 +15,47 @@ from numpy.typing import NDArray
 from contract.errors import InvalidRequestError, KvbatonError, OverloadedError, UnsupportedFieldError
 from contract.grammars import reduced
 from contract.requests import EngineRequest
-from engine.connector import Received
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.outputs import SchedulerOutput
 from engine.scheduling.ending import Ending, RequestStatus, ended_by
 from engine.scheduling.request import Request
 from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.waits import Ready
 
 
 @dataclass
 class _Wait:
     request: Request
     compiled: Future[Any] | None = None
-    received: Received | None = None
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A request that waits for its grammar no more. ending: where there is none. received: its KV, where that came first."""
-
-    request: Request
-    ending: Ending | None
-    received: Received | None
 
 
 class Grammars:
-    """Owns what requests wait for while their grammars are compiled. Used from the step thread.
+    """The wait stage of compilations. Owns what requests wait for. Used from the step thread.
 
-    compiler: None refuses grammars. wake: called in another thread when a request is ready.
+    compiler: None refuses grammars. timeout_seconds: how long a request may have this stage's status. wake: called in
+    another thread when a request is ready.
     """
 
+    name = "grammar"
+    status = RequestStatus.WAITING_FOR_FSM
+
     def __init__(
-        self, compiler: GrammarCompiler | None, max_bytes: int, wake: Callable[[], None] = lambda: None
+        self,
+        compiler: GrammarCompiler | None,
+        max_bytes: int,
+        timeout_seconds: float,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._compiler = compiler
         self._max_bytes = max_bytes
+        self.timeout_seconds = timeout_seconds
         self._wake = wake
         self._waits: dict[str, _Wait] = {}
         self._outcomes: list[tuple[Request, Outcome]] = []
 
     @property
-    def has_news(self) -> bool:
-        """True when ``take_ready`` has something."""
+    def has_pending(self) -> bool:
+        """Return whether a compilation has ended."""
         return bool(self._outcomes)
 
     def check(self, asked: EngineRequest) -> None:
@@ -76,11 +75,14 @@ class Grammars:
                 param="grammar",
             )
 
-    def start(self, request: Request) -> bool:
-        """Have its grammar compiled; False where it has none."""
+    def needs_wait(self, request: Request) -> bool:
+        """Return whether the request has a grammar."""
+        return request.asked.sampling.grammar is not None and self._compiler is not None
+
+    def start(self, request: Request) -> None:
+        """Have the request's grammar compiled."""
         grammar = request.asked.sampling.grammar
-        if grammar is None or self._compiler is None:
-            return False
+        assert grammar is not None and self._compiler is not None, "it needs no wait"
         wait = self._waits[request.key] = _Wait(request)
         try:
             wait.compiled = self._compiler.start(
@@ -88,17 +90,9 @@ class Grammars:
             )
         except KvbatonError as error:
             self._note(request, error)
-        return True
-
-    def keep(self, request: Request, received: Received) -> bool:
-        """Its KV has arrived: keep it until its grammar is ready; False where nothing is waited for."""
-        wait = self._waits.get(request.key)
-        if wait is not None:
-            wait.received = received
-        return wait is not None
 
     def take_ready(self) -> list[Ready]:
-        """Those that wait for their grammar no more, with their matchers in place."""
+        """Return the requests whose compilation has ended, with their matchers in place."""
         ready = []
         while self._outcomes:
             request, outcome = self._outcomes.pop(0)
@@ -106,25 +100,23 @@ class Grammars:
             if wait is None or wait.request is not request:
                 continue
             del self._waits[request.key]
-            ending = None
             if isinstance(outcome, KvbatonError):
-                ending = ended_by(outcome)
+                ready.append(Ready(request, ended_by(outcome)))
             else:
                 request.structured_output_request = outcome
-                if request.status is RequestStatus.WAITING_FOR_FSM:
-                    request.status = RequestStatus.WAITING
-            ready.append(Ready(request, ending, wait.received))
+                ready.append(Ready(request))
         return ready
 
-    def give_up(self, request: Request) -> None:
-        """The request ended; its compilation goes on for others, and is dropped where nobody else needs it."""
+    def give_up(self, request: Request) -> bool:
+        """Stop waiting for a request that ends: its compilation goes on for others, or is dropped where it has not begun."""
         wait = self._waits.pop(request.key, None)
         grammar = request.asked.sampling.grammar
         if wait and wait.compiled and grammar and self._compiler:
             self._compiler.give_up(grammar, wait.compiled)
+        return False
 
     def overdue(self, request: Request, seconds: float) -> Ending:
-        """How a request ends whose grammar was not ready after ``seconds``: by its own fault if its turn had come."""
+        """Return how a request ends whose grammar is not ready after ``seconds``: by its own fault if its turn had come."""
         compiled = self._waits[request.key].compiled
         error: KvbatonError = OverloadedError(
             f"other grammars took {seconds:g} s to compile, and this one's turn has not come: try again"
@@ -137,7 +129,7 @@ class Grammars:
 
     @staticmethod
     def follow(request: Request) -> Ending | None:
-        """Take in what the answer has got since; how it ends where nothing may follow and no token can say so."""
+        """Advance the matcher over the newest tokens; return how the answer ends where its grammar allows nothing more."""
         matcher = request.structured_output_request
         if matcher is None:
             return None
@@ -150,21 +142,21 @@ class Grammars:
 
     @staticmethod
     def mask(plan: StepPlan, output: SchedulerOutput) -> None:
-        """Say in ``output`` what the requests with a grammar may draw that draw in this step (B17)."""
+        """Put into ``output`` the tokens that requests with a grammar may draw in this step."""
         rows: list[NDArray[np.int32]] = []
-        for turn in plan:
-            request, matcher = turn.request, turn.request.structured_output_request
-            if matcher is not None and turn.num_tokens == request.num_missing_tokens:
+        for entry in plan:
+            request = entry.request
+            matcher = entry.request.structured_output_request
+            if matcher is not None and entry.num_tokens == request.num_missing_tokens:
                 output.structured_output_request_ids[request.key] = len(rows)
                 rows.append(matcher.bitmask)
         if rows:
             output.grammar_bitmask = np.stack(rows)
 
-    def check_integrity(self, requests: dict[str, Request]) -> None:
-        """Assert that who waits here lives, and that all in WAITING_FOR_FSM do."""
+    def check_integrity(self, requests: Mapping[str, Request]) -> None:
+        """Assert that each request that waits here is alive, and that all in WAITING_FOR_FSM wait here."""
         assert all(requests.get(key) is wait.request for key, wait in self._waits.items())
-        in_state = {key for key, r in requests.items() if r.status is RequestStatus.WAITING_FOR_FSM}
-        assert in_state <= self._waits.keys()
+        assert {key for key, one in requests.items() if one.status is self.status} <= self._waits.keys()
 
     def _note(self, request: Request, outcome: Outcome) -> None:
         self._outcomes.append((request, outcome))

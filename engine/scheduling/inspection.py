@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from engine.scheduler import Scheduler
 from engine.scheduling.ending import RequestStatus
 from engine.scheduling.remote_kv import lease_holder
+from engine.scheduling.scheduler import Scheduler
 
 
 def debug_state(scheduler: Scheduler) -> dict[str, Any]:
@@ -23,7 +23,8 @@ def debug_state(scheduler: Scheduler) -> dict[str, Any]:
 
 def counters(scheduler: Scheduler) -> dict[str, float]:
     """Everything that is counted since the start, name → value; the connector's counters among them."""
-    connector, prefix = scheduler.get_kv_connector(), scheduler.prefix_stats
+    connector = scheduler.get_kv_connector()
+    prefix = scheduler.prefix_stats
     num_running, num_waiting = scheduler.get_request_counts()
     states = scheduler.pool.count_by_state().items()
     receiver = scheduler.receiver
@@ -42,21 +43,18 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
 
 def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError unless blocks belong to live requests and leases only, and each request is in one place."""
-    pool, batcher = scheduler.pool, scheduler.batcher
+    pool = scheduler.pool
+    batcher = scheduler.batcher
     pool.check_integrity()
-    scheduler.roll.check_integrity()
-    assert sorted(scheduler.roll.keys) == sorted(scheduler.requests)
+    scheduler.live.index.check_integrity()
+    assert sorted(scheduler.live.index.keys) == sorted(scheduler.requests)
     leases = scheduler.sender.leases if scheduler.sender else ()
     assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, leases)}
     places = [
         request.key for queue in (batcher.running, batcher.waiting, batcher.arrived) for request in queue
     ]
-    states = {key: request.status for key, request in scheduler.requests.items()}
-    remote = [key for key, status in states.items() if status is RequestStatus.WAITING_FOR_REMOTE_KVS]
-    compiling = [key for key, status in states.items() if status is RequestStatus.WAITING_FOR_FSM]
-    assert sorted(places + remote + compiling) == sorted(scheduler.requests)
-    scheduler.grammars.check_integrity(scheduler.requests)
-    assert len(remote) == (scheduler.receiver.num_waiting if scheduler.receiver else 0)
+    assert sorted([*places, *scheduler.waits.keys]) == sorted(scheduler.requests)
+    scheduler.waits.check_integrity(scheduler.requests)
     assert all(request.status is RequestStatus.RUNNING for request in batcher.running)
     for line in (batcher.running, batcher.waiting, batcher.arrived):
         assert list(line) == sorted(line, key=lambda request: request.precedence)

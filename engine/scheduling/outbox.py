@@ -52,5 +52,6 @@ class Outbox:
 
     def take(self) -> dict[int, list[EngineOutput]]:
         """Everything since the last call, in order."""
-        outputs, self._outputs = dict(self._outputs), defaultdict(list)
+        outputs = dict(self._outputs)
+        self._outputs = defaultdict(list)
         return outputs

@@ -30,7 +30,8 @@ class PrefixIndex:
 
     def enter(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         """Remember that each block holds this content, unless another block does already."""
-        block_by_hash, hash_by_block = self._block_by_hash, self._hash_by_block
+        block_by_hash = self._block_by_hash
+        hash_by_block = self._hash_by_block
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if block_hash not in block_by_hash and block_id not in hash_by_block:
                 block_by_hash[block_hash] = block_id

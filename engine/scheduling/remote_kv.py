@@ -4,16 +4,17 @@ Both talk to the ``SchedulerConnector`` (see ``engine/connector.py`` for the ord
 the BlockPool in step with what may still be read or written from outside.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from contract.errors import ErrorKind, InvalidRequestError, TransferError
 from contract.requests import EngineRequest
 from engine.connector import Drained, Failed, FirstToken, Published, Received, SchedulerConnector
 from engine.scheduling.block_pool import BlockPool, blocks_needed
-from engine.scheduling.ending import NOT_NEEDED, Ending, RequestStatus, ended_by_error
-from engine.scheduling.line import Line, comes_first
+from engine.scheduling.ending import NOT_NEEDED, Ending, RequestStatus, ended_by_error, ended_late
+from engine.scheduling.priority_queue import PriorityQueue, comes_first
 from engine.scheduling.request import Request, ends_with_first_token
-from engine.scheduling.roll import Roll
+from engine.scheduling.request_index import RequestIndex
+from engine.scheduling.waits import Ready
 
 NOT_NEEDED_KIND = "not_needed"
 """The kind of a transfer that ended because token 0 was the whole answer; no error."""
@@ -35,7 +36,7 @@ class KVSender:
         self._pool = pool
         self._max_model_len = max_model_len
         self._open: set[str] = set()
-        self._leases = Roll()
+        self._leases = RequestIndex()
 
     @property
     def leases(self) -> Collection[str]:
@@ -60,7 +61,8 @@ class KVSender:
         is_needed = not ends_with_first_token(request, self._max_model_len)
         if request.key not in self._open:
             self._open.add(request.key)
-            blocks, num_cached = self._pool.table_of(request.key), request.num_computed_tokens
+            blocks = self._pool.table_of(request.key)
+            num_cached = request.num_computed_tokens
             self._connector.open_send(request.asked, blocks, num_cached if is_needed else 0)
         if is_needed:
             self._connector.publish(request.key, num_computed_tokens)
@@ -104,44 +106,52 @@ class KVSender:
 
 
 class KVReceiver:
-    """Owns the requests in WAITING_FOR_REMOTE_KVS.
+    """The wait stage of KV that another worker computes. Owns the requests in WAITING_FOR_REMOTE_KVS.
 
-    One of them holds nothing until its sender computes the prompt; then it stands in line, and reserves
-    ceil((prompt + 1) / block_size) blocks, cached ones included, in one step or not at all (law 4). One that does not
+    A request holds nothing until its sender computes the prompt. Then it is queued for blocks, and reserves
+    ceil((prompt + 1) / block_size) of them, cached ones included, in one step or not at all (law 4). One that does not
     fit holds up those behind it, however small: they would pass a big one for ever. The blocks that it waits for are
-    held by requests that run, whose reads are bounded in time, or that are behind it in the same line; so they come.
+    held by requests that run, whose reads are bounded in time, or that are behind it in the same queue; so they come.
 
-    num_needed_blocks: blocks that all reservations so far asked the senders for, beyond what the cache held.
+    timeout_seconds: how long a request may wait here. num_needed_blocks: blocks that all reservations so far asked the
+    senders for, beyond what the cache held.
     """
 
-    def __init__(self, connector: SchedulerConnector, pool: BlockPool) -> None:
+    name = "remote KV"
+    status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def __init__(self, connector: SchedulerConnector, pool: BlockPool, timeout_seconds: float) -> None:
         self._connector = connector
         self._pool = pool
+        self.timeout_seconds = timeout_seconds
         self._waiting: dict[str, Request] = {}
-        self._published = Line()
-        self._failed: set[str] = set()
+        self._published = PriorityQueue()
+        self._failures: dict[str, Failed] = {}
+        self._arrived: list[str] = []
         self._num_cached_blocks: dict[str, int] = {}
         self.num_needed_blocks = 0
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that wait for their KV. Not ``__len__``: a receiver that waits for nothing must not be falsy."""
-        return len(self._waiting)
+    def has_pending(self) -> bool:
+        """Return whether a fetch has ended."""
+        return bool(self._arrived or self._failures)
 
     @property
     def unserved(self) -> Request | None:
-        """The first in line for blocks: computed by its sender, and not reserved yet."""
+        """The first request in the queue for blocks: computed by its sender, and not reserved yet."""
         return self._published.first
 
+    def needs_wait(self, request: Request) -> bool:
+        """Return whether the request is a decode leg."""
+        return request.is_receiving
+
     def start(self, request: Request) -> None:
-        """The request arrived: ask for its KV. Raises what the connector raises, and then nothing has changed."""
+        """Ask for the KV of a request. Raises what the connector raises, and then nothing has changed."""
         self._connector.start_fetch(request.asked)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._waiting[request.key] = request
 
-    def take_events(self) -> list[Failed]:
-        """Note what the connector has to say; returns the failures of requests that still wait."""
-        failures = []
+    def take_events(self) -> None:
+        """Record what the connector has reported."""
         for event in self._connector.take_events():
             match event:
                 case Published(key, kv_fingerprint) if key in self._waiting:
@@ -151,14 +161,27 @@ class KVReceiver:
                 case Drained(key) if self._pool.is_quarantined(key):
                     self._pool.release_quarantine(key)
                 case Failed(key) if key in self._waiting:
-                    self._failed.add(key)
-                    failures.append(event)
-        return failures
+                    self._failures[key] = event
+
+    def note_arrived(self, keys: Collection[str]) -> None:
+        """Record the requests whose KV has landed and was verified (``finished_recving``)."""
+        self._arrived += [key for key in keys if key in self._waiting]
+
+    def take_ready(self) -> list[Ready]:
+        """Return the requests whose transfer has failed, and those whose KV is there: ``received`` holds its description."""
+        failed = [
+            Ready(self._waiting[key], ending_of(failure))
+            for key, failure in self._failures.items()
+            if key in self._waiting
+        ]
+        keys = [key for key in self._arrived if key in self._waiting]
+        self._arrived = []
+        return failed + [Ready(self._arrive(key)) for key in keys]
 
     def reserve(self, num_promised: int, other: Request | None) -> None:
-        """Give blocks to those in line, as far as the blocks reach that are not promised; their reads begin.
+        """Give blocks to the requests in the queue, as far as those reach that are not promised; their reads begin.
 
-        other: the first one elsewhere that waits for blocks; who comes after it waits with it.
+        other: the first request elsewhere that waits for blocks; those that come after it wait with it.
         """
         while (request := self._published.first) and comes_first(request, other):
             size = self._pool.block_size
@@ -174,17 +197,9 @@ class KVReceiver:
             self.num_needed_blocks += num_prompt_blocks - len(cached)
             self._connector.receive_into(request.key, blocks[:num_prompt_blocks], len(cached))
 
-    def take_arrived(self, keys: Collection[str]) -> list[tuple[Request, Received]]:
-        """These have landed and were verified (``finished_recving``); they do not wait for KV any more."""
-        arrived = [request for key in keys if (request := self._waiting.get(key))]
-        for request in arrived:
-            self._forget(request)
-            request.status = RequestStatus.WAITING
-        return [(request, self._connector.take_received(request.key)) for request in arrived]
-
-    def give_up(self, request: Request) -> None:
-        """Stop waiting. What has been reserved is freed, or quarantined where a read into it cannot be stopped."""
-        has_failed = request.key in self._failed
+    def give_up(self, request: Request) -> bool:
+        """Stop waiting: free what has been reserved, or quarantine it where a read into it cannot be stopped."""
+        has_failed = request.key in self._failures
         num_shared = self._num_cached_blocks.get(request.key)
         self._forget(request)
         is_quiet = has_failed or self._connector.cancel_fetch(request.key)
@@ -192,19 +207,35 @@ class KVReceiver:
             self._pool.free(request.key)
         else:
             self._pool.quarantine(request.key, num_shared)
+        return True
+
+    def overdue(self, request: Request, seconds: float) -> Ending:
+        """Return how a request ends whose KV has not come after ``seconds``."""
+        return ended_late(request.status, seconds)
+
+    def check_integrity(self, requests: Mapping[str, Request]) -> None:
+        """Assert that the requests in WAITING_FOR_REMOTE_KVS are those that wait here."""
+        in_state = {key: one for key, one in requests.items() if one.status is self.status}
+        assert in_state == self._waiting
+
+    def _arrive(self, key: str) -> Request:
+        request = self._waiting[key]
+        self._forget(request)
+        request.received = self._connector.take_received(key)
+        return request
 
     def _forget(self, request: Request) -> None:
         del self._waiting[request.key]
         self._published.remove(request)
-        self._failed.discard(request.key)
+        self._failures.pop(request.key, None)
         self._num_cached_blocks.pop(request.key, None)
 
 
-def check_transfer(asked: EngineRequest, sender: KVSender | None, roll: Roll) -> None:
+def check_transfer(asked: EngineRequest, sender: KVSender | None, index: RequestIndex) -> None:
     """Raise InvalidRequestError for a transfer that is in use, or in an engine without a connector (and so a sender)."""
     if sender is None:
         raise InvalidRequestError(f"request {asked.key} names a transfer, and this engine has no connector")
-    if asked.transfer and (sender.lends_under(asked) or roll.uses_transfer(asked)):
+    if asked.transfer and (sender.lends_under(asked) or index.uses_transfer(asked)):
         raise InvalidRequestError(
             f"transfer {asked.transfer.transfer_id} (attempt {asked.attempt}) is here already; "
             "each request needs its own"

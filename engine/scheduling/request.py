@@ -43,7 +43,7 @@ class Milestones:
 
 @dataclass(eq=False)
 class Request:
-    """One EngineRequest in the scheduler's hands (B10); the scheduler alone changes it.
+    """One EngineRequest in the scheduler's hands; the scheduler alone changes it.
 
     arrival_number: counts the scheduler's requests and their choices; no two have the same. expires: when it must have
     ended, on the scheduler's clock. dismissed: choices that nobody wants any more. is_fork: another choice has computed, or
@@ -52,7 +52,8 @@ class Request:
     token_ids: all known tokens: the prompt, then the answer's. num_computed_tokens: how many of them have their KV in
     this request's blocks. num_emitted_tokens: tokens that left this engine as output. hash_root: what ``block_hashes``
     start from; computed_root: what they start from for KV that this engine computes. structured_output_request: where
-    the answer stands in its grammar; None without one, and while that is compiled.
+    the answer stands in its grammar; None without one, and while that is compiled. received: what came with the prompt's
+    KV from another worker; None but between its arrival and the request's first step.
     """
 
     asked: EngineRequest
@@ -74,6 +75,7 @@ class Request:
     is_fork: bool = False
     dismissed: set[int] = field(default_factory=set)
     structured_output_request: GrammarMatcher | None = None
+    received: Received | None = None
 
     @classmethod
     def from_engine_request(
@@ -114,6 +116,7 @@ class Request:
             is_fork=True,
             dismissed=set(),
             structured_output_request=matcher.fork() if matcher else None,
+            received=None,
         )
 
     @cached_property
@@ -131,32 +134,32 @@ class Request:
 
     @property
     def client_index(self) -> int:
-        """Which front end asked (B10)."""
+        """Index of the front end that sent the request; its outputs go back there."""
         return self.asked.client_index
 
     @property
     def arrival_time(self) -> float:
-        """When the front end received it, on the front end's clock (B10)."""
+        """When the front end received it, on the front end's clock."""
         return self.asked.arrival_time
 
     @property
     def priority(self) -> int:
-        """Higher runs earlier (B10)."""
+        """Higher runs earlier."""
         return self.asked.priority
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """The lower, the earlier it is served and the later it is preempted: by priority, then arrival (B11)."""
+        """The lower, the earlier it is served and the later it is preempted: by priority, then arrival."""
         return -self.priority, self.arrival_number
 
     @property
     def cache_salt(self) -> str:
-        """Isolates cached KV (B10)."""
+        """Part of the block hash: requests with different salts never share cached KV."""
         return self.asked.cache_salt
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The model's own end tokens (B10)."""
+        """The model's own end tokens."""
         return self.asked.eos_token_ids
 
     @property
@@ -245,6 +248,7 @@ class Request:
         self.append_token(first_token)
         self.milestones.queued = now
         self.milestones.transfer = received.report
+        self.received = None
 
     def lose_blocks(self) -> None:
         """Its blocks were taken away: everything must be computed again, here, whoever computed it before."""
@@ -299,7 +303,8 @@ def ending_after(request: Request, index: int, max_model_len: int) -> Ending | N
 
     Either a stop token (never before ``min_tokens``), or a limit of length.
     """
-    sampling, token = request.asked.sampling, request.token_ids[-1]
+    sampling = request.asked.sampling
+    token = request.token_ids[-1]
     if index >= sampling.min_tokens:
         if token in sampling.stop_token_ids:
             return Ending(RequestStatus.FINISHED_STOPPED, stop_reason=token)
@@ -338,7 +343,7 @@ def ended_corrupted(request: Request, has_nans: bool) -> Ending:
 
 
 def why_impossible(request: Request, max_length: int, num_usable_blocks: int) -> str | None:
-    """Why the request can never run in an engine of this size (A27, A28); None when it can."""
+    """Why the request can never run in an engine of this size; None when it can."""
     num_prompt = request.num_prompt_tokens
     if request.is_pooling and num_prompt > max_length:
         return f"the prompt has {num_prompt} tokens; this engine takes {max_length} at most: shorten it"

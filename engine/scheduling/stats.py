@@ -4,7 +4,7 @@ import msgspec
 
 
 class PrefixCacheStats(msgspec.Struct, kw_only=True):
-    """How the prefix cache served, since the engine started (B14).
+    """How the prefix cache served, since the engine started.
 
     reset: ``reset_prefix_cache`` was called. requests: requests that asked. queries, hits: prompt tokens asked for, found.
     """
@@ -22,7 +22,7 @@ class PrefixCacheStats(msgspec.Struct, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
-    """One look at the scheduler (B14). kv_cache_usage: 0..1. num_corrupted_reqs: ended because of NaN logits."""
+    """One look at the scheduler. kv_cache_usage: 0..1. num_corrupted_reqs: ended because of NaN logits."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0

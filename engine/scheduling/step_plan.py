@@ -1,4 +1,4 @@
-"""One step in the making: who computes how many tokens, until it becomes a SchedulerOutput."""
+"""One step in the making: how many tokens of which requests it computes, until it becomes a SchedulerOutput."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
 
 
-class Turn(NamedTuple):
-    """One request's part of a step. ``new_block_ids`` replace the runner's when the request comes back (B6)."""
+class ScheduledRequest(NamedTuple):
+    """One request's part of a step. ``new_block_ids`` replace the runner's when the request comes back."""
 
     request: Request
     num_tokens: int
@@ -18,85 +18,85 @@ class Turn(NamedTuple):
 
 
 class StepPlan:
-    """Owns the token budget of one step and the turns taken from it, in the order of the batch."""
+    """Owns the token budget of one step and the requests that take from it, in the order of the batch."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_preempted = 0
-        self._turns: dict[str, Turn] = {}
+        self._entries: dict[str, ScheduledRequest] = {}
         self._drafted: SchedulerOutput | None = None
 
     @classmethod
     def drafted(cls, requests: Sequence[Request], budget: int) -> "StepPlan":
-        """One token of each of these requests, which the runner knows, when a token more of each is known than now.
+        """Return a plan of one token of each of these requests, for the time when one token more of each is known than now.
 
-        All that is known now is computed by then. They get no blocks yet.
+        The runner knows the requests, and all that is known now is computed by then. They get no blocks yet.
         """
         draft = cls(budget)
         for request in requests:
-            draft.add(Turn(request, 1, []))
-        draft._drafted = _orders(draft._turns.values())
+            draft.add(ScheduledRequest(request, 1, []))
+        draft._drafted = _orders(draft._entries.values())
         draft._drafted.scheduled_cached_reqs.num_computed_tokens = [
             request.num_tokens for request in requests
         ]
         return draft
 
-    def __iter__(self) -> Iterator[Turn]:
-        return iter(self._turns.values())
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return iter(self._entries.values())
 
-    def add(self, turn: Turn) -> None:
-        """Give a request its turn."""
-        self._turns[turn.request.key] = turn
-        self.budget -= turn.num_tokens
+    def add(self, entry: ScheduledRequest) -> None:
+        """Schedule a request in this step."""
+        self._entries[entry.request.key] = entry
+        self.budget -= entry.num_tokens
 
     def drop(self, request: Request) -> None:
-        """The request was preempted: its turn, if it had one, goes back into the budget."""
+        """Take out a request that was preempted; its tokens, if it had any here, go back into the budget."""
         self.num_preempted += 1
-        turn = self._turns.pop(request.key, None)
-        if turn is not None:
-            self.budget += turn.num_tokens
+        entry = self._entries.pop(request.key, None)
+        if entry is not None:
+            self.budget += entry.num_tokens
 
     def to_output(self, pool: BlockPool) -> SchedulerOutput:
-        """The orders to the runner, which from now on knows every request in them."""
+        """Return the orders to the runner, which from now on knows every request in them."""
         output = self._drafted or self._ordered()
-        output.num_common_prefix_blocks = [pool.num_common_blocks(self._turns)]
+        output.num_common_prefix_blocks = [pool.num_common_blocks(self._entries)]
         return output
 
     def _ordered(self) -> SchedulerOutput:
-        output = _orders(self._turns.values())
-        for turn in self:
-            if not turn.request.is_known_to_runner:
-                output.scheduled_new_reqs.append(_new_request_data(turn))
-                turn.request.is_known_to_runner = True
+        output = _orders(self._entries.values())
+        for entry in self:
+            if not entry.request.is_known_to_runner:
+                output.scheduled_new_reqs.append(_new_request_data(entry))
+                entry.request.is_known_to_runner = True
         return output
 
 
-def _orders(turns: Collection[Turn]) -> SchedulerOutput:
-    """What they are to compute, and all that the runner must hear of those that it knows.
+def _orders(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
+    """Return what the requests are to compute, and all that the runner must be told about those that it knows.
 
-    Blocks that a turn gets later are among its orders too.
+    Blocks that an entry gets later are among its orders too.
     """
-    known = [turn for turn in turns if turn.request.is_known_to_runner]
+    known = [entry for entry in entries if entry.request.is_known_to_runner]
     return SchedulerOutput(
         scheduled_cached_reqs=CachedRequestData(
-            req_ids=[turn.request.key for turn in known],
-            resumed_from_preemption=[turn.is_resumed for turn in known],
-            new_token_ids=[list(turn.request.token_ids) if turn.is_resumed else [] for turn in known],
-            new_block_ids=[(turn.new_block_ids,) for turn in known],
-            num_computed_tokens=[turn.request.num_computed_tokens for turn in known],
+            req_ids=[entry.request.key for entry in known],
+            resumed_from_preemption=[entry.is_resumed for entry in known],
+            new_token_ids=[list(entry.request.token_ids) if entry.is_resumed else [] for entry in known],
+            new_block_ids=[(entry.new_block_ids,) for entry in known],
+            num_computed_tokens=[entry.request.num_computed_tokens for entry in known],
         ),
-        num_scheduled_tokens={turn.request.key: turn.num_tokens for turn in turns},
-        total_num_scheduled_tokens=sum(turn.num_tokens for turn in turns),
+        num_scheduled_tokens={entry.request.key: entry.num_tokens for entry in entries},
+        total_num_scheduled_tokens=sum(entry.num_tokens for entry in entries),
     )
 
 
-def _new_request_data(turn: Turn) -> NewRequestData:
-    request = turn.request
+def _new_request_data(entry: ScheduledRequest) -> NewRequestData:
+    request = entry.request
     return NewRequestData(
         req_id=request.key,
         prompt_token_ids=list(request.token_ids),
         sampling_params=None if request.is_pooling else request.asked.sampling,
-        block_ids=(list(turn.new_block_ids),),
+        block_ids=(list(entry.new_block_ids),),
         num_computed_tokens=request.num_computed_tokens,
         num_prompt_tokens=request.num_prompt_tokens - request.asked.num_delivered_tokens,
         num_choices=request.asked.num_choices,

@@ -38,7 +38,8 @@ def logprobs_in_rows(lists: LogprobsLists, num_alternatives: int) -> list[TokenL
 
 
 def _entry(lists: LogprobsLists, row: int, num_alternatives: int) -> TokenLogprobs:
-    ids, values = lists.logprob_token_ids[row], lists.logprobs[row]
+    ids = lists.logprob_token_ids[row]
+    values = lists.logprobs[row]
     return TokenLogprobs(
         token_id=ids[0],
         logprob=values[0],

@@ -33,7 +33,8 @@ def load_copy_blocks(
         logger.warning("blocks are copied by Python, which takes longer: %s", error)
         return None
     copy_blocks.restype = None
-    address, number = ctypes.c_void_p, ctypes.c_size_t
+    address = ctypes.c_void_p
+    number = ctypes.c_size_t
     copy_blocks.argtypes = (address, address, address, address, number, number, number, ctypes.c_int)
     found: CopyBlocks = copy_blocks
     return found

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kv_transfer import events as ev
-from kv_transfer.states import ImpossibleEventError
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.states import ImpossibleEventError
 
 Range = ev.RangeReady | ev.RangeFailed
 
@@ -124,7 +124,8 @@ class _Ranges:
         if any(done < end for done in self.ends):
             return None
         failed = replace(self.failure, first_block=self.first, num_blocks=end - self.first)
-        self.failure, self.first = None, end
+        self.failure = None
+        self.first = end
         return failed
 
     def _pop(self, rank: int) -> Range:

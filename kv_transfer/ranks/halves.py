@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from contract.errors import InternalError
-from kv_transfer import events as ev
 from kv_transfer.counters import Counters
-from kv_transfer.data_reports import DataReports
-from kv_transfer.messages import Offer
-from kv_transfer.orders import CommitJob, PullJob
+from kv_transfer.data.reports import DataReports
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.orders import CommitJob, PullJob
+from kv_transfer.protocol.reads import LeaseName, Source
 from kv_transfer.ranks import words
 from kv_transfer.ranks.gathering import JobGather, RangeGather, has_failed
 from kv_transfer.ranks.lines import RankLines
@@ -23,7 +24,6 @@ from kv_transfer.ranks.opening import Opening
 from kv_transfer.ranks.progress import RankProgress
 from kv_transfer.ranks.sessions import RankSessions
 from kv_transfer.ranks.trials import Trials
-from kv_transfer.transport import LeaseName, Source
 from kv_transfer.transports.lending import IdleTogether
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ class RankDataHalves:
     """
 
     def __init__(self, num_ranks: int, counters: Counters) -> None:
-        self._num_ranks, self._counters = num_ranks, counters
+        self._num_ranks = num_ranks
+        self._counters = counters
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._keys: dict[int, str] = {}
@@ -51,7 +52,8 @@ class RankDataHalves:
 
     def attach(self, reports: DataReports, forget: Callable[[Source], None]) -> None:
         """Say who listens, and who forgets a source; called once, before ``connect``."""
-        self._reports, self._forget = reports, forget
+        self._reports = reports
+        self._forget = forget
 
     def connect(self, lines: Sequence[Any]) -> None:
         """The sockets to the ranks, in rank order; their halves may not be open yet."""
@@ -181,7 +183,8 @@ class RankDataHalves:
                 self._progress.reported(rank, word.counts)
 
     def _hear_of_job(self, rank: int, word: words.Landed | words.JobOver) -> None:
-        number, event = word.number, words.event_of(word)
+        number = word.number
+        event = words.event_of(word)
         with self._lock:
             key = self._keys.get(number, "")
             if isinstance(event, ev.PieceLanded):

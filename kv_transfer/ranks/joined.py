@@ -8,11 +8,11 @@ import msgspec
 
 from contract.errors import SettingError
 from kv_transfer.counters import Completions
+from kv_transfer.protocol.reads import rank_boot_id
 from kv_transfer.ranks.halves import RankDataHalves
 from kv_transfer.ranks.opening import Opening
 from kv_transfer.ranks.words import RankSettings
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import rank_boot_id
 
 _OPEN_SECONDS = 30.0
 
@@ -33,7 +33,9 @@ class JoinedRanks:
     opener = "kv_transfer.ranks.rank_half:open_rank_half"
 
     def __init__(self, settings: TransferSettings, num_ranks: int, parts: JoinedParts) -> None:
-        self._settings, self._num_ranks, self._parts = settings, num_ranks, parts
+        self._settings = settings
+        self._num_ranks = num_ranks
+        self._parts = parts
 
     def settings_of(self, rank: int) -> bytes:
         """See RanksConnector."""
@@ -80,7 +82,7 @@ def rank_settings(settings: TransferSettings, rank: int, num_ranks: int) -> Rank
         host=settings.host,
         advertise_host=settings.advertise_host,
         data_port=settings.data_port and settings.data_port + rank,
-        transport=settings.transport,
+        transport=settings.transport_name,
         read_timeout_seconds=settings.read_timeout_seconds,
         max_staging_bytes=settings.max_staging_bytes,
         shm_dir=None if settings.shm_dir is None else str(settings.shm_dir),

@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from kv_transfer.framing import FrameBuffer, encode_frame
+from kv_transfer.links.framing import FrameBuffer, encode_frame
 from kv_transfer.ranks.words import MAX_LINE_FRAME_BYTES, FromRank, ToRank, from_rank
 
 _READ_BYTES = 2**20
@@ -24,7 +24,8 @@ class _Line:
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self.rank, self.sock = rank, sock
+        self.rank = rank
+        self.sock = sock
         self.frames = FrameBuffer(MAX_LINE_FRAME_BYTES)
         self.outbox = bytearray()
         self.is_open = True
@@ -44,7 +45,8 @@ class RankLines:
         on_bug: Callable[[str, BaseException], None],
     ) -> None:
         self._lines = [_Line(rank, sock) for rank, sock in enumerate(sockets)]
-        self._hear, self._on_bug = hear, on_bug
+        self._hear = hear
+        self._on_bug = on_bug
         self._lock = threading.Lock()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -160,7 +162,8 @@ class RankEnd:
 
     def __init__(self, sock: socket.socket, decoder: "msgspec.msgpack.Decoder[ToRank]") -> None:
         sock.setblocking(True)
-        self._sock, self._decoder = sock, decoder
+        self._sock = sock
+        self._decoder = decoder
         self._frames = FrameBuffer(MAX_LINE_FRAME_BYTES)
         self._lock = threading.Lock()
 

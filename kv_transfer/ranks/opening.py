@@ -3,7 +3,7 @@
 import threading
 
 from contract.errors import InternalError
-from kv_transfer.messages import Offer
+from kv_transfer.protocol.messages import Offer
 from kv_transfer.ranks.words import Opened
 
 

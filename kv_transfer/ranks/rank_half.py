@@ -11,17 +11,17 @@ import msgspec
 
 from contract.errors import KvbatonError
 from engine.connector import KVMemory
-from kv_transfer import events as ev
-from kv_transfer.choosing import Chooser, Probing
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf
-from kv_transfer.leases import Sessions
-from kv_transfer.orders import CommitJob, TransferMetadata
+from kv_transfer.data.data_half import DataHalf
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.orders import CommitJob, TransferMetadata
+from kv_transfer.protocol.reads import LeaseName, Read, Source
 from kv_transfer.ranks import words
 from kv_transfer.ranks.lines import RankEnd
 from kv_transfer.ranks.receivers import of_ranks, probe
-from kv_transfer.transport import LeaseName, Read, Source
+from kv_transfer.transports.choosing import Chooser, Probing
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transports
 
@@ -81,7 +81,8 @@ class RankHalf:
     def close(self) -> None:
         """See RankConnector."""
         with self._lock:
-            reads, trials = list(self._reads.values()), list(self._trials.values())
+            reads = list(self._reads.values())
+            trials = list(self._trials.values())
         for read in reads:
             read.stop()
         self._data.close()

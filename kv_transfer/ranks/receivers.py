@@ -3,15 +3,18 @@
 from collections.abc import Mapping, Sequence
 
 from contract.errors import InternalError
-from kv_transfer.choosing import Probing
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
+from kv_transfer.transports.choosing import Probing
+from kv_transfer.transports.transport import ReceiverTransport
 
 
 class OfRanks:
     """Keeps something open to each of a peer's ranks that this rank reads from. rank, num_ranks: this worker's."""
 
     def __init__(self, receiver: ReceiverTransport, rank: int, num_ranks: int) -> None:
-        self._receiver, self._rank, self._num_ranks = receiver, rank, num_ranks
+        self._receiver = receiver
+        self._rank = rank
+        self._num_ranks = num_ranks
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """See ReceiverTransport; ``source`` is one rank's."""

@@ -13,7 +13,8 @@ class RankSessions:
     """
 
     def __init__(self, num_ranks: int, say: Callable[[ToRank], None]) -> None:
-        self._num_ranks, self._say = num_ranks, say
+        self._num_ranks = num_ranks
+        self._say = say
         self._lock = threading.Lock()
         self._beginning: dict[str, tuple[set[int], Callable[[], None]]] = {}
 

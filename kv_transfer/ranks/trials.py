@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from contract.errors import InternalError, TransferError
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.ranks.words import Stop, ToRank, Tried, TryPeer
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.transports.transport import ReceiverTransport
 
 
 @dataclass
@@ -25,14 +26,17 @@ class Trials:
     """
 
     def __init__(self, num_ranks: int, new_number: Callable[[], int], say: Callable[[ToRank], None]) -> None:
-        self._num_ranks, self._new_number, self._say = num_ranks, new_number, say
+        self._num_ranks = num_ranks
+        self._new_number = new_number
+        self._say = say
         self._lock = threading.Lock()
         self._trials: dict[int, _Trial] = {}
         self._is_closed = False
 
     def run(self, source: Source, read: Read) -> None:
         """Block until all ranks have answered. Raises TransferError that says which cannot read it, and why."""
-        number, trial = self._new_number(), _Trial()
+        number = self._new_number()
+        trial = _Trial()
         with self._lock:
             if self._is_closed:
                 raise TransferError("the ranks have ended")

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from contract.errors import InternalError
-from kv_transfer import events as ev
-from kv_transfer.messages import Offer
-from kv_transfer.orders import Conversion, PullJob, Share
-from kv_transfer.transport import LeaseName, RangeGrant, Read, Source
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import Share
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.orders import Conversion, PullJob
+from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, Source
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):

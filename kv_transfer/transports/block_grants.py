@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from contract.decoding import decode_outside
 from contract.errors import TransferError
-from kv_transfer.transport import ReadRequest
+from kv_transfer.protocol.reads import ReadRequest
 from kv_transfer.transports.generations import NUM_SLOTS
 
 _N = TypeVar("_N", np.int64, np.int32)

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.block_views import BlockViews
-from kv_transfer.framing import ShortReadError, receive_all, send_all
+from kv_transfer.links.framing import ShortReadError, receive_all, send_all
+from kv_transfer.transports.block_views import BlockViews
 
 _MAX_VECTORS = 1024
 """Linux's IOV_MAX."""
@@ -123,9 +123,11 @@ class _Header(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_send, _receive = _libc.sendmsg, _libc.recvmsg
+_send = _libc.sendmsg
+_receive = _libc.recvmsg
 for _function in (_send, _receive):
-    _function.restype, _function.argtypes = ctypes.c_ssize_t, (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 
 def _call(function: Any, sock: socket.socket, vectors: _Vectors, flags: int) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv_transfer.leases import Sessions
-from kv_transfer.transport import LeaseName
+from kv_transfer.protocol.reads import LeaseName
+from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.local import LocalHub
 
 

@@ -11,11 +11,12 @@ import msgspec
 
 from contract.errors import PeerUnreachableError, UnauthenticatedError
 from contract.proofs import derive_key, is_proof, make_proof
-from kv_transfer.leases import Sessions, session_name
-from kv_transfer.transport import Source
-from kv_transfer.transports.tcp_wire import DataChallenge, DataHello, DataProve, DataStatus
+from kv_transfer.protocol.reads import Source
+from kv_transfer.transports.data_wire import DataChallenge, DataHello, DataProve, DataStatus
+from kv_transfer.transports.leases import Sessions, session_name
 
-_LENDER, _READER = "data lender", "data reader"
+_LENDER = "data lender"
+_READER = "data reader"
 UNKNOWN = "no control link stands behind this connection"
 
 
@@ -43,7 +44,8 @@ class Lending:
     """The lender's end of one connection. transport: what it lends by."""
 
     def __init__(self, sessions: Sessions, transport: str) -> None:
-        self._sessions, self._transport = sessions, transport
+        self._sessions = sessions
+        self._transport = transport
         self._token: str | None = None
         self._said: tuple[str, ...] = ()
 

@@ -6,25 +6,26 @@ import socket
 import time
 
 from contract.errors import TransferError, UnauthenticatedError
-from kv_transfer.framing import FrameBuffer, ShortReadError, decode_body, encode_frame
-from kv_transfer.strangers import giving_way, host_of, most_strangers
+from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, encode_frame
+from kv_transfer.links.unauthenticated import giving_way, host_of, max_unauthenticated
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending
-from kv_transfer.transports.tcp_wire import DataHello, DataProve, DataStatus
+from kv_transfer.transports.data_wire import DataHello, DataProve, DataStatus
 
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 _MAX_GREETING_BYTES = 1024
 """Of one frame of a greeting, which holds three short strings."""
 
 
-class Stranger:
-    """One connection that is being greeted. has_spoken: it has named a session that is open, which no stranger can.
+class UnauthenticatedConnection:
+    """One connection that is being greeted. has_spoken: it has named a session that is open, which nobody else can.
 
     heard_at, due_at: when it came, and until when it may say who it is (monotonic seconds).
     """
 
     def __init__(self, sock: socket.socket, lending: Lending, heard_at: float, due_at: float) -> None:
         self.sock, self.host = sock, host_of(sock)
-        self.heard_at, self.due_at = heard_at, due_at
+        self.heard_at = heard_at
+        self.due_at = due_at
         self.has_spoken = False
         self._lending = lending
         self._frames = FrameBuffer(_MAX_GREETING_BYTES)
@@ -61,43 +62,44 @@ class Stranger:
 
 
 class Lobby:
-    """Owns the strangers' sockets and their places in the selector. Used by one thread.
+    """Owns the sockets of unauthenticated connections and their places in the selector. Used by one thread.
 
     patience_seconds: how long a greeting may take as a whole.
     """
 
     def __init__(self, selector: selectors.BaseSelector, patience_seconds: float) -> None:
-        self._selector, self._patience_seconds = selector, patience_seconds
-        self._most = most_strangers(_MAX_STRANGERS)
-        self._strangers: dict[Stranger, None] = {}  # in the order in which they came
+        self._selector = selector
+        self._patience_seconds = patience_seconds
+        self._most = max_unauthenticated(_MAX_UNAUTHENTICATED)
+        self._unauthenticated: dict[UnauthenticatedConnection, None] = {}  # in the order in which they came
 
     def let_in(self, sock: socket.socket, lending: Lending) -> None:
-        """Begin to hear a connection; the selector's key holds its Stranger. One too many costs another its place."""
-        if len(self._strangers) >= self._most:
-            self.dismiss(giving_way(self._strangers))
+        """Begin to receive from a connection, which the selector's key holds. One too many costs another its place."""
+        if len(self._unauthenticated) >= self._most:
+            self.dismiss(giving_way(self._unauthenticated))
         sock.setblocking(False)
         now = time.monotonic()
-        stranger = Stranger(sock, lending, now, now + self._patience_seconds)
-        self._strangers[stranger] = None
-        self._selector.register(sock, selectors.EVENT_READ, stranger)
+        connection = UnauthenticatedConnection(sock, lending, now, now + self._patience_seconds)
+        self._unauthenticated[connection] = None
+        self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def dismiss(self, stranger: Stranger) -> None:
-        """Close a stranger's connection."""
-        self.release(stranger).close()
+    def dismiss(self, connection: UnauthenticatedConnection) -> None:
+        """Close an unauthenticated connection."""
+        self.release(connection).close()
 
-    def release(self, stranger: Stranger) -> socket.socket:
-        """Give up a stranger, who is none any more, and return its socket."""
-        del self._strangers[stranger]
-        self._selector.unregister(stranger.sock)
-        return stranger.sock
+    def release(self, connection: UnauthenticatedConnection) -> socket.socket:
+        """Give up a connection, which is authenticated or over, and return its socket."""
+        del self._unauthenticated[connection]
+        self._selector.unregister(connection.sock)
+        return connection.sock
 
     def dismiss_late(self, now: float) -> float:
         """Dismiss who did not say who it is in time; return when the next one will be late, inf for nobody."""
-        for stranger in [one for one in self._strangers if one.due_at <= now]:
-            self.dismiss(stranger)
-        return min((one.due_at for one in self._strangers), default=math.inf)
+        for connection in [one for one in self._unauthenticated if one.due_at <= now]:
+            self.dismiss(connection)
+        return min((one.due_at for one in self._unauthenticated), default=math.inf)
 
     def close(self) -> None:
         """Dismiss everybody."""
-        for stranger in list(self._strangers):
-            self.dismiss(stranger)
+        for connection in list(self._unauthenticated):
+            self.dismiss(connection)

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
 from contract.errors import PeerUnreachableError, TransferError, UnauthenticatedError
-from kv_transfer.framing import format_address, parse_address, read_frame, write_frame
-from kv_transfer.listening import Listener
-from kv_transfer.transport import Source
+from kv_transfer.links.framing import format_address, parse_address, read_frame, write_frame
+from kv_transfer.links.listening import Listener
+from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending, Reading
-from kv_transfer.transports.data_lobby import Lobby, Stranger
-from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import (
+from kv_transfer.transports.data_lobby import Lobby, UnauthenticatedConnection
+from kv_transfer.transports.data_stream import DataStream
+from kv_transfer.transports.data_wire import (
     MAX_DATA_FRAME_BYTES,
     DataChallenge,
     DataReply,
@@ -35,7 +35,7 @@ _MAX_NAME_BYTES = 16
 """Linux's TCP_CA_NAME_MAX."""
 
 
-class Visit:
+class Connection:
     """One connection of a peer that has proved a session. token: the session's."""
 
     def __init__(self, sock: socket.socket, token: str) -> None:
@@ -74,13 +74,16 @@ class DataPort:
     """
 
     def __init__(
-        self, context: TransportContext, name: str, serve: Callable[[Visit], None], *, transport: str
+        self, context: TransportContext, name: str, serve: Callable[[Connection], None], *, transport: str
     ) -> None:
         self._transport = transport
-        self._sessions, self._patience_seconds = context.sessions, context.read_timeout_seconds
-        self._name, self._talk, self._on_failed = name, serve, context.on_thread_failed
+        self._sessions = context.sessions
+        self._patience_seconds = context.read_timeout_seconds
+        self._name = name
+        self._talk = serve
+        self._on_failed = context.on_thread_failed
         self._lock = threading.Lock()
-        self._visits: dict[Visit, threading.Thread] = {}
+        self._connections: dict[Connection, threading.Thread] = {}
         self._is_closed = False
         self._listener = Listener(context.host, context.data_port)
         self.address = format_address(context.advertise_host or context.host, self._listener.port)
@@ -95,9 +98,9 @@ class DataPort:
             if self._is_closed:
                 return
             self._is_closed = True
-            threads = list(self._visits.values())
-            for visit in self._visits:
-                shut_down(visit.sock)
+            threads = list(self._connections.values())
+            for connection in self._connections:
+                shut_down(connection.sock)
         self._wake_out.send(b"\0")
         for thread in (self._thread, *threads):
             thread.join()
@@ -123,65 +126,67 @@ class DataPort:
                 ready = [key for key, _ in selector.select(_seconds_until(due))]
                 if any(key.fileobj is self._wake_in for key in ready):
                     return
-                for stranger in [key.data for key in ready if key.data is not None]:
-                    self._hear(lobby, stranger)
+                for unauthenticated in [key.data for key in ready if key.data is not None]:
+                    self._hear(lobby, unauthenticated)
                 if any(key.data is None for key in ready):
                     for sock in self._listener.accept_some():
                         lobby.let_in(sock, Lending(self._sessions, self._transport))
 
-    def _hear(self, lobby: Lobby, stranger: Stranger) -> None:
+    def _hear(self, lobby: Lobby, unauthenticated: UnauthenticatedConnection) -> None:
         try:
-            token = stranger.hear()
+            token = unauthenticated.hear()
         except (OSError, TransferError, UnauthenticatedError) as error:
-            logger.debug("%s: a stranger's connection ended: %s", self._name, error)
-            lobby.dismiss(stranger)
+            logger.debug("%s: an unauthenticated connection ended: %s", self._name, error)
+            lobby.dismiss(unauthenticated)
             return
         if token is not None:
-            self._receive(Visit(lobby.release(stranger), token))
+            self._receive(Connection(lobby.release(unauthenticated), token))
 
-    def _receive(self, visit: Visit) -> None:
-        thread = threading.Thread(target=self._serve, args=(visit,), name=f"{self._name}-serve", daemon=True)
+    def _receive(self, connection: Connection) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name=f"{self._name}-serve", daemon=True
+        )
         with self._lock:
             if self._is_closed:
-                visit.sock.close()
+                connection.sock.close()
                 return
-            self._visits[visit] = thread
+            self._connections[connection] = thread
             try:
-                thread.start()  # which may end at once: it waits for the lock before it forgets the visit
+                thread.start()  # which may end at once: it waits for the lock before it forgets the connection
             except RuntimeError as error:
-                del self._visits[visit]
-                visit.sock.close()
+                del self._connections[connection]
+                connection.sock.close()
                 self._listener.pause(f"no thread can be had: {error}")
 
-    def _serve(self, visit: Visit) -> None:
+    def _serve(self, connection: Connection) -> None:
         try:
-            visit.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            visit.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            leave_unpaced(visit.sock)
-            visit.stream.wait_at_most(0, self._patience_seconds)  # the next word may be long in coming
-            if self._confirm(visit):
-                self._talk(visit)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            leave_unpaced(connection.sock)
+            connection.stream.wait_at_most(0, self._patience_seconds)  # the next word may be long in coming
+            if self._confirm(connection):
+                self._talk(connection)
         except (OSError, TransferError) as error:
             logger.debug("%s: a connection ended: %s", self._name, error)
         except Exception:  # the boundary of the data protocol: the peer sees its connection close
             logger.exception("%s: serving a connection failed", self._name)
         finally:
             with self._lock:
-                del self._visits[visit]
-                visit.sock.close()
+                del self._connections[connection]
+                connection.sock.close()
 
-    def _confirm(self, visit: Visit) -> bool:
-        """Tell a peer whether its session is still open: one that ends from here on finds the visit."""
-        is_known = visit.token in self._sessions
+    def _confirm(self, connection: Connection) -> bool:
+        """Tell a peer whether its session is still open: one that ends from here on finds the connection."""
+        is_known = connection.token in self._sessions
         status, message = (DataStatus.OK, "") if is_known else (DataStatus.DENIED, UNKNOWN)
-        visit.stream.send(reply_frame(status, message))
+        connection.stream.send(reply_frame(status, message))
         return is_known
 
     def _end_session(self, token: str) -> None:
         with self._lock:
-            for visit in self._visits:
-                if visit.token == token:
-                    visit.end()
+            for connection in self._connections:
+                if connection.token == token:
+                    connection.end()
 
 
 def unconnected(source: Source, timeout_seconds: float) -> socket.socket:

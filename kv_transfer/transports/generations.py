@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 
 from contract.errors import TransferError
-from kv_transfer.block_views import address_of
-from kv_transfer.transport import LeaseName
+from kv_transfer.protocol.reads import LeaseName
+from kv_transfer.transports.block_views import address_of
 from kv_transfer.transports.sealed_files import reopen_read_only, seal
 
 SLOT_BYTES = 8
@@ -63,7 +63,8 @@ class SharedLeases:
     """The leases of one sender; owns their slots. Thread-safe."""
 
     def __init__(self, table: GenerationTable, on_idle: Callable[[LeaseName], None]) -> None:
-        self._table, self._on_idle = table, on_idle
+        self._table = table
+        self._on_idle = on_idle
         self._lock = threading.Lock()
         self._slots: dict[LeaseName, int] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))

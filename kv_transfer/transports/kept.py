@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from contract.errors import KvbatonError, TransferError
-from kv_transfer.transport import Source
+from kv_transfer.protocol.reads import Source
 
 
 class Keepable(Protocol):
@@ -33,7 +33,8 @@ class Kept(Generic[_K]):
         harmless: type[KvbatonError] | None = None,
         has_ended: Callable[[_K], bool] | None = None,
     ) -> None:
-        self._harmless, self._has_ended = harmless, has_ended
+        self._harmless = harmless
+        self._has_ended = has_ended
         self._lock = threading.Lock()
         self._kept: dict[Source, _K] = {}
         self._in_use: set[_K] = set()
@@ -44,7 +45,8 @@ class Kept(Generic[_K]):
         with self._lock:
             if self._is_closed:
                 raise TransferError("the receiver is closed")
-            kept, has_ended = self._kept.get(source), self._has_ended
+            kept = self._kept.get(source)
+            has_ended = self._has_ended
             if kept is not None and has_ended is not None and kept not in self._in_use and has_ended(kept):
                 del self._kept[source]
                 kept.close()
@@ -90,7 +92,9 @@ class _Use(Generic[_K]):
     """Within, one of the kept is in use. No generator: every read enters this, mostly with cold caches."""
 
     def __init__(self, keeper: Kept[_K], source: Source, kept: _K) -> None:
-        self._keeper, self._source, self._kept = keeper, source, kept
+        self._keeper = keeper
+        self._source = source
+        self._kept = kept
 
     def __enter__(self) -> _K:
         """It is taken already."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from engine.connector import KVMemory
-from kv_transfer.messages import Offer
-from kv_transfer.transport import LeaseName, SenderTransport
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.reads import LeaseName
+from kv_transfer.transports.transport import SenderTransport
 
 
 @runtime_checkable

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from contract.errors import PeerUnreachableError
 from engine.connector import KVMemory
-from kv_transfer.leases import LeaseBook, Sessions
-from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.transports.leases import LeaseBook, Sessions
 
 
 class LocalHub:

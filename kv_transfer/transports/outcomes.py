@@ -1,8 +1,8 @@
 """What the caller of a read is told of an error beneath it: one meaning for every transport that asks its sender."""
 
 from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
-from kv_transfer.framing import ShortReadError
-from kv_transfer.transport import Read, ReadStoppedError, Source, StaleLeaseError, broken_connection
+from kv_transfer.links.framing import ShortReadError
+from kv_transfer.protocol.reads import Read, ReadStoppedError, Source, StaleLeaseError, broken_connection
 
 
 def as_outcome(

@@ -6,42 +6,42 @@ from dataclasses import replace
 from functools import partial
 
 from contract.errors import SettingError
-from kv_transfer.transport import ReceiverTransport, SenderTransport, Transport
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.lending import IdleTogether
 from kv_transfer.transports.settings import has_nvidia_gpu, has_rdma_device
+from kv_transfer.transports.transport import ReceiverTransport, SenderTransport, Transport
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 
 def _open_shm(context: TransportContext) -> Transport:
-    from kv_transfer.transports.shm_receiver import ShmReceiver
-    from kv_transfer.transports.shm_sender import ShmSender
+    from kv_transfer.transports.shm.receiver import ShmReceiver
+    from kv_transfer.transports.shm.sender import ShmSender
 
     return Transport(ShmSender(context), ShmReceiver(context.read_timeout_seconds))
 
 
 def _open_nixl(context: TransportContext) -> Transport:
-    from kv_transfer.transports.nixl_library import load
-    from kv_transfer.transports.nixl_owner import NixlOwner
-    from kv_transfer.transports.nixl_receiver import NixlReceiver, agent_name
-    from kv_transfer.transports.nixl_sender import NixlSender
+    from kv_transfer.transports.nixl.library import load
+    from kv_transfer.transports.nixl.nixl_thread import NixlThread
+    from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
+    from kv_transfer.transports.nixl.sender import NixlSender
 
     if context.is_auto:
         context = replace(context, data_port=0)  # which is for tcp then
-    owner = NixlOwner(load(context.host), agent_name(context.boot_id), context.on_thread_failed)
+    nixl_thread = NixlThread(load(context.host), agent_name(context.boot_id), context.on_thread_failed)
     try:
-        sender = NixlSender(context, owner)
+        sender = NixlSender(context, nixl_thread)
     except BaseException:
-        owner.close()
+        nixl_thread.close()
         raise
-    return Transport(sender, NixlReceiver(owner, context.read_timeout_seconds))
+    return Transport(sender, NixlReceiver(nixl_thread, context.read_timeout_seconds))
 
 
 def _open_nccl(context: TransportContext) -> Transport:
-    from kv_transfer.transports.nccl_receiver import NcclReceiver
-    from kv_transfer.transports.nccl_sender import NcclSender
+    from kv_transfer.transports.nccl.receiver import NcclReceiver
+    from kv_transfer.transports.nccl.sender import NcclSender
 
     sender = NcclSender(context)
     host = context.advertise_host or context.host
@@ -49,8 +49,8 @@ def _open_nccl(context: TransportContext) -> Transport:
 
 
 def _open_tcp(context: TransportContext) -> Transport:
-    from kv_transfer.transports.tcp_receiver import TcpReceiver
-    from kv_transfer.transports.tcp_sender import TcpSender
+    from kv_transfer.transports.tcp.receiver import TcpReceiver
+    from kv_transfer.transports.tcp.sender import TcpSender
 
     return Transport(TcpSender(context), TcpReceiver(context.read_timeout_seconds))
 

@@ -162,7 +162,8 @@ class BatchDesk:
         ):
             if num_bytes:
                 file_name = f"{batch.id}_{name}.jsonl"
-                purpose, seconds = Purpose.BATCH_OUTPUT, batch.output_seconds
+                purpose = Purpose.BATCH_OUTPUT
+                seconds = batch.output_seconds
                 self._store.add_file(file_id, batch.owner, num_bytes, file_name, purpose, seconds)
             else:
                 self._store.folder.remove(file_id)

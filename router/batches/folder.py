@@ -19,7 +19,9 @@ from router.batches.records import VERSION, BatchRecord, FileRecord
 
 FILE_PREFIX = "file-"
 BATCH_PREFIX = "batch_"
-_RECORD, _DATA, _ASIDE = ".json", ".data", ".tmp"
+_RECORD = ".json"
+_DATA = ".data"
+_ASIDE = ".tmp"
 _OWN_NAME = re.compile(
     rf"(?P<id>({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{32}})(?P<kind>\{_DATA}|\{_RECORD}\{_ASIDE})"
 )
@@ -30,7 +32,8 @@ class Folder:
     """Owns a folder from ``open`` to ``close``: no other router uses it in that time."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
-        self._path, self._disk = path, disk
+        self._path = path
+        self._disk = disk
         self._lock: int | None = None
 
     def open(self) -> None:
@@ -57,7 +60,8 @@ class Folder:
 
     def close(self) -> None:
         """Let others use the folder. Does nothing the second time."""
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is not None:
             os.close(lock)
 

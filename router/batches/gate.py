@@ -35,7 +35,8 @@ class LineGate:
     """
 
     def __init__(self, limit: int, may_begin: Callable[[], bool]) -> None:
-        self._limit, self._may_begin = limit, may_begin
+        self._limit = limit
+        self._may_begin = may_begin
         self._running: Counter[str] = Counter()
         self._waiting: list[tuple[Place, asyncio.Future[None]]] = []
         self._held: list[Place] = []

@@ -62,23 +62,27 @@ def parse_line(raw: bytes, number: int, endpoint: str) -> InputLine | LineProble
 
 
 def _problem(line: _Line, number: int, endpoint: str) -> LineProblem | None:
-    code, param, message = "", "", ""
+    code = ""
+    param = ""
+    message = ""
     if line.method != "POST":
-        code, param, message = (
-            "invalid_method",
-            "method",
-            f"method is {line.method[:20]!r}; it must be 'POST'",
-        )
+        code = "invalid_method"
+        param = "method"
+        message = f"method is {line.method[:20]!r}; it must be 'POST'"
     elif line.url != endpoint:
-        code, param = "url_mismatch", "url"
+        code = "url_mismatch"
+        param = "url"
         message = f"url is {line.url[:60]!r}; it must be {endpoint!r}, the endpoint of the batch"
     elif not 1 <= len(line.custom_id) <= MAX_CUSTOM_ID_CHARACTERS:
-        code, param = "invalid_custom_id", "custom_id"
+        code = "invalid_custom_id"
+        param = "custom_id"
         message = (
             f"custom_id has {len(line.custom_id)} characters; it may have 1 to {MAX_CUSTOM_ID_CHARACTERS}"
         )
     elif not bytes(line.body).startswith(b"{"):
-        code, param, message = "invalid_request", "body", "body must be an object"
+        code = "invalid_request"
+        param = "body"
+        message = "body must be an object"
     return LineProblem(code=code, message=message, param=param, line=number) if code else None
 
 

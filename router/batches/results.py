@@ -54,7 +54,8 @@ class Results:
 
     def __init__(self, disk: Disk, output: Path, errors: Path) -> None:
         """Open the files of an earlier run, or new ones. Raises OSError."""
-        self._disk, self._paths = disk, (output, errors)
+        self._disk = disk
+        self._paths = (output, errors)
         self._done: set[bytes] = set()
         self._counts = [0, 0]
         self._sizes = [0, 0]
@@ -112,7 +113,8 @@ class Results:
 
     def close(self) -> None:
         """Close both files. Does nothing the second time."""
-        descriptors, self._descriptors = self._descriptors, []
+        descriptors = self._descriptors
+        self._descriptors = []
         for descriptor in descriptors:
             os.close(descriptor)
 

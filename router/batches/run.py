@@ -74,7 +74,8 @@ class BatchRun:
     """Owns one batch that is not over, from ``run`` to its end."""
 
     def __init__(self, parts: RunParts, batch: BatchRecord) -> None:
-        self._parts, self._batch = parts, batch
+        self._parts = parts
+        self._batch = batch
         self._desk = parts.library.desk
         self._scope: asyncio.Timeout | None = None
 

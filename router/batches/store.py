@@ -26,7 +26,9 @@ class Store:
     """Owns the records of the folder between ``open`` and ``close``. clock: Unix seconds."""
 
     def __init__(self, folder: Folder, disk: Disk, bounds: Bounds, clock: Callable[[], float]) -> None:
-        self.folder, self.disk, self.bounds = folder, disk, bounds
+        self.folder = folder
+        self.disk = disk
+        self.bounds = bounds
         self._clock = clock
         self.quota = Quota(bounds)
         self._sequence = 0
@@ -56,7 +58,8 @@ class Store:
 
     def sweep(self) -> None:
         """Remove files that have expired and batches that are over and were kept long enough. Raises OSError."""
-        now, used = self.now, self._inputs_in_use()
+        now = self.now
+        used = self._inputs_in_use()
         for file in [file for file in self._files.values() if file.expires_at <= now and file.id not in used]:
             self._remove(file)
         kept_since = now - self.bounds.retention_seconds
@@ -183,7 +186,8 @@ class Upload:
         """Raises PayloadTooLargeError where the folder is full, OSError."""
         store.quota.check_records(owner)
         store.quota.check_bytes(owner)
-        self._store, self._owner = store, owner
+        self._store = store
+        self._owner = owner
         self._id = new_id(FILE_PREFIX)
         self._num_bytes = 0
         self._descriptor: int | None = store.disk.create(store.folder.data(self._id))

@@ -42,7 +42,8 @@ def authorization_of(request: web.Request) -> str:
 
     A key in ``x-api-key``, as Anthropic's clients send it, counts where ``Authorization`` holds none: a proxy's Basic, say.
     """
-    given, key = request.headers.get(hdrs.AUTHORIZATION, ""), request.headers.get(_API_KEY)
+    given = request.headers.get(hdrs.AUTHORIZATION, "")
+    key = request.headers.get(_API_KEY)
     scheme, _, token = given.partition(" ")
     is_key = scheme.lower() == "bearer" and token.strip()
     return f"Bearer {key}" if key and not is_key else given

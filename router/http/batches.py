@@ -18,7 +18,8 @@ from router.http.pages import page
 from router.http.tokenizing import ReadBody
 from router.http.uploads import check_expiry
 
-_DEFAULT_PAGE, _MAX_PAGE = 20, 100
+_DEFAULT_PAGE = 20
+_MAX_PAGE = 100
 _TIMES = (
     *("created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at"),
     *("failed_at", "expired_at", "cancelling_at", "cancelled_at"),
@@ -29,7 +30,9 @@ class BatchEndpoints:
     """Owns nothing."""
 
     def __init__(self, read_body: ReadBody, library: Library, runner: BatchRunner) -> None:
-        self._read_body, self._library, self._runner = read_body, library, runner
+        self._read_body = read_body
+        self._library = library
+        self._runner = runner
 
     async def create(self, request: web.Request) -> web.Response:
         """POST /v1/batches."""
@@ -44,7 +47,8 @@ class BatchEndpoints:
 
     async def show(self, request: web.Request) -> web.Response:
         """GET /v1/batches/{batch_id}."""
-        owner, batch_id = tenant_of(request), request.match_info["batch_id"]
+        owner = tenant_of(request)
+        batch_id = request.match_info["batch_id"]
         return web.json_response(batch_object(await self._library.run(self._shown_one, owner, batch_id)))
 
     async def cancel(self, request: web.Request) -> web.Response:
@@ -116,7 +120,8 @@ def _output_seconds(body: Body) -> int | None:
 
 def batch_object(batch: BatchRecord) -> Json:
     """OpenAI's batch object; its result files are shown once they are whole, and hold a line."""
-    is_over, counts = not batch.is_open, batch.counts
+    is_over = not batch.is_open
+    counts = batch.counts
     problems = [to_builtins(problem) for problem in batch.errors]
     return {
         "id": batch.id,

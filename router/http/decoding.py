@@ -61,7 +61,9 @@ def _at_most(text: bytes, start: int = 0, end: int | None = None) -> tuple[int, 
 async def _count(raw: bytes, max_values: int) -> None:
     """Count outside of strings, a piece at a time. Raises PayloadTooLargeError at the first one too many."""
     num_lists = num_commas = 0
-    is_inside, left, rest = False, b"", Rest()
+    is_inside = False
+    left = b""
+    rest = Rest()
     for start in range(0, len(raw), _CHUNK_BYTES):
         piece = left + raw[start : start + _CHUNK_BYTES]
         # A backslash at the end escapes the next piece's first byte.

@@ -34,8 +34,11 @@ class PromptView:
         hides_answer: bool,
         has_offsets: bool,
     ) -> None:
-        self._texts, self._num_chosen = texts, num_chosen
-        self._is_shown, self._hides_answer, self._has_offsets = is_shown, hides_answer, has_offsets
+        self._texts = texts
+        self._num_chosen = num_chosen
+        self._is_shown = is_shown
+        self._hides_answer = hides_answer
+        self._has_offsets = has_offsets
         self._lengths: dict[int, int] = {}
 
     def shown(self, delta: Delta, tokenizer: Tokenizer) -> Delta:

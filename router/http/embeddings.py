@@ -41,7 +41,10 @@ class EmbeddingEndpoint:
         bodies: "EmbeddingBodies",
         running: RunningRequests,
     ) -> None:
-        self._read_body, self._pipeline, self._bodies, self._running = read_body, pipeline, bodies, running
+        self._read_body = read_body
+        self._pipeline = pipeline
+        self._bodies = bodies
+        self._running = running
 
     async def embeddings(self, request: web.Request) -> web.Response:
         """One embedding for each input, in their order; all or none."""
@@ -75,7 +78,8 @@ class EmbeddingBodies:
     """Owns nothing. max_inputs: of one request."""
 
     def __init__(self, models: ModelSource, max_inputs: int) -> None:
-        self._models, self._max_inputs = models, max_inputs
+        self._models = models
+        self._max_inputs = max_inputs
 
     def embedding(self, body: Body, origin: Origin) -> EmbeddingExchange:
         """Read the body of a request for embeddings. Raises KvbatonError."""

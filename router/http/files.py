@@ -29,8 +29,10 @@ class FileEndpoints:
     def __init__(
         self, library: Library, runner: BatchRunner, timeout_seconds: float, stall_seconds: float
     ) -> None:
-        self._library, self._runner = library, runner
-        self._timeout_seconds, self._stall_seconds = timeout_seconds, stall_seconds
+        self._library = library
+        self._runner = runner
+        self._timeout_seconds = timeout_seconds
+        self._stall_seconds = stall_seconds
 
     async def upload(self, request: web.Request) -> web.Response:
         """POST /v1/files."""

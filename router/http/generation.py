@@ -21,7 +21,8 @@ class GenerationBodies:
     """Owns nothing. max_answers: of one request."""
 
     def __init__(self, models: ModelSource, max_answers: int) -> None:
-        self._models, self._max_answers = models, max_answers
+        self._models = models
+        self._max_answers = max_answers
 
     def chat(self, body: Body, origin: Origin) -> Exchange:
         """Read the body of a chat. Raises KvbatonError."""

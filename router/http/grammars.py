@@ -136,7 +136,8 @@ def _ebnf(value: Any) -> Grammar:
     body = Body(value)
     if body.string("type") not in (None, "grammar"):
         raise InvalidRequestError("type must be grammar")
-    syntax, definition = body.string("syntax"), _text(body.get("definition"))
+    syntax = body.string("syntax")
+    definition = _text(body.get("definition"))
     match syntax:
         case "lark" | "gbnf" | "regex":
             return Grammar(syntax, definition)

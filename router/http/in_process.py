@@ -47,8 +47,10 @@ class BodyAnswers:
         max_values: int,
         is_strict: bool,
     ) -> None:
-        self._pipeline, self._has_workers = pipeline, has_workers
-        self._max_values, self._is_strict = max_values, is_strict
+        self._pipeline = pipeline
+        self._has_workers = has_workers
+        self._max_values = max_values
+        self._is_strict = is_strict
         generation = GenerationBodies(models, max_answers)
         self._embeddings = EmbeddingBodies(models, max_answers)
         self._paths = {

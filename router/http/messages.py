@@ -47,8 +47,10 @@ class MessageEndpoints:
         count_tokens: CountTokens,
         bodies: "MessageBodies",
     ) -> None:
-        self._read_body, self._write_answer = read_body, write_answer
-        self._count_tokens, self._bodies = count_tokens, bodies
+        self._read_body = read_body
+        self._write_answer = write_answer
+        self._count_tokens = count_tokens
+        self._bodies = bodies
 
     def routes(self) -> list[web.RouteDef]:
         """Return both paths."""

@@ -78,7 +78,8 @@ def message_tool_choice(body: Body, tools: tuple[Tool, ...]) -> tuple[ToolChoice
     raw = body.object("tool_choice")
     if not raw.fields:
         return ToolChoice("auto" if tools else "none"), True
-    kind, name = raw.string("type"), raw.string("name")
+    kind = raw.string("type")
+    name = raw.string("name")
     parallel = not raw.flag("disable_parallel_tool_use")
     if kind not in _CHOICES:
         raise InvalidRequestError(

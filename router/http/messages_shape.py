@@ -27,7 +27,8 @@ class MessageShape:
     """
 
     def __init__(self, options: AnswerOptions, max_tokens: int) -> None:
-        self._options, self._max_tokens = options, max_tokens
+        self._options = options
+        self._max_tokens = max_tokens
         self._content: list[Json] = []
         self._block: Block | None = None
         self._has_begun = False
@@ -84,7 +85,8 @@ class MessageShape:
     def _end(self) -> list[Json]:
         if self._block is None:
             return []
-        block, self._block = self._block, None
+        block = self._block
+        self._block = None
         events = block.end()
         self._content.append(block.whole())
         return events

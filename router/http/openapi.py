@@ -66,7 +66,8 @@ def _paths(needs_key: bool, metrics_need_key: bool) -> Json:
 
 
 def _file_paths(closed: Callable[[Json], Json]) -> Json:
-    file_id, batch_id = _parameter("file_id", "path"), _parameter("batch_id", "path")
+    file_id = _parameter("file_id", "path")
+    batch_id = _parameter("batch_id", "path")
     paging = [
         _parameter("after", "query", {"type": "string"}),
         _parameter("order", "query", {"enum": ["asc", "desc"]}),

@@ -79,7 +79,8 @@ def echoed_fields(body: Body, card: ModelCard) -> Json:
     fields = body.fields
     text: Mapping[str, Any] = fields.get("text") or {}
     reasoning = body.object("reasoning")
-    temperature, top_p = body.number("temperature"), body.number("top_p")
+    temperature = body.number("temperature")
+    top_p = body.number("top_p")
     return {
         **{name: body.get(name) for name in _ECHOED},
         "metadata": body.get("metadata") or {},

@@ -102,7 +102,9 @@ class CallItem:
     """A function to be called."""
 
     def __init__(self, place: Json, call_id: str, name: str) -> None:
-        self._place, self._call_id, self._name = place, call_id, name
+        self._place = place
+        self._call_id = call_id
+        self._name = name
         self._arguments = ""
 
     def begin(self) -> list[Json]:

@@ -24,7 +24,9 @@ class ResponseShape:
     """
 
     def __init__(self, options: AnswerOptions, echo: Json, logprobs: TokenLogprobs | None) -> None:
-        self._options, self._echo, self._logprobs = options, echo, logprobs
+        self._options = options
+        self._echo = echo
+        self._logprobs = logprobs
         self._output: list[Json] = []
         self._item: OutputItem | None = None
         self._waiting: list[Token] = []
@@ -67,7 +69,8 @@ class ResponseShape:
     def _push(self, piece: Piece) -> list[Json]:
         match piece:
             case Content():
-                tokens, self._waiting = self._waiting, []
+                tokens = self._waiting
+                self._waiting = []
                 logprobs = self._logprobs(tokens) if self._logprobs else []
                 events, message = self._enter(MessageItem, "msg")
                 return [*events, message.push(piece.text, logprobs)]
@@ -104,7 +107,8 @@ class ResponseShape:
     def _end(self, status: Status) -> list[Json]:
         if self._item is None:
             return []
-        item, self._item = self._item, None
+        item = self._item
+        self._item = None
         self._output.append(item.whole(status))
         return item.end(status)
 

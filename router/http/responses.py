@@ -35,7 +35,9 @@ class ResponseEndpoints:
     """Owns nothing."""
 
     def __init__(self, read_body: ReadBody, write_answer: WriteAnswer, bodies: "ResponseBodies") -> None:
-        self._read_body, self._write_answer, self._bodies = read_body, write_answer, bodies
+        self._read_body = read_body
+        self._write_answer = write_answer
+        self._bodies = bodies
 
     def routes(self) -> list[web.RouteDef]:
         """The one path."""

@@ -39,7 +39,8 @@ class AnswerOptions:
 
 def usage_object(usage: Usage) -> Json:
     """OpenAI's ``usage``; ``prompt_tokens_details`` is null where nothing was cached, the other details are left out."""
-    cached, reasoning = usage.num_cached_tokens, usage.num_reasoning_tokens
+    cached = usage.num_cached_tokens
+    reasoning = usage.num_reasoning_tokens
     details = {"completion_tokens_details": {"reasoning_tokens": reasoning}} if reasoning else {}
     return {
         "prompt_tokens": usage.num_prompt_tokens,

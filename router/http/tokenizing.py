@@ -77,7 +77,8 @@ class _Encoding:
 
 
 def _encoding(body: Body, card: ModelCard, max_tokens: int) -> _Encoding:
-    messages, prompt = body.get("messages"), body.string("prompt")
+    messages = body.get("messages")
+    prompt = body.string("prompt")
     if (messages is None) == (prompt is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     has_special = body.flag("add_special_tokens", default=prompt is not None)

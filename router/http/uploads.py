@@ -106,7 +106,8 @@ async def _text(part: BodyPartReader, name: str) -> str:
 
 def kept_seconds(fields: Mapping[str, str]) -> int | None:
     """Return the seconds of ``expires_after``; None where it is not given. Raises InvalidRequestError."""
-    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    anchor = fields.get("expires_after[anchor]")
+    seconds = fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
     return check_expiry(anchor, int(seconds) if seconds is not None and seconds.isdecimal() else seconds)

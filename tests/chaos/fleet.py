@@ -16,9 +16,10 @@ import aiohttp
 
 from contract.errors import UnavailableError
 from contract.identity import Role
+from launch.child import Child, start_child
+from launch.spec import Facts, ProcessSpec
 from tests.chaos.books import State, count, read_metrics, read_states
 from tests.chaos.settings import process_environment
-from worker.launch import Child, Facts, ProcessSpec, launch
 
 ROUTER = "router"
 STOP_SECONDS = 15.0
@@ -67,7 +68,7 @@ class Fleet:
         log.close()
         command += [sys.executable, "-P", "-m", "cli.main", role.value, *arguments]
         spec = ProcessSpec(name, role, lambda _: command, env=process_environment())
-        self.children[name] = await launch(spec, {})
+        self.children[name] = await start_child(spec, {})
 
     async def ready(self, name: str) -> None:
         """Wait until it is ready; raises UnavailableError with the end of its log when it ends before."""

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from contract.requests import SamplingParams
-from engine.sampling import sample
-from engine.scores import SamplingRow
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampler import sample
 from tests.chaos.asking import Answer, Client, draw_questions, undisturbed
 
 _NOISE = 2e-5

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from cli.commands import COMMANDS
+from launch.command_settings import all_setting_names
 
 
 def kvbaton(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -51,6 +52,10 @@ def test_help_of_a_command_says_what_it_does_and_how_to_set_everything(command: 
         re.search(rf"--{flag}\b[^[]* \((?:default: [^[]+|required)\) \[env", unwrapped) for flag in flags
     )
     assert all(f"[env: KVBATON_{flag.upper().replace('-', '_')}]" in unwrapped for flag in flags)
+
+
+def test_every_command_has_settings_and_no_settings_are_of_another_command() -> None:
+    assert list(all_setting_names()) == list(COMMANDS)
 
 
 def test_version() -> None:

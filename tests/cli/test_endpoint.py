@@ -9,12 +9,12 @@ import pytest
 import trustme
 from aiohttp import web
 
-from cli.arguments import parse
 from cli.ask import ask_grpc, served_model
 from cli.endpoint import endpoint_at, local_endpoint
-from cli.settings import RunSettings
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
+from launch.arguments import parse
+from launch.client_settings import RunSettings
 from protos import inference_pb2 as pb
 from router.testing import Script
 from serving.http_server import start_http

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cli.commands import COMMANDS
+from launch.command_settings import settings_class
 from serving.settings import Settings
 
 _PORTS = ("http", "grpc", "internal", "admin")
@@ -10,7 +10,7 @@ _PORTS = ("http", "grpc", "internal", "admin")
 
 @pytest.mark.parametrize("name", ["router", "up", "serve", "run", "chat", "demo"])
 def test_they_bind_to_this_machine_alone_unless_told_otherwise(name: str) -> None:
-    settings: type[Settings] = COMMANDS[name].settings_class()
+    settings: type[Settings] = settings_class(name)
     defaults = {port: settings.model_fields[port].default for port in _PORTS if port in settings.model_fields}
     assert {"http", "grpc"} <= set(defaults)
     assert {address.rpartition(":")[0] for address in defaults.values()} == {"127.0.0.1"}

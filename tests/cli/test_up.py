@@ -19,8 +19,8 @@ from cli.ask import Answer, ask_http
 from cli.endpoint import Endpoint
 from tests.certificates import write_certificate
 from tests.checkpoints import make_checkpoint
+from tests.launch.children import wait_gone
 from tests.private_files import write_private
-from tests.worker.children import wait_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 

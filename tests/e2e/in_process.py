@@ -11,7 +11,7 @@ from contract.identity import Role, new_boot_id
 from decode_service.servicer import DecodeServicer
 from engine.client import InProcessClient
 from kv_transfer.connector import TransferFactory
-from kv_transfer.settings import TransportName
+from kv_transfer.options import TransportName
 from prefill_service.servicer import PrefillServicer
 from router.service import RouterService
 from router.settings import RouterSettings

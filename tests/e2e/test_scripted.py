@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from contract.identity import Role
-from kv_transfer.settings import TransportName
+from kv_transfer.options import TransportName
 from tests.e2e.in_process import running_in_process
 from tests.e2e.midway import with_a_death
 from tests.e2e.scripted_cells import (

@@ -50,7 +50,9 @@ def ranks_of(fleet: Fleet, name: str) -> list[psutil.Process]:
     """The rank processes of a worker, in rank order."""
     below = psutil.Process(fleet.children[name].pid).children(recursive=True)
     ranks = [
-        process for process in below if any("engine.ranks.program" in part for part in process.cmdline())
+        process
+        for process in below
+        if any("engine.distributed.program" in part for part in process.cmdline())
     ]
     return sorted(ranks, key=lambda process: process.pid)
 

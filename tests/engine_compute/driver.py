@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.requests import PoolingParams, SamplingParams
-from engine.executor import InProcessExecutor
+from engine.executors.executor import InProcessExecutor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings

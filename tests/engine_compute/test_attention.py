@@ -10,10 +10,10 @@ from torch import Tensor
 from contract.errors import SettingError
 from contract.requests import SamplingParams
 from engine.attention.backend import LayerShape, create_backend
-from engine.batch import InputBatch
-from engine.inputs import PreparedInputs, prepare_inputs
+from engine.compute.batch import InputBatch
+from engine.compute.inputs import PreparedInputs, prepare_inputs
+from engine.compute.profiling import profile_inputs
 from engine.outputs import NewRequestData, SchedulerOutput
-from engine.profiling import profile_inputs
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_BLOCKS, MAX_LEN = 4, 4, 2, 8, 64, 40
 NUM_AHEAD = 2

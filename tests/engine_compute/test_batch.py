@@ -4,9 +4,9 @@ import pytest
 
 from contract.errors import InternalError
 from contract.requests import SamplingParams
-from engine.batch import InputBatch
+from engine.compute.batch import InputBatch
 from engine.outputs import NewRequestData, SchedulerOutput
-from engine.scores import SamplingRow
+from engine.sampling.logits_processors import SamplingRow
 from tests.engine_compute.driver import add_cached
 from tests.engine_compute.test_inputs import new_request
 

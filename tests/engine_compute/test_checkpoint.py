@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contract.errors import SettingError
-from engine.checkpoint import Checkpoint, read_config, read_eos_token_ids, resolve_dtype
+from engine.models.checkpoint import Checkpoint, read_config, read_eos_token_ids, resolve_dtype
 from engine.models.loading import LoadedModel, load
 from tests.checkpoints import EOS_ID, make_checkpoint
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from contract.errors import InternalError, SettingError
 from contract.layout import model_fingerprint
 from contract.requests import EngineRequest, FinishReason, PoolingParams, SamplingParams
-from engine.checkpoint import HEAD_NAME, Checkpoint
 from engine.core import EngineCore
+from engine.models.checkpoint import HEAD_NAME, Checkpoint
 from engine.settings import EngineSettings
 from tests.checkpoints import FAMILIES, make_checkpoint, write_modules
 from tests.engine_compute.driver import Driver

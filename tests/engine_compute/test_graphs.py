@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import runner
 from engine.attention.backend import create_backend
-from engine.forward_graphs import GraphedForward, capture_sizes
-from engine.forward_plain import PlainForward
+from engine.compute import runner
+from engine.compute.forward_graphs import GraphedForward, capture_sizes
+from engine.compute.forward_plain import PlainForward
 from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel, load
 from engine.settings import EngineSettings
-from engine.testing_graphs import RerunRecorder, StaticTorchBackend
+from engine.testing.graphs import RerunRecorder, StaticTorchBackend
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver

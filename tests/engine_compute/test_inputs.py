@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from contract.requests import PoolingParams, SamplingParams
-from engine.batch import InputBatch
-from engine.inputs import PreparedInputs, prepare_inputs
+from engine.compute.batch import InputBatch
+from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.outputs import NewRequestData, SchedulerOutput
 from tests.engine_compute.driver import add_cached
 

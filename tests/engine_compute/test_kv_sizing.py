@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from contract.errors import InternalError, SettingError
 from contract.layout import KVLayout
-from engine.executor import InProcessExecutor
+from engine.executors.executor import InProcessExecutor
 from engine.kv_cache.sizing import (
     HOST_LIMIT_BYTES,
     HostProbe,

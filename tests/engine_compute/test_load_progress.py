@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from engine.load_progress import LoadProgress
+from engine.models.load_progress import LoadProgress
 from engine.models.loading import load
 from tests.checkpoints import make_checkpoint
 
@@ -54,7 +54,7 @@ def test_a_terminal_shows_a_bar(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_supervised_process_has_no_terminal_of_its_own() -> None:
     """The first one is in front on a terminal of its own; what it starts in a session of its own, as workers are, is not."""
-    tell = "from engine.load_progress import has_terminal; print(has_terminal(), file=sys.stderr)"
+    tell = "from engine.models.load_progress import has_terminal; print(has_terminal(), file=sys.stderr)"
     again = f"subprocess.run([sys.executable, '-c', 'import sys; {tell}'], start_new_session=True)"
     start = f"import subprocess, sys; {tell}; {again}"
     done = subprocess.run(

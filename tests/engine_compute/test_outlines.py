@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from contract.requests import PoolingParams, SamplingParams
-from engine.batch import InputBatch
-from engine.drawn import Drawing
-from engine.inputs import PreparedInputs, outline_next, prepare_inputs
+from engine.compute.batch import InputBatch
+from engine.compute.inputs import PreparedInputs, outline_next, prepare_inputs
 from engine.outputs import NewRequestData, SchedulerOutput
-from engine.sampling import Samples
+from engine.sampling.sampler import Samples
+from engine.sampling.sampling_batch import Drawing
 from tests.engine_compute.driver import add_cached
 from tests.engine_compute.test_inputs import new_request
 

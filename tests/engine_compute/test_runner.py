@@ -14,12 +14,12 @@ import engine
 from contract.errors import InternalError, SettingError
 from contract.requests import SamplingParams
 from engine.attention.torch_backend import TorchStep
+from engine.compute.device import resolve_device
+from engine.compute.runner import ModelRunner
 from engine.connector import KVMemory, LayerWatch
-from engine.device import resolve_device
-from engine.executor import create_executor
+from engine.executors.executor import create_executor
 from engine.outputs import SchedulerOutput
-from engine.runner import ModelRunner
-from engine.sampling import Samples, sample
+from engine.sampling.sampler import Samples, sample
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, add_cached, greedy
@@ -139,7 +139,7 @@ def test_who_watches_hears_of_each_layer_when_its_kv_is_there(
         return sample(*args)
 
     monkeypatch.setattr(TorchStep, "attend", attend_noted)
-    monkeypatch.setattr("engine.runner.sample", sample_noted)
+    monkeypatch.setattr("engine.compute.runner.sample", sample_noted)
     driver.executor.set_connector(connector)
     driver.add("a", PROMPT)
     scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)

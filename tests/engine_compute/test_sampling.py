@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contract.requests import SamplingParams
-from engine.randomness import UNIFORM_BITS, uniform_bits
-from engine.sampling import invert, sample, scaled
-from engine.scores import SamplingRow
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.randomness import UNIFORM_BITS, uniform_bits
+from engine.sampling.sampler import invert, sample, scaled
 
 VOCAB = 50
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contract.requests import SamplingParams
-from engine.scores import SamplingRow, adjusted
+from engine.sampling.logits_processors import SamplingRow, adjusted
 
 VOCAB = 20
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)

@@ -15,13 +15,13 @@ from contract.errors import SettingError
 from contract.requests import EngineRequest, SamplingParams
 from engine.attention.backend import LayerShape
 from engine.client import InProcessClient
+from engine.distributed.local import LocalRankGroup, MeetingPlace
 from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
 from engine.models.paged_attention import AskedMask, LayerCall, Survey
 from engine.models.self_check import Reference, difference, tolerance
 from engine.models.transformers_model import TransformersModel
-from engine.ranks.local import LocalRankGroup, MeetingPlace
 from engine.settings import EngineSettings
 from tests.checkpoints import (
     FOREIGN_FAMILIES,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from contract.requests import SamplingParams
 from engine.attention.backend import create_backend
-from engine.batch import InputBatch
-from engine.inputs import PreparedInputs, prepare_inputs
+from engine.compute.batch import InputBatch
+from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.kernels.binding import Kernels
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.models.config import DecoderConfig

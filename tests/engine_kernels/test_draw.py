@@ -1,7 +1,7 @@
 """Tokens drawn at random by the kernels: the same as torch draws, whatever is asked for."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contract.requests import SamplingParams
-from engine.forward import forward_pass
+from engine.compute.forward import forward_pass
 from engine.kernels.binding import Kernels
 from engine.kernels.draw import KernelDraw
 from engine.models.loading import load
-from engine.sampling import draw_by_torch, sample
-from engine.scores import SamplingRow
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampler import draw_by_torch, sample
 from engine.settings import EngineSettings
 from tests.attention_cases import CPU
 from tests.engine_kernels.conftest import MakeCheckpoint
@@ -126,7 +126,7 @@ def test_who_draws(kernels: Kernels, checkpoint: MakeCheckpoint) -> None:
         ({"intermediate_size": 100, "vocab_size": 9000}, "torch", False),
     ):
         model = checkpoint("llama", **overrides)
-        asked = EngineSettings(model=model, dtype="bfloat16", attention_backend=setting)
+        asked = EngineSettings(model=model, dtype="bfloat16", attention_backend=cast(Any, setting))
         forward = forward_pass(load(model, "bfloat16", None, CPU), asked, CPU)
         assert isinstance(forward.draw, KernelDraw) == is_by_kernels, (overrides, setting)
         forward.close()

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from engine.distributed.local import LocalRanksExecutor
 from engine.kv_cache.startup import initialize_kv_cache
-from engine.ranks.local import LocalRanksExecutor
 from engine.settings import EngineSettings
 from tests.engine_compute.driver import Driver, Sequence
 

@@ -10,12 +10,12 @@ from contract.errors import UnavailableError, WorkerLostError
 from contract.identity import Role
 from contract.requests import EngineRequest, SamplingParams, SendTransfer
 from engine.client import ProcessClient
-from engine.executor import create_executor
+from engine.distributed.executor import RanksExecutor
+from engine.distributed.pulse import CallCount
+from engine.executors.executor import create_executor
 from engine.hosting.watching import COMPUTING_FACTOR, RANK_CALLS, EngineWatch, Patience
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import SchedulerOutput
-from engine.ranks.executor import RanksExecutor
-from engine.ranks.pulse import CallCount
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import transfer_factory

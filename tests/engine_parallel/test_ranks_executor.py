@@ -17,12 +17,12 @@ import torch
 from contract.errors import ErrorKind, InternalError, KvbatonError, SettingError, WorkerLostError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams
-from engine.executor import InProcessExecutor, create_executor
+from engine.distributed.channel import SLOT_BYTES
+from engine.distributed.executor import RanksExecutor
+from engine.executors.executor import InProcessExecutor, create_executor
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import NewRequestData, SchedulerOutput
-from engine.ranks.channel import SLOT_BYTES
-from engine.ranks.executor import RanksExecutor
 from engine.settings import EngineSettings
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.engine_compute.driver import greedy

@@ -16,9 +16,9 @@ import torch
 from contract.identity import Role
 from contract.requests import EngineRequest, SamplingParams
 from engine.client import InProcessClient
-from engine.executor import Executor, create_executor
+from engine.distributed.local import LocalRanksExecutor
+from engine.executors.executor import Executor, create_executor
 from engine.kv_cache.startup import initialize_kv_cache
-from engine.ranks.local import LocalRanksExecutor
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import EnginePair, outputs_of, tokens_of, transfer_factory

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from contract.errors import SettingError
 from contract.requests import SamplingParams
+from engine.distributed.group import rank_device
+from engine.distributed.local import LocalRankGroup, LocalRanksExecutor, MeetingPlace
 from engine.models.loading import load
-from engine.ranks.group import rank_device
-from engine.ranks.local import LocalRankGroup, LocalRanksExecutor, MeetingPlace
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, greedy

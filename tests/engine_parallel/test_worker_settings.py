@@ -9,8 +9,8 @@ from contract.identity import Role
 from engine.client import InProcessClient
 from engine.connector import RanksConnector
 from engine.settings import EngineSettings
-from engine.testing import FakeExecutor
-from engine.testing_transfer import fake_connector_factory
+from engine.testing.fakes import FakeExecutor
+from engine.testing.transfer import fake_connector_factory
 from worker.settings import WorkerSettings
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from engine.client import ProcessClient
-from engine.testing import start_fake_executor
+from engine.testing.fakes import start_fake_executor
 from tests.engine_scheduling.stepping import fake_settings
 
 

@@ -1,7 +1,7 @@
 """An engine core on fakes that a test moves step by step, with a clock that the test moves too."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from engine.connector import ConnectorPair
 from engine.core import EngineCore
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.scheduling.inspection import check_integrity
+from engine.scheduling.waits import WaitStage
 from engine.settings import EngineSettings
-from engine.testing import FakeExecutor, start_fake_executor
-from engine.testing_transfer import FakeConnector
+from engine.testing.fakes import FakeExecutor, start_fake_executor
+from engine.testing.transfer import FakeConnector
 
 MAX_STEPS = 2000
 PROMPT = list(range(1, 11))
@@ -70,6 +71,7 @@ class SteppedEngine:
         with_connector: bool = True,
         connector: FakeConnector | None = None,
         load_vocabulary: VocabularyLoader = load_vocabulary,
+        stages: Sequence[WaitStage] = (),
         **changes: Any,
     ) -> None:
         self.now = 0.0
@@ -91,6 +93,7 @@ class SteppedEngine:
             start=start,
             load_vocabulary=load_vocabulary,
             clock=lambda: self.now,
+            stages=stages,
         )
         self.executor = executor[0]
         self.scheduler = self.core.scheduler

@@ -17,10 +17,10 @@ from contract.errors import InvalidRequestError, NotFoundError, SettingError, Un
 from contract.requests import EngineOutput, EngineRequest, FinishReason
 from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.hosting.process import EngineProcess
-from engine.hosting.step_loop import EnginePlan
+from engine.hosting.running import EnginePlan
 from engine.settings import EngineSettings
-from engine.testing import CRASH_TOKEN, FakeExecutor, fake_answer, start_fake_executor
-from engine.testing_transfer import fake_connector_factory
+from engine.testing.fakes import CRASH_TOKEN, FakeExecutor, fake_answer, start_fake_executor
+from engine.testing.transfer import fake_connector_factory
 from tests.engine_scheduling.stepping import RECEIVE, fake_request, fake_settings
 
 KINDS = [InProcessClient, ProcessClient]

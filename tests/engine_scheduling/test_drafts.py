@@ -9,7 +9,7 @@ import pytest
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.request import Request
 from engine.scheduling.step_plan import StepPlan
-from engine.testing import fake_answer
+from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 
 NUM_STEPS = 120

@@ -25,10 +25,11 @@ from engine.hosting.messages import (
     StepOutputs,
     Stopped,
 )
-from engine.hosting.step_loop import EnginePlan, Inbox, run_engine
+from engine.hosting.running import EnginePlan, run_engine
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
-from engine.testing import (
+from engine.stepping.loop import Inbox
+from engine.testing.fakes import (
     CRASH_TOKEN,
     FAKE_EOS,
     FAKE_VOCAB_SIZE,
@@ -36,7 +37,8 @@ from engine.testing import (
     fake_answer,
     start_fake_executor,
 )
-from engine.testing_transfer import FakeConnector, fake_connector_factory
+from engine.testing.transfer import FakeConnector, fake_connector_factory
+from tests.engine_scheduling.gates import GATES, MakeGate
 from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request, fake_settings
 
 
@@ -113,7 +115,8 @@ def loop_with(inbox: Inbox, settings: EngineSettings, **options: Any) -> list[Fr
     return heard
 
 
-def test_loop_drains_input_steps_and_sends_outputs() -> None:
+@GATES
+def test_loop_drains_input_steps_and_sends_outputs(make_gate: MakeGate) -> None:
     """A8, A9: all input that is there is taken before a step; outputs of a step are one message."""
     inbox = Inbox()
     for name, prompt in (("a", [1]), ("b", [2]), ("bad", [-5])):
@@ -126,7 +129,8 @@ def test_loop_drains_input_steps_and_sends_outputs() -> None:
         if isinstance(message, StepOutputs) and all(o.is_leg_finished for o in message.outputs):
             inbox.put(Shutdown())
 
-    assert run_engine(EnginePlan(settings=fake_settings(), start=start_fake_executor), inbox, hear)
+    plan = EnginePlan(settings=fake_settings(), start=start_fake_executor, gate=make_gate(inbox))
+    assert run_engine(plan, inbox, hear)
     ready, result, first, second, stopped = heard
     assert isinstance(ready, Ready) and ready.info.num_blocks == 64
     assert isinstance(result, CallResult) and result.result["num_waiting_reqs"] == 2
@@ -166,7 +170,10 @@ def test_outputs_are_sent_while_the_next_step_is_computed() -> None:
     assert happened.count("sent") == 3
 
 
-def test_idle_loop_reports_health_at_each_timeout(caplog: pytest.LogCaptureFixture) -> None:
+@GATES
+def test_idle_loop_reports_health_at_each_timeout(
+    make_gate: MakeGate, caplog: pytest.LogCaptureFixture
+) -> None:
     """A8: if idle, block on input with a timeout; on each timeout reply to the client and log stats."""
     inbox = Inbox()
     heard: list[FromEngine] = []
@@ -176,14 +183,16 @@ def test_idle_loop_reports_health_at_each_timeout(caplog: pytest.LogCaptureFixtu
         if sum(isinstance(m, Health) for m in heard) == 2:
             inbox.put(Shutdown())
 
-    plan = EnginePlan(settings=fake_settings(), start=start_fake_executor, idle_seconds=0.01)
-    with caplog.at_level(logging.INFO, logger="engine.hosting.step_loop"):
+    gate = make_gate(inbox)
+    plan = EnginePlan(settings=fake_settings(), start=start_fake_executor, idle_seconds=0.01, gate=gate)
+    with caplog.at_level(logging.INFO, logger="engine.stepping.loop"):
         assert run_engine(plan, inbox, hear)
     assert [type(message) for message in heard] == [Ready, Health, Health, Stopped]
     assert sum("idle: 0 running" in record.message for record in caplog.records) == 2
 
 
-def test_deadline_wakes_an_idle_loop() -> None:
+@GATES
+def test_deadline_wakes_an_idle_loop(make_gate: MakeGate) -> None:
     """A request that waits for remote KV ends in time although nothing arrives and nothing else runs."""
     inbox = Inbox()
     inbox.put(AddRequest(fake_request("d", [1, 2], transfer=RECEIVE)))
@@ -200,6 +209,7 @@ def test_deadline_wakes_an_idle_loop() -> None:
         connector_factory=fake_connector_factory,
         start=start_fake_executor,
         idle_seconds=60.0,
+        gate=make_gate(inbox),
     )
     assert run_engine(plan, inbox, hear)
     (outputs,) = [message for message in heard if isinstance(message, StepOutputs)]
@@ -222,7 +232,8 @@ class WatchedConnector(FakeConnector):
         self.has_reserved.set()
 
 
-def test_connector_wakes_an_idle_loop() -> None:
+@GATES
+def test_connector_wakes_an_idle_loop(make_gate: MakeGate) -> None:
     """B8: events and completions reach an idle core through its input queue."""
     inbox, connectors, heard = Inbox(), list[WatchedConnector](), list[FromEngine]()
 
@@ -239,7 +250,11 @@ def test_connector_wakes_an_idle_loop() -> None:
             inbox.put(Shutdown())
 
     plan = EnginePlan(
-        settings=fake_settings(), connector_factory=connect, start=start_fake_executor, idle_seconds=60.0
+        settings=fake_settings(),
+        connector_factory=connect,
+        start=start_fake_executor,
+        idle_seconds=60.0,
+        gate=make_gate(inbox),
     )
     inbox.put(AddRequest(fake_request("d", [1, 2], 3, transfer=RECEIVE)))
     engine = threading.Thread(target=run_engine, args=(plan, inbox, hear))
@@ -254,12 +269,15 @@ def test_connector_wakes_an_idle_loop() -> None:
     assert tokens == fake_answer([1, 2], 3)[1:]
 
 
-def test_exception_in_a_step_ends_every_request_once(caplog: pytest.LogCaptureFixture) -> None:
+@GATES
+def test_exception_in_a_step_ends_every_request_once(
+    make_gate: MakeGate, caplog: pytest.LogCaptureFixture
+) -> None:
     """The broad boundary: it is logged, every request hears "internal", the loop says that it did not end well."""
     inbox = Inbox()
     inbox.put(AddRequest(fake_request("ok", [1, 2])))
     inbox.put(AddRequest(fake_request("crash", [CRASH_TOKEN])))
-    heard = loop_with(inbox, fake_settings())
+    heard = loop_with(inbox, fake_settings(), gate=make_gate(inbox))
     (step,) = [message for message in heard if isinstance(message, StepOutputs)]
     assert [(o.request_id, o.finish_reason, o.error_kind) for o in step.outputs] == [
         ("ok", FinishReason.ERROR, "internal"),

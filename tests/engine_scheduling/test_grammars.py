@@ -13,7 +13,7 @@ from contract.requests import FinishReason, Grammar, ReceiveTransfer, SendTransf
 from engine.connector import FirstToken, Received
 from engine.grammar.vocabulary import load_vocabulary
 from engine.scheduling.ending import RequestStatus
-from engine.testing_transfer import FakeConnector
+from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SEND, SteppedEngine, fake_request
 from tests.text.tiny_model import END, byte_ids, write_model
 

@@ -18,8 +18,8 @@ from engine.client import ProcessClient
 from engine.connector import ConnectorPair
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
-from engine.testing import FakeExecutor, fake_answer
-from engine.testing_transfer import FakeConnector, fake_connector_factory
+from engine.testing.fakes import FakeExecutor, fake_answer
+from engine.testing.transfer import FakeConnector, fake_connector_factory
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.engine_scheduling.test_clients import answer_of
 

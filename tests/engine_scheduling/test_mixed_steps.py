@@ -1,6 +1,6 @@
 """Steps in which prompts are computed and answers go on."""
 
-from engine.testing import fake_answer
+from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request, receiving
 
 

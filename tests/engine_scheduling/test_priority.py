@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.scheduling.ending import RequestStatus
-from engine.testing import fake_answer
+from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import (
     RECEIVE,
     SEND,

@@ -4,7 +4,7 @@ import pytest
 
 from contract.requests import FinishReason, SamplingParams
 from engine.scheduling.ending import RequestStatus
-from engine.testing import FAKE_EOS, NAN_TOKEN, fake_answer
+from engine.testing.fakes import FAKE_EOS, NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from contract.requests import EngineRequest, FinishReason, ReceiveTransfer, SendTransfer
 from engine.scheduling.block_pool import blocks_needed
-from engine.testing import NAN_TOKEN, fake_answer
+from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 from tests.soak_settings import machine_settings, soaked
 

@@ -3,12 +3,17 @@
 from collections.abc import Callable
 from typing import cast
 
+import pytest
+
 from contract.requests import EngineOutput, EngineRequest
 from engine.core import EngineCore
-from engine.hosting.messages import AddRequest, FromEngine, Shutdown
-from engine.hosting.step_loop import Inbox, StepLoop
+from engine.hosting.messages import AddRequest, FromEngine, Shutdown, StepOutputs
+from engine.hosting.running import EnginePlan, run_engine
 from engine.mailbox import Mailbox
-from tests.engine_scheduling.stepping import fake_request
+from engine.stepping.loop import WAKE, Inbox, StepLoop
+from engine.testing.fakes import fake_answer, start_fake_executor
+from tests.engine_scheduling.gates import ToldGate
+from tests.engine_scheduling.stepping import fake_request, fake_settings
 
 
 class BusyCore:
@@ -19,10 +24,7 @@ class BusyCore:
         self.happened: list[str] = []
         self._inbox = inbox
 
-    def needs_step(self) -> bool:
-        return True
-
-    def seconds_to_hold(self) -> float:
+    def seconds_to_start(self) -> float:
         return 0.0
 
     def step(
@@ -53,7 +55,7 @@ def test_a_step_goes_on_until_input_waits_which_is_taken_between_two_steps() -> 
 class HoldingCore(BusyCore):
     """Holds its second step until somebody has come."""
 
-    def seconds_to_hold(self) -> float:
+    def seconds_to_start(self) -> float:
         if self.happened != ["begins"]:
             return 0.0
         self.happened.append("holds")
@@ -75,3 +77,50 @@ def test_a_step_is_held_until_there_is_news() -> None:
     core = HoldingCore(inbox)
     StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=1.0).run()
     assert core.happened == ["begins", "holds", "late", "begins"]
+
+
+class LongDelayCore(HoldingCore):
+    """Delays its second step for longer than an idle loop waits for a message."""
+
+    num_asked = 0
+
+    def seconds_to_start(self) -> float:
+        if self.happened != ["begins"]:
+            return 0.0
+        self.num_asked += 1
+        if self.num_asked == 3:
+            self._inbox.put(AddRequest(fake_request("late", [1, 2, 3])))
+        return 600.0
+
+
+def test_a_delay_is_not_over_when_an_idle_loop_would_report() -> None:
+    inbox, said = Inbox(), list[FromEngine]()
+    core = LongDelayCore(inbox)
+    StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=0.01).run()
+    assert core.happened == ["begins", "late", "begins"]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_gate_that_is_told_starts_a_step_for_each_word_and_no_other(num_tokens: int) -> None:
+    """Issue 25: ranks that step together need a second gate; the engine's answers are the same."""
+    inbox, said, gates = Inbox(), list[FromEngine](), list[ToldGate]()
+
+    def ask(gate: ToldGate) -> None:
+        gate.tell()
+        inbox.put(WAKE)
+
+    def make() -> ToldGate:
+        gates.append(ToldGate(ask))
+        return gates[0]
+
+    def emit(message: FromEngine) -> None:
+        said.append(message)
+        if isinstance(message, StepOutputs) and message.outputs[-1].is_leg_finished:
+            inbox.put(Shutdown())
+
+    inbox.put(AddRequest(fake_request("a", [1, 2, 3], max_tokens=num_tokens)))
+    plan = EnginePlan(settings=fake_settings(), start=start_fake_executor, gate=make)
+    assert run_engine(plan, inbox, emit)
+    tokens = [t for m in said if isinstance(m, StepOutputs) for o in m.outputs for t in o.token_ids]
+    assert tokens == fake_answer([1, 2, 3], num_tokens)
+    assert num_tokens <= gates[0].num_started <= num_tokens + 1

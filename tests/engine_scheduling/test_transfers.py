@@ -4,7 +4,7 @@ import pytest
 
 from contract.requests import FinishReason
 from engine.scheduling.ending import RequestStatus
-from engine.testing import NAN_TOKEN, fake_answer
+from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,
@@ -126,7 +126,7 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
     assert engine.pool.num_blocks_of(key) == 3 and engine.connector.fetches[key].block_ids == [1, 2, 3]
     engine.connector.land(key)
-    engine.scheduler.hear_finished(*engine.connector.rank.take_finished())
+    engine.scheduler.on_transfers_finished(*engine.connector.rank.take_finished())
     assert request.status.name == "WAITING" and request.num_computed_tokens == 10
     scheduled = engine.scheduler.schedule()
     new = scheduled.scheduled_new_reqs[0]

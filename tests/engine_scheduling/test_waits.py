@@ -7,8 +7,8 @@ import pytest
 from contract.requests import EngineOutput
 from engine.connector import FirstToken, Received
 from engine.scheduling.ending import RequestStatus
-from engine.testing import FAKE_VOCAB_SIZE
-from engine.testing_transfer import FakeConnector
+from engine.testing.fakes import FAKE_VOCAB_SIZE
+from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,

@@ -8,8 +8,8 @@ import sys
 import hypothesis.strategies as st
 from hypothesis import given
 
+from engine.hosting.processor_time import processor_nanoseconds
 from engine.hosting.watching import COMPUTING_FACTOR, STEP_LOOP, EngineWatch, Patience
-from engine.processor_time import processor_nanoseconds
 
 PATIENCE = Patience(stopped_seconds=3.0, hung_seconds=30.0)
 SECOND = 10**9

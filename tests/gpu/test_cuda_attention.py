@@ -9,7 +9,7 @@ import torch
 from contract.errors import SettingError
 from engine.attention.backend import create_backend
 from engine.attention.choice import choose_backend
-from engine.forward_graphs import CudaRecorder
+from engine.compute.forward_graphs import CudaRecorder
 from tests.attention_cases import Case, assert_equals_torch, assert_replays_are_right
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from engine.attention.backend import create_backend
-from engine.forward import fused
-from engine.forward_plain import PlainForward
+from engine.compute.forward import fused
+from engine.compute.forward_plain import PlainForward
+from engine.compute.profiling import profile_inputs
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.loading import load
-from engine.profiling import profile_inputs
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.fused_cases import HEADS, check_gate, check_norm, check_turn
 

@@ -7,7 +7,7 @@ from engine.connector import Published
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.remote_kv import KVReceiver
 from engine.scheduling.request import Request
-from engine.testing_transfer import FakeConnector
+from engine.testing.transfer import FakeConnector
 
 OURS, THEIRS = "w@float32", "w@float32 from w@bfloat16/bfloat16"
 SIZE = 4
@@ -78,7 +78,7 @@ class Peer(FakeConnector):
 def test_a_reservation_finds_only_blocks_of_the_kind_that_is_fetched() -> None:
     """Four requests with one prompt, whose full blocks are entered when they have arrived: computed, rounded, both again."""
     pool, peer = BlockPool(64, SIZE), Peer()
-    receiver = KVReceiver(peer, pool)
+    receiver = KVReceiver(peer, pool, 30.0)
     for number, origin in enumerate([None, THEIRS, None, THEIRS]):
         request = arrived(asked=msgspec.structs.replace(ASKED, request_id=f"r{number}"))
         receiver.start(request)

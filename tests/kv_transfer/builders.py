@@ -30,6 +30,8 @@ def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
         "transport": "tcp",
         "peer_timeout_seconds": 30.0,
     }
+    if "local" in changes:
+        del defaults["transport"]
     return TransferSettings(**{**defaults, **changes})
 
 
@@ -134,9 +136,7 @@ def pair_of(
 ) -> Iterator[Pair]:
     """Two workers in one process; ``memory`` is the prefill worker's pool."""
     sides = sides or Sides()
-    both: dict[str, Any] = {"transport": transport}
-    if transport == "local":
-        both["local"] = LocalHub()
+    both: dict[str, Any] = {"local": LocalHub()} if transport == "local" else {"transport": transport}
     with ExitStack() as stack:
         prefill = settings_for("p", Role.PREFILL, **{**both, **sides.prefill})
         decode = settings_for("d", Role.DECODE, **{**both, **sides.decode})

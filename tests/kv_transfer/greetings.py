@@ -2,11 +2,11 @@
 
 import socket
 
-from kv_transfer.framing import read_frame, write_frame
-from kv_transfer.leases import Sessions
-from kv_transfer.transport import Source
+from kv_transfer.links.framing import read_frame, write_frame
+from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.data_greeting import Lending, Reading
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataHello, DataProve
+from kv_transfer.transports.data_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataHello, DataProve
+from kv_transfer.transports.leases import Sessions
 
 
 def prove_reading(sock: socket.socket, source: Source) -> None:

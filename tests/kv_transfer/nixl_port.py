@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from contract.layout import KVLayout
-from kv_transfer.block_views import write_views
-from kv_transfer.leases import Sessions
+from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source
+from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.nixl_library import NixlLibrary, load
-from kv_transfer.transports.nixl_owner import NixlOwner
-from kv_transfer.transports.nixl_receiver import NixlReceiver, agent_name
-from kv_transfer.transports.nixl_sender import NixlSender
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.nixl.library import NixlLibrary, load
+from kv_transfer.transports.nixl.nixl_thread import NixlThread
+from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
+from kv_transfer.transports.nixl.sender import NixlSender
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="float32")
@@ -49,8 +49,8 @@ class NixlPort:
     def __init__(self, boot_id: str = "boot", memory: ByteMemory | None = None) -> None:
         self.sessions, self.idle = Sessions(), list[LeaseName]()
         self.sessions.begin(TOKEN)
-        self.owner = NixlOwner(load("127.0.0.1"), agent_name(boot_id))
-        self.sender = NixlSender(context_for(boot_id, self.sessions, self.idle), self.owner)
+        self.nixl_thread = NixlThread(load("127.0.0.1"), agent_name(boot_id))
+        self.sender = NixlSender(context_for(boot_id, self.sessions, self.idle), self.nixl_thread)
         self.memory = memory or ByteMemory(LAYOUT, NUM_BLOCKS)
         for block_id in range(self.memory.num_blocks):
             self.memory.fill(block_id, bytes([block_id + 1]))
@@ -60,7 +60,7 @@ class NixlPort:
 
     def until_resting(self) -> None:
         """Until the word that no help is needed has come."""
-        while self.owner.is_driving():
+        while self.nixl_thread.is_driving():
             time.sleep(0.001)
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> tuple[RangeGrant, ...]:
@@ -77,10 +77,10 @@ class Reader:
 
     def __init__(self, library: NixlLibrary | None = None, timeout_seconds: float = 30.0) -> None:
         self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
-        self.owner = NixlOwner(library or load("127.0.0.1"), agent_name("reader"))
-        self._sender = NixlSender(context_for("reader", Sessions(), []), self.owner)
+        self.nixl_thread = NixlThread(library or load("127.0.0.1"), agent_name("reader"))
+        self._sender = NixlSender(context_for("reader", Sessions(), []), self.nixl_thread)
         self._sender.start(self.memory)
-        self.receiver = NixlReceiver(self.owner, timeout_seconds)
+        self.receiver = NixlReceiver(self.nixl_thread, timeout_seconds)
 
     def fetch(
         self,

@@ -10,7 +10,7 @@ import msgspec
 from contract.layout import KVLayout, Side
 from engine.connector import ConnectorPair, KVMemory, RanksConnector
 from kv_transfer.connector import TransferFactory
-from kv_transfer.framing import FrameBuffer, encode_frame
+from kv_transfer.links.framing import FrameBuffer, encode_frame
 from kv_transfer.ranks import words
 from kv_transfer.ranks.rank_half import RankHalf, open_rank_half
 from kv_transfer.settings import TransferSettings

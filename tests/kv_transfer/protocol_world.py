@@ -1,6 +1,6 @@
-"""Two workers' desks over a clock, links and data jobs that a test moves by hand: the pieces of the protocol machine.
+"""Two workers' transfers over a clock, links and data jobs that a test moves by hand: the pieces of the protocol machine.
 
-The desks, the lease book and the memories are the real ones; only threads and sockets are played.
+The transfers, the lease book and the memories are the real ones; only threads and sockets are played.
 """
 
 from collections import Counter, deque
@@ -15,19 +15,19 @@ import xxhash
 from contract.layout import KVLayout
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Failed, FirstToken, Published
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import PeerTarget, Session
-from kv_transfer.leases import LeaseBook
-from kv_transfer.link import PeerRef
-from kv_transfer.orders import CommitJob, PublishOrder, PullJob
-from kv_transfer.sending import SendDesk, SendPorts, SendSettings
-from kv_transfer.states import Rung
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.handshake import PeerTarget, Session
+from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
+from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
+from kv_transfer.protocol.states import RetryStep
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import LeaseName, ReadRequest, Source, StaleLeaseError
+from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.leases import LeaseBook
 from tests.kv_transfer.builders import MODEL, block_content, request_of
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")
@@ -91,7 +91,7 @@ class Lender:
         self.num_sent = 0
         self.completions = Completions()
         self.book = LeaseBook(self._idle)
-        self.sends = SendDesk(
+        self.sends = SendTransfers(
             SendSettings(MODEL, LAYOUT.block_size, LEASE_SECONDS, LEASE_SECONDS, max_parked=2),
             SendPorts(self._post, self.book.revoke, lambda: None, lambda _: None),
             Counters(),
@@ -196,7 +196,7 @@ class Fetcher:
         self.num_reads: Counter[tuple[str, int]] = Counter()
         self.alternatives = Alternatives(Counters())
         self.completions = Completions()
-        self.fetches = FetchDesk(
+        self.fetches = FetchTransfers(
             FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
             FetchPorts(
                 self._dial,
@@ -226,7 +226,7 @@ class Fetcher:
                 assert not set(posted.job.block_ids) & set(job.block_ids), "read twice at once"
         for block in range(job.first_block, job.first_block + len(job.block_ids)):
             self.num_reads[job.key, block] += 1
-            assert self.num_reads[job.key, block] <= 1 + len(Rung), "read again and again"
+            assert self.num_reads[job.key, block] <= 1 + len(RetryStep), "read again and again"
         self.lanes.setdefault((job.source.boot_id, job.source.transport), deque()).append(Reading(job))
 
     def _choose(self, session: Session, _told: Callable[[Source, Source], bool]) -> Source:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kv_transfer.transport import Source
+from kv_transfer.protocol.reads import Source
 
 ROOT = Path(__file__).parents[2]
 

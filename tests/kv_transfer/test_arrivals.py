@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
-from kv_transfer import events as ev
-from kv_transfer.arrivals import Arrivals
-from kv_transfer.foresight import Foresight
-from kv_transfer.link import PeerRef
-from kv_transfer.messages import EndExpected, decode_message
-from kv_transfer.states import Send, SendState
+from kv_transfer.control.arrival_estimates import ArrivalEstimates
+from kv_transfer.data.completion_estimator import CompletionEstimator
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.messages import EndExpected, decode_message
+from kv_transfer.protocol.states import Send, SendState
+from kv_transfer.protocol.transitions import advance_send
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transitions import advance_send
 from tests.kv_transfer.builders import LAYOUT, TOKENS, hand_over, pair_of, prompt_of
 
 NUM_LAYERS = 16
@@ -26,17 +26,17 @@ class Pass:
     def __init__(self) -> None:
         self.now = 50.0
         self.told: list[float] = []
-        self.foresight = Foresight(NUM_LAYERS, lambda: self.now)
+        self.estimator = CompletionEstimator(NUM_LAYERS, lambda: self.now)
 
     def run(self, layer_seconds: Callable[[int], float], tail: float, num_blocks: int = 8) -> None:
         """One pass; ``told`` has how far off each word of it was, too late being positive."""
         ends: list[float] = []
-        self.foresight.begin(num_blocks, ends.append)
+        self.estimator.begin(num_blocks, ends.append)
         for number in range(1, NUM_LAYERS + 1):
             self.now += layer_seconds(number)
-            self.foresight.stored(number)
+            self.estimator.stored(number)
         self.now += tail
-        self.foresight.computed()
+        self.estimator.computed()
         self.told = [end - self.now for end in ends]
 
 
@@ -72,7 +72,7 @@ def test_one_slow_end_of_a_pass_is_not_believed() -> None:
 
 
 def test_the_next_one_is_that_which_is_expected_first() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivalEstimates()
     assert arrivals.next(0.0) is None
     arrivals.expect("a", PEER, 5.0)
     arrivals.expect("b", PEER, 4.0)
@@ -86,7 +86,7 @@ def test_the_next_one_is_that_which_is_expected_first() -> None:
 
 
 def test_guesses_are_corrected_by_how_far_off_they_usually_are() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivalEstimates()
     for delay in (0.5, 0.25, 30.0):
         arrivals.expect("a", PEER, 10.0)
         arrivals.arrived("a", 10.0 + delay)
@@ -95,7 +95,7 @@ def test_guesses_are_corrected_by_how_far_off_they_usually_are() -> None:
 
 
 def test_prompts_that_one_step_computed_are_expected_behind_each_other() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivalEstimates()
     for key, sender, at in (("a", PEER, 5.0), ("b", PEER, 5.001), ("c", PEER, 5.5), ("d", OTHER, 5.0)):
         arrivals.expect(key, sender, at)
     arrivals.arrived("a", 4.5)
@@ -105,7 +105,7 @@ def test_prompts_that_one_step_computed_are_expected_behind_each_other() -> None
 
 
 def test_one_that_is_long_overdue_hides_nobody() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivalEstimates()
     arrivals.expect("lost", PEER, 5.0)
     arrivals.expect("next", PEER, 8.0)
     assert arrivals.next(5.1) == 5.0

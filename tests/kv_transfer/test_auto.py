@@ -13,14 +13,14 @@ import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
-from kv_transfer.choosing import Chooser
 from kv_transfer.connector import TransferFactory
 from kv_transfer.counters import Counters
-from kv_transfer.handshake import Session
-from kv_transfer.messages import Offer
-from kv_transfer.orders import PullJob
+from kv_transfer.protocol.handshake import Session
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.orders import PullJob
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import LeaseName, Read, ReadRequest, Source
+from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.lending import IdleTogether
 from tests.kv_transfer.builders import (
     LAYOUT,

@@ -7,9 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kv_transfer.block_views import BlockPart, BlockViews
 from kv_transfer.native.compiling import load_copy_blocks
-from kv_transfer.transports.block_copy import BlockCopier
+from kv_transfer.protocol.reads import BlockPart
+from kv_transfer.transports.block_views import BlockViews
+from kv_transfer.transports.shm.block_copy import BlockCopier
 
 BLOCK_BYTES, NUM_BLOCKS = 16384, 160
 RUN = list(range(40, 40 + NUM_BLOCKS // 2))

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kv_transfer.block_views import BlockPart, BlockViews
-from kv_transfer.framing import ShortReadError
+from kv_transfer.links.framing import ShortReadError
+from kv_transfer.protocol.reads import BlockPart
 from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks, vectors_behind
+from kv_transfer.transports.block_views import BlockViews
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 64
 CONTENT = random.Random(3).randbytes(BLOCK_BYTES * NUM_BLOCKS)

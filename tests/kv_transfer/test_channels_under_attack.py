@@ -11,10 +11,9 @@ import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError, UnauthenticatedError
 from contract.identity import Role
-from kv_transfer.framing import FrameBuffer, encode_frame, parse_address, read_frame, write_frame
-from kv_transfer.handshake import Dialing, LocalIdentity, PeerTarget
-from kv_transfer.leases import Sessions
-from kv_transfer.messages import (
+from kv_transfer.links.framing import FrameBuffer, encode_frame, parse_address, read_frame, write_frame
+from kv_transfer.protocol.handshake import Dialing, LocalIdentity, PeerTarget
+from kv_transfer.protocol.messages import (
     MAX_HANDSHAKE_BYTES,
     Challenge,
     FetchBlocks,
@@ -25,18 +24,19 @@ from kv_transfer.messages import (
     Welcome,
     decode_message,
 )
-from kv_transfer.transport import Source
+from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import Lending, Reading
-from kv_transfer.transports.shm_sender import ShmSender
-from kv_transfer.transports.tcp_sender import TcpSender
-from kv_transfer.transports.tcp_wire import (
+from kv_transfer.transports.data_wire import (
     MAX_DATA_FRAME_BYTES,
     DataChallenge,
     DataHello,
     DataProve,
     DataStatus,
 )
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.shm.sender import ShmSender
+from kv_transfer.transports.tcp.sender import TcpSender
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
 
 TOKEN, WAIT = "the token of a session", 30.0

@@ -8,8 +8,9 @@ import pytest
 
 from contract.identity import Role
 from kv_transfer.connector import TransferFactory
+from kv_transfer.protocol.reads import Read, ReadRequest, ReadStoppedError, Source
 from kv_transfer.testing import GatedMemory
-from kv_transfer.transport import Read, ReadRequest, ReadStoppedError, ReceiverTransport, Source
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,

@@ -11,11 +11,7 @@ import pytest
 from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
-from kv_transfer import block_views
-from kv_transfer.block_views import BlockViews, KeptViews, read_views, write_views
-from kv_transfer.leases import Sessions
-from kv_transfer.testing import ByteMemory, GatedRead
-from kv_transfer.transport import (
+from kv_transfer.protocol.reads import (
     LeaseName,
     RangeGrant,
     Read,
@@ -23,11 +19,15 @@ from kv_transfer.transport import (
     ReadStoppedError,
     Source,
     StaleLeaseError,
-    Transport,
     blocks_per_piece,
 )
+from kv_transfer.testing import ByteMemory, GatedRead
+from kv_transfer.transports import block_views
+from kv_transfer.transports.block_views import BlockViews, KeptViews, read_views, write_views
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.transport import Transport
 
 WAIT = 30.0
 NAME, OTHER = LeaseName("t", 0, "lease"), LeaseName("u", 0, "other")

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.framing import encode_frame, parse_address, read_frame, write_frame
-from kv_transfer.listening import Listener
-from kv_transfer.strangers import MAX_STRANGERS, Seldom, giving_way
-from kv_transfer.transport import Source
+from kv_transfer.links.framing import encode_frame, parse_address, read_frame, write_frame
+from kv_transfer.links.listening import Listener
+from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, Seldom, giving_way
+from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.data_greeting import Reading
 from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.tcp_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
+from kv_transfer.transports.data_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
 from tests.kv_transfer.builders import hand_over, pair_of
 from tests.kv_transfer.test_strangers import WAIT, data_port, silent_links
 
@@ -30,12 +30,12 @@ def test_a_flood_of_silent_connections_costs_an_honest_peer_nothing(caplog: pyte
         opened: list[socket.socket] = []
 
         def flood() -> None:
-            while not stop.is_set() and len(opened) < 8 * MAX_STRANGERS:
+            while not stop.is_set() and len(opened) < 8 * MAX_UNAUTHENTICATED:
                 with suppress(OSError):
                     opened.append(socket.create_connection(parse_address(pair.prefill.driver.address), WAIT))
-                if len(opened) > MAX_STRANGERS:
+                if len(opened) > MAX_UNAUTHENTICATED:
                     flooding.set()
-                    opened[-MAX_STRANGERS].close()
+                    opened[-MAX_UNAUTHENTICATED].close()
 
         def end() -> None:
             stop.set()
@@ -51,7 +51,7 @@ def test_a_flood_of_silent_connections_costs_an_honest_peer_nothing(caplog: pyte
         assert pair.decode.count("link_handshakes_total{result=failed}") == 0
         assert pair.decode.count("link_handshakes_total{result=ok}") == 1
     told = [record for record in caplog.records if "no control link with" in record.message]
-    assert len(told) < MAX_STRANGERS, "the log is not flooded either"
+    assert len(told) < MAX_UNAUTHENTICATED, "the log is not flooded either"
 
 
 @dataclass

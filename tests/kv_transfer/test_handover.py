@@ -7,7 +7,7 @@ import pytest
 
 from contract.requests import TokenLogprobs
 from engine.connector import FirstToken
-from kv_transfer.orders import TransferMetadata
+from kv_transfer.protocol.orders import TransferMetadata
 from kv_transfer.testing import CorruptingReceiver
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Sides, hand_over, pair_of, prompt_of
 

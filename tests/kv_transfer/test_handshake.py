@@ -3,8 +3,8 @@
 import pytest
 
 from contract.errors import KvbatonError, UnauthenticatedError
-from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
-from kv_transfer.messages import FetchBlocks, Message, Offer, Prove, Welcome
+from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
+from kv_transfer.protocol.messages import FetchBlocks, Message, Offer, Prove, Welcome
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
 
 

@@ -7,19 +7,21 @@ import pytest
 
 from contract.errors import TransferError
 from contract.requests import ReceiveTransfer
-from kv_transfer import events as ev
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.digesting import RunningDigests, split_points
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import Session
-from kv_transfer.link import PeerRef
-from kv_transfer.messages import BlocksPublished, LayersReadable
-from kv_transfer.orders import Ahead, PullJob
-from kv_transfer.states import Fetch, FetchState, Send, SendState
+from kv_transfer.data.digesting import split_points
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import RunningDigests
+from kv_transfer.protocol.handshake import Session
+from kv_transfer.protocol.messages import BlocksPublished, LayersReadable
+from kv_transfer.protocol.orders import Ahead, PullJob
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
+from kv_transfer.protocol.states import Fetch, FetchState, Send, SendState
+from kv_transfer.protocol.transitions import advance_fetch, advance_send
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transitions import advance_fetch, advance_send
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -119,7 +121,7 @@ def compute(pair: Pair, number: int) -> None:
 
 
 def num_bytes(pair: Pair) -> float:
-    return pair.decode.count(f"transfer_bytes_total{{transport={pair.decode.settings.transport}}}")
+    return pair.decode.count(f"transfer_bytes_total{{transport={pair.decode.settings.transport_name}}}")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "local"])
@@ -242,7 +244,7 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
     def choose(session: Session, _tell: object) -> Source:
         return Source(session.worker_id, session.boot_id, "there", session.token, "tcp")
 
-    desk = FetchDesk(
+    transfers = FetchTransfers(
         FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
         FetchPorts(ignore, ignore, jobs.append, ignore, ignore, choose, Alternatives(Counters())),
         Counters(),
@@ -250,19 +252,19 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
     )
     fetch = request_of("r", prompt_of(2), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
     ref = PeerRef("b", is_dialed=True)
-    desk.start(fetch)
-    desk.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
-    desk.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
-    desk.receive_into(fetch.key, [5, 6], 0)
-    desk.fetch_event(fetch.key, ev.PieceLanded(1, 0.0, 0.0))
-    desk.fetch_event(fetch.key, ev.PieceVerified(1, 0.0))
-    desk.message(ref, LayersReadable("t", 0, "lease", 1, 1, LAYOUT.block_bytes))
+    transfers.start(fetch)
+    transfers.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
+    transfers.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
+    transfers.receive_into(fetch.key, [5, 6], 0)
+    transfers.fetch_event(fetch.key, ev.PieceLanded(1, 0.0, 0.0))
+    transfers.fetch_event(fetch.key, ev.PieceVerified(1, 0.0))
+    transfers.message(ref, LayersReadable("t", 0, "lease", 1, 1, LAYOUT.block_bytes))
     ahead = jobs[1].ahead
     assert ahead is not None
     ahead.num_read = LAYOUT.block_bytes
     if is_over:
-        desk.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
-    desk.message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
+        transfers.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
+    transfers.message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
     assert [job.is_here for job in jobs] == [False, False, is_over]
 
 

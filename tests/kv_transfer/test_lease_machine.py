@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from contract.layout import KVLayout
-from kv_transfer.leases import LeaseBook, Sessions
+from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transports.leases import LeaseBook, Sessions
 from tests.soak_settings import machine_settings, soaked
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")

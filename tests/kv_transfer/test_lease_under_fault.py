@@ -9,18 +9,18 @@ import pytest
 from contract.layout import KVLayout
 from contract.requests import SendTransfer
 from engine.connector import FirstToken
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
+from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
+from kv_transfer.control.transfers import Transfers
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.desk import Desk
-from kv_transfer.leases import LeaseBook, Sessions
-from kv_transfer.link import PeerRef
-from kv_transfer.sending import SendDesk, SendPorts, SendSettings
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transport import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.tcp_receiver import TcpReceiver
-from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.leases import LeaseBook, Sessions
+from kv_transfer.transports.tcp.receiver import TcpReceiver
+from kv_transfer.transports.tcp.sender import TcpSender
 from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, Pair, Sides, pair_of, prompt_of, request_of
 
 WAIT = 30.0
@@ -28,14 +28,14 @@ NAME = LeaseName("t", 0, "lease")
 SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
 
 
-class LendingDesk:
-    """A SendDesk with a clock of its own; what it says is kept."""
+class LendingTransfers:
+    """A SendTransfers with a clock of its own; what it says is kept."""
 
     def __init__(self, max_parked: int = 1024) -> None:
         self.now = 100.0
         self.said: list[msg.Message] = []
         self.released: list[LeaseName] = []
-        self.desk = SendDesk(
+        self.transfers = SendTransfers(
             SendSettings(MODEL, LAYOUT.block_size, 30.0, 30.0, max_parked),
             SendPorts(self._post, self.released.append, lambda: None, lambda _: None),
             Counters(),
@@ -48,75 +48,75 @@ class LendingDesk:
 
     def lend_everything(self, transfer_id: str = "t") -> None:
         request = request_of("r", prompt_of(2), SendTransfer(transfer_id))
-        self.desk.open(request, [3, 4], 0)
-        self.desk.publish(request.key, 8)
-        (order,) = self.desk.take_orders()
-        self.desk.send_event(order.key, ev.RangeReady(0, (1, 2)))
-        self.desk.finish(request.key, [FirstToken(1)])
+        self.transfers.open(request, [3, 4], 0)
+        self.transfers.publish(request.key, 8)
+        (order,) = self.transfers.take_orders()
+        self.transfers.send_event(order.key, ev.RangeReady(0, (1, 2)))
+        self.transfers.finish(request.key, [FirstToken(1)])
 
     def state(self) -> str:
-        return str(self.desk.debug_state()[0]["state"])
+        return str(self.transfers.debug_state()[0]["state"])
 
 
 def test_a_lease_lives_as_long_as_its_peer_pings_and_ends_lease_seconds_after_the_last_one() -> None:
-    lending = LendingDesk()
+    lending = LendingTransfers()
     lending.lend_everything()
-    lending.desk.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    lending.transfers.fetch_asked("peer", msg.FetchBlocks("t", 0))
     for _ in range(10):
         lending.now += 29.0
-        lending.desk.heard("stranger")
-        assert lending.desk.tick(lending.now) == lending.now + 1.0, "another peer's ping renews nothing"
-        lending.desk.heard("peer")
-        assert lending.desk.tick(lending.now) == lending.now + 30.0
+        lending.transfers.heard("stranger")
+        assert lending.transfers.tick(lending.now) == lending.now + 1.0, "another peer's ping renews nothing"
+        lending.transfers.heard("peer")
+        assert lending.transfers.tick(lending.now) == lending.now + 30.0
     last = lending.now
-    assert lending.desk.tick(last + 29.9) == last + 30.0
+    assert lending.transfers.tick(last + 29.9) == last + 30.0
     assert (lending.state(), lending.released) == ("complete", [])
-    assert lending.desk.tick(last + 30.0) is None
+    assert lending.transfers.tick(last + 30.0) is None
     assert lending.state() == "expired"
     assert [name.transfer_id for name in lending.released] == ["t"]
     assert isinstance(lending.said[-1], msg.TransferFailed)
-    lending.desk.heard("peer")
+    lending.transfers.heard("peer")
     assert lending.state() == "expired", "nothing brings it back"
 
 
 def test_a_parked_fetch_waits_under_a_deadline() -> None:
     """Law 4: a fetch whose transfer never opens ends by the clock alone, and its peer is told."""
-    lending = LendingDesk()
-    lending.desk.fetch_asked("peer", msg.FetchBlocks("t", 0))
-    assert lending.desk.tick(lending.now) == lending.now + 30.0
-    lending.desk.heard("peer")
-    assert lending.desk.tick(lending.now + 29.9) == lending.now + 30.0, "a ping does not prolong it"
+    lending = LendingTransfers()
+    lending.transfers.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    assert lending.transfers.tick(lending.now) == lending.now + 30.0
+    lending.transfers.heard("peer")
+    assert lending.transfers.tick(lending.now + 29.9) == lending.now + 30.0, "a ping does not prolong it"
     assert lending.said == []
-    assert lending.desk.tick(lending.now + 30.0) is None
+    assert lending.transfers.tick(lending.now + 30.0) is None
     (refusal,) = lending.said
     assert isinstance(refusal, msg.TransferFailed) and refusal.kind == "deadline"
-    assert lending.desk.gauges()["transfers_parked"] == 0
+    assert lending.transfers.gauges()["transfers_parked"] == 0
 
 
 def test_parked_fetches_are_bounded_for_each_peer() -> None:
-    lending = LendingDesk(max_parked=2)
+    lending = LendingTransfers(max_parked=2)
     for transfer in ("a", "b", "c"):
-        lending.desk.fetch_asked("greedy", msg.FetchBlocks(transfer, 0))
+        lending.transfers.fetch_asked("greedy", msg.FetchBlocks(transfer, 0))
     (refusal,) = lending.said
     assert isinstance(refusal, msg.TransferFailed)
     assert (refusal.transfer_id, refusal.kind) == ("c", "overloaded")
     assert (
         refusal.message == "2 fetches of this worker wait for transfers that are not open here; no more may"
     )
-    lending.desk.fetch_asked("modest", msg.FetchBlocks("d", 0))
+    lending.transfers.fetch_asked("modest", msg.FetchBlocks("d", 0))
     assert len(lending.said) == 1
-    assert lending.desk.gauges()["transfers_parked"] == 3
+    assert lending.transfers.gauges()["transfers_parked"] == 3
 
 
 def test_a_parked_fetch_from_a_block_that_does_not_exist_is_refused_at_the_opening() -> None:
     """The transfer stays open for whoever asks properly."""
-    lending = LendingDesk()
-    lending.desk.fetch_asked("bad", msg.FetchBlocks("t", 0, from_block=3))
+    lending = LendingTransfers()
+    lending.transfers.fetch_asked("bad", msg.FetchBlocks("t", 0, from_block=3))
     lending.lend_everything()
     (refusal,) = lending.said
     assert isinstance(refusal, msg.TransferFailed)
     assert refusal.message == "asked from block 3; the prompt has 2 blocks"
-    lending.desk.fetch_asked("good", msg.FetchBlocks("t", 0))
+    lending.transfers.fetch_asked("good", msg.FetchBlocks("t", 0))
     assert [type(message) for message in lending.said[1:]] == [msg.BlocksPublished, msg.TransferComplete]
 
 
@@ -250,7 +250,7 @@ def test_blocks_stay_quarantined_until_the_read_is_terminal_and_are_counted() ->
         assert decode.memory.committed == []
 
 
-class OpenDesk(Desk):
+class OpenTransfers(Transfers):
     """Acts as a test tells it."""
 
     def act(self, later: list[Callable[[], None]], error: Exception | None = None) -> None:
@@ -260,20 +260,20 @@ class OpenDesk(Desk):
                 raise error
 
 
-def test_every_act_of_a_desk_is_tried() -> None:
+def test_every_act_of_transfers_is_tried() -> None:
     """Whatever the body or an earlier act raises; in order, outside the lock, and none of them twice."""
-    desk, done = OpenDesk(), list[str]()
+    transfers, done = OpenTransfers(), list[str]()
 
     def failing() -> None:
         done.append("failing")
-        desk.act([lambda: done.append("nested")])
+        transfers.act([lambda: done.append("nested")])
         raise OSError("an act")
 
     with pytest.raises(OSError, match="an act"):
-        desk.act([lambda: done.append("first"), failing, lambda: done.append("last")])
+        transfers.act([lambda: done.append("first"), failing, lambda: done.append("last")])
     assert done == ["first", "failing", "nested", "last"]
     with pytest.raises(ValueError, match="the body"):
-        desk.act([lambda: done.append("after the body")], ValueError("the body"))
+        transfers.act([lambda: done.append("after the body")], ValueError("the body"))
     assert done[4:] == ["after the body"]
-    desk.act([])
+    transfers.act([])
     assert len(done) == 5

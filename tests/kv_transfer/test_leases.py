@@ -8,20 +8,20 @@ import pytest
 
 from contract.identity import Role
 from contract.layout import KVLayout
-from kv_transfer.framing import parse_address, read_frame, write_frame
-from kv_transfer.leases import LeaseBook, Sessions
+from kv_transfer.links.framing import parse_address, read_frame, write_frame
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
 from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transport import LeaseName, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.tcp_receiver import TcpReceiver
-from kv_transfer.transports.tcp_sender import TcpSender
-from kv_transfer.transports.tcp_wire import (
+from kv_transfer.transports.data_wire import (
     MAX_DATA_FRAME_BYTES,
     OK_FRAME,
     DataReply,
     DataStatus,
     reply_frame,
 )
+from kv_transfer.transports.leases import LeaseBook, Sessions
+from kv_transfer.transports.tcp.receiver import TcpReceiver
+from kv_transfer.transports.tcp.sender import TcpSender
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, pair_of, prompt_of, settings_for, worker
 from tests.kv_transfer.greetings import prove_lending, prove_reading
 

@@ -11,11 +11,11 @@ from contract.errors import KvbatonError, TransferError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
-from kv_transfer.handshake import Accepting, LocalIdentity, PeerTarget, Session
-from kv_transfer.link import Link, PeerRef
-from kv_transfer.link_events import LinkSettings
-from kv_transfer.links import LinkLoop
-from kv_transfer.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
+from kv_transfer.links.link import Link, PeerRef
+from kv_transfer.links.link_events import LinkSettings
+from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.protocol.handshake import Accepting, LocalIdentity, PeerTarget, Session
+from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
 
 WAIT = 30.0

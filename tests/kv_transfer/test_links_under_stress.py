@@ -11,18 +11,19 @@ import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
+from contract.options import MAX_SECONDS
 from kv_transfer.counters import Counters
-from kv_transfer.handshake import Accepting, LocalIdentity, Session
-from kv_transfer.leases import Sessions
-from kv_transfer.link import Link
-from kv_transfer.link_events import LinkSettings
-from kv_transfer.links import LinkLoop
-from kv_transfer.messages import TransferFailed
+from kv_transfer.links.link import Link
+from kv_transfer.links.link_events import LinkSettings
+from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.protocol.handshake import Accepting, LocalIdentity, Session
+from kv_transfer.protocol.messages import TransferFailed
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import LeaseName, Read, ReadRequest, ReadStoppedError, Source
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.tcp_receiver import TcpReceiver
-from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.tcp.receiver import TcpReceiver
+from kv_transfer.transports.tcp.sender import TcpSender
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Sides, hand_over, pair_of
 
 NAME = LeaseName("t", 0, "lease")
@@ -87,8 +88,8 @@ def test_descriptors_above_1023_are_read_from() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_timeouts_of_years_can_be_waited_for() -> None:
-    patient = {"peer_timeout_seconds": 1e9, "lease_seconds": 1e9}
+def test_the_longest_timeouts_can_be_waited_for() -> None:
+    patient = dict.fromkeys(("peer_timeout_seconds", "lease_seconds"), float(MAX_SECONDS))
     with pair_of(Sides(patient, patient)) as pair:
         hand_over(pair, "r")
 

@@ -9,34 +9,34 @@ from contract.errors import IncompatiblePeerError, WorkerLostError
 from contract.layout import KVLayout
 from contract.requests import ReceiveTransfer, SendTransfer
 from engine.connector import Failed, Published
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import Accepting, Dialing, PeerTarget, Session
-from kv_transfer.link import PeerRef
-from kv_transfer.orders import digest_seeds
-from kv_transfer.states import Send, SendState
-from kv_transfer.transitions import advance_send
-from kv_transfer.transport import Source
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.digests import digest_seeds
+from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
+from kv_transfer.protocol.reads import Source
+from kv_transfer.protocol.states import Send, SendState
+from kv_transfer.protocol.transitions import advance_send
+from kv_transfer.transports.alternatives import Alternatives
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, identity
-from tests.kv_transfer.test_lease_under_fault import LendingDesk
+from tests.kv_transfer.test_lease_under_fault import LendingTransfers
 
 ASKED = request_of("r", prompt_of(2), ReceiveTransfer("t", "p", "boot", "127.0.0.1:1"))
 LENDING = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=4)
 SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
 
 
-def fetching() -> FetchDesk:
+def fetching() -> FetchTransfers:
     def choose(_session: Session, _told: object) -> Source:
         return Source("p", "boot", "127.0.0.1:1", "token")
 
     def ignore(*_: object) -> None:
         return
 
-    return FetchDesk(
+    return FetchTransfers(
         FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
         FetchPorts(ignore, ignore, ignore, ignore, ignore, choose, Alternatives(Counters())),
         Counters(),
@@ -55,32 +55,32 @@ def test_digests_are_seeded_with_all_that_makes_kv_differ() -> None:
 
 
 def test_a_fetch_belongs_to_one_lease() -> None:
-    desk, ref = fetching(), PeerRef("boot", is_dialed=True)
-    desk.start(ASKED)
-    desk.message(ref, msg.BlocksPublished("t", 0, "first", 0, [1]))
-    desk.message(ref, msg.BlocksPublished("t", 0, "second", 1, [2]))
-    published, failed = desk.take_events()
+    transfers, ref = fetching(), PeerRef("boot", is_dialed=True)
+    transfers.start(ASKED)
+    transfers.message(ref, msg.BlocksPublished("t", 0, "first", 0, [1]))
+    transfers.message(ref, msg.BlocksPublished("t", 0, "second", 1, [2]))
+    published, failed = transfers.take_events()
     assert isinstance(published, Published) and isinstance(failed, Failed)
     assert (failed.kind, "changed the lease" in failed.message) == ("transfer_failed", True)
 
 
 def test_words_of_another_boot_or_attempt_are_dropped() -> None:
-    desk = fetching()
-    desk.start(ASKED)
+    transfers = fetching()
+    transfers.start(ASKED)
     for boot_id, transfer_id, attempt in (("old", "t", 0), ("boot", "u", 0), ("boot", "t", 1)):
         words = msg.BlocksPublished(transfer_id, attempt, "lease", 0, [1])
-        desk.message(PeerRef(boot_id, is_dialed=True), words)
-    assert desk.take_events() == []
+        transfers.message(PeerRef(boot_id, is_dialed=True), words)
+    assert transfers.take_events() == []
 
 
 def test_a_fetch_of_an_older_attempt_is_refused() -> None:
-    lending = LendingDesk()
-    lending.desk.open(request_of("r", prompt_of(2), SendTransfer("t"), attempt=1), [3, 4], 0)
-    lending.desk.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    lending = LendingTransfers()
+    lending.transfers.open(request_of("r", prompt_of(2), SendTransfer("t"), attempt=1), [3, 4], 0)
+    lending.transfers.fetch_asked("peer", msg.FetchBlocks("t", 0))
     (refusal,) = lending.said
     assert isinstance(refusal, msg.TransferFailed) and refusal.kind == "transfer_failed"
     assert refusal.message == "attempt 0 of transfer t is older than attempt 1, which is known here"
-    lending.desk.fetch_asked("peer", msg.FetchBlocks("t", 1))
+    lending.transfers.fetch_asked("peer", msg.FetchBlocks("t", 1))
     assert len(lending.said) == 1, "the newest one is served"
 
 

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from contract.errors import PeerUnreachableError, TransferError
-from kv_transfer.framing import write_frame
-from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import (
+from kv_transfer.links.framing import write_frame
+from kv_transfer.protocol.reads import (
     LeaseName,
     RangeGrant,
     Read,
@@ -19,15 +18,16 @@ from kv_transfer.transport import (
     Source,
     StaleLeaseError,
 )
+from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_grants import encode_grant
-from kv_transfer.transports.data_port import DataPort, Visit
+from kv_transfer.transports.data_port import Connection, DataPort
+from kv_transfer.transports.data_wire import DataStatus
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable
-from kv_transfer.transports.nixl_library import load
-from kv_transfer.transports.nixl_memory import ID_TYPE, HostMemory, Region
-from kv_transfer.transports.nixl_owner import NixlOwner
-from kv_transfer.transports.nixl_receiver import agent_name
-from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, NixlWelcome
-from kv_transfer.transports.tcp_wire import DataStatus
+from kv_transfer.transports.nixl.library import load
+from kv_transfer.transports.nixl.memory import ID_TYPE, HostMemory, Region
+from kv_transfer.transports.nixl.nixl_thread import NixlThread
+from kv_transfer.transports.nixl.receiver import agent_name
+from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, NixlWelcome
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
     BEHIND_POST,
@@ -154,7 +154,7 @@ def test_the_generation_is_read_only_when_the_last_byte_is_there(
     thread = threading.Thread(target=fetch)
     thread.start()
     assert watch.has_posted.wait(30)
-    watched.owner.settle()
+    watched.nixl_thread.settle()
     assert watch.seen == [("posted", [0, 1])]
     port.sender.release(NAME)
     watch.may_end.set()
@@ -237,10 +237,10 @@ def test_the_library_is_driven_only_while_something_is_read(port: NixlPort, read
     seen: list[bool] = []
     reader.receiver.probe(port.source, Read())
     while seen.count(True) < 200 and False not in seen:
-        read = HookedRead(BEFORE_POST, lambda: seen.append(port.owner.is_driving()))
+        read = HookedRead(BEFORE_POST, lambda: seen.append(port.nixl_thread.is_driving()))
         reader.fetch(port.source, range(2), port.grants[NAME], read=read)
         port.until_resting()
-        assert not reader.owner.is_driving()
+        assert not reader.nixl_thread.is_driving()
     assert False in seen
 
 
@@ -250,7 +250,7 @@ def test_a_reader_that_can_ask_no_more_is_helped_on(port: NixlPort, reader: Read
     port.until_resting()
     reader.receiver.forget(port.source)
     port.sender._port.close()  # joins the thread of the connection
-    assert port.owner.is_driving()
+    assert port.nixl_thread.is_driving()
 
 
 def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort, reader: Reader) -> None:
@@ -280,7 +280,7 @@ def test_two_threads_read_by_one_agent_while_it_is_read_from(port: NixlPort, rea
     thread = threading.Thread(target=fetch_from_second)
     thread.start()
     for number in numbers:
-        reader.owner.begin_serving()
+        reader.nixl_thread.begin_serving()
         reader.fetch(
             port.source, range(number, number + 2), port.grants[NAME], [number % 50, number % 50 + 1]
         )
@@ -288,7 +288,7 @@ def test_two_threads_read_by_one_agent_while_it_is_read_from(port: NixlPort, rea
             True,
             True,
         )
-        reader.owner.end_serving()
+        reader.nixl_thread.end_serving()
     thread.join(60)
     assert not thread.is_alive()
     assert all(reader.holds(50 + number % 50, NUM_BLOCKS - number) for number in numbers[-12:])
@@ -316,7 +316,7 @@ def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reade
 def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort:
     """A data port that welcomes with something else than the truth about ``port``'s pool."""
     table = GenerationTable()
-    other = NixlOwner(load("127.0.0.1"), agent_name("liar"))
+    other = NixlThread(load("127.0.0.1"), agent_name("liar"))
     pool = HostMemory(LAYOUT.block_bytes, 4)
     truth = NixlWelcome(
         DataStatus.OK,
@@ -328,11 +328,11 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
         nonce=table.nonce,
     )
 
-    def talk(visit: Visit) -> None:
+    def talk(connection: Connection) -> None:
         assert table and pool, "alive as long as somebody may read them"
         other.begin_serving()
-        write_frame(visit.sock, lie(truth), MAX_NIXL_FRAME_BYTES)
-        visit.sock.recv(1)
+        write_frame(connection.sock, lie(truth), MAX_NIXL_FRAME_BYTES)
+        connection.sock.recv(1)
         other.close()
 
     return DataPort(context_for("liar", port.sessions, []), "kv-liar", talk, transport="nixl")

@@ -15,18 +15,18 @@ import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError
 from contract.identity import Role
-from kv_transfer.framing import read_frame, write_frame
-from kv_transfer.transport import (
+from kv_transfer.links.framing import read_frame, write_frame
+from kv_transfer.protocol.reads import (
     RangeGrant,
     Read,
     ReadRequest,
     ReadStoppedError,
-    ReceiverTransport,
     Source,
     StaleLeaseError,
 )
 from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
@@ -144,7 +144,7 @@ def test_a_sender_killed_in_the_middle_of_a_read_and_its_successor(reader: Reade
     with sender_process("second") as successor:
         reader.fetch(successor.source, range(6, 7), grants_of(successor), [99])
         assert reader.holds(99, NUM_BLOCKS - 6)
-    assert reader.owner.is_driving() is False
+    assert reader.nixl_thread.is_driving() is False
 
 
 def test_a_read_from_a_stopped_sender_stays_open_until_it_is_terminal(reader: Reader) -> None:
@@ -157,14 +157,14 @@ def test_a_read_from_a_stopped_sender_stays_open_until_it_is_terminal(reader: Re
         fetching.read.stop()
         reader.receiver.forget(sender.source)
         assert fetching.is_running()
-        assert reader.owner.is_driving() is True
+        assert reader.nixl_thread.is_driving() is True
         assert not reader.holds(0, NUM_BLOCKS)
         reader.fetch(other.source, range(1), grants, [99])
         assert reader.holds(99, 42), "another peer is read meanwhile"
         sender.process.send_signal(signal.SIGCONT)
         assert isinstance(fetching.end(), ReadStoppedError)
         assert reader.holds(0, NUM_BLOCKS)
-        assert reader.owner.is_driving() is False
+        assert reader.nixl_thread.is_driving() is False
     other.sender.close()
 
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from contract.errors import KvbatonError
-from kv_transfer.framing import read_frame, write_frame
-from kv_transfer.transports.data_port import DataPort, Visit
-from kv_transfer.transports.nixl_wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting
+from kv_transfer.links.framing import read_frame, write_frame
+from kv_transfer.transports.data_port import Connection, DataPort
+from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting
 from tests.kv_transfer.nixl_port import NAME, NUM_BLOCKS, NixlPort, Reader, context_for
 
 MAX_BUSY_CONNECTS = 5
@@ -36,18 +36,18 @@ def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> N
     heard = list[Help]()
     has_left = threading.Event()
 
-    def talk(visit: Visit) -> None:
-        write_frame(visit.sock, port.sender.welcome, MAX_NIXL_FRAME_BYTES)
-        port.owner.begin_serving()
+    def talk(connection: Connection) -> None:
+        write_frame(connection.sock, port.sender.welcome, MAX_NIXL_FRAME_BYTES)
+        port.nixl_thread.begin_serving()
         with suppress(KvbatonError, OSError):  # it leaves
             while True:
-                heard.append(read_frame(visit.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help)
+                heard.append(read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help)
                 if heard[-1] is Help.BEGIN:
-                    port.owner.begin_serving()
+                    port.nixl_thread.begin_serving()
                     continue
-                port.owner.end_serving()
+                port.nixl_thread.end_serving()
                 if heard[-1] is Help.PAUSE:
-                    write_frame(visit.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
+                    write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
         has_left.set()
 
     silent = DataPort(context_for("silent", port.sessions, []), "kv-silent", talk, transport="nixl")

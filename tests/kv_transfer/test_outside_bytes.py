@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from contract.decoding import decode_outside
 from contract.errors import TransferError
-from kv_transfer.framing import FrameBuffer, as_frame, decode_body, encode_frame, parse_address
-from kv_transfer.messages import AnyMessage, decode_message
-from kv_transfer.transport import ReadRequest
+from kv_transfer.links.framing import FrameBuffer, as_frame, decode_body, encode_frame, parse_address
+from kv_transfer.protocol.messages import AnyMessage, decode_message
+from kv_transfer.protocol.reads import ReadRequest
 from kv_transfer.transports.block_grants import BlockGrant, decode_grant
-from kv_transfer.transports.nccl_wire import NcclWelcome
-from kv_transfer.transports.nixl_wire import NixlAsk, NixlWelcome
-from kv_transfer.transports.shm_wire import MAX_SHM_FRAME_BYTES, ShmWelcome
-from kv_transfer.transports.tcp_wire import DataChallenge, DataHello, DataProve, DataReply, DataStatus
+from kv_transfer.transports.data_wire import DataChallenge, DataHello, DataProve, DataReply, DataStatus
+from kv_transfer.transports.nccl.wire import NcclWelcome
+from kv_transfer.transports.nixl.wire import NixlAsk, NixlWelcome
+from kv_transfer.transports.shm.wire import MAX_SHM_FRAME_BYTES, ShmWelcome
 from tests.kv_transfer.shm_port import NAME, NUM_BLOCKS, Reader, ShmPort
 
 WAIT = 30.0

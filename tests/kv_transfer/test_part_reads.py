@@ -10,11 +10,11 @@ from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.connector import KVMemory
 from engine.kv_cache.memory import MappedKVMemory
-from kv_transfer.block_views import BlockPart, write_views
-from kv_transfer.leases import LeaseBook, Sessions
+from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, ReadRequest, Source
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import LeaseName, RangeGrant, Read, ReadRequest, Source
+from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import open_transport, transport_names
 

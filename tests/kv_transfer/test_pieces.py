@@ -11,20 +11,13 @@ from msgspec.structs import replace
 from contract.identity import Role
 from contract.layout import KVLayout
 from engine.mailbox import Mailbox
-from kv_transfer import events as ev
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data import DataHalf
-from kv_transfer.digesting import digest_of
-from kv_transfer.orders import PublishOrder, PullJob, TransferMetadata
+from kv_transfer.data.data_half import DataHalf
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import digest_of
+from kv_transfer.protocol.orders import PublishOrder, PullJob, TransferMetadata
+from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transport import (
-    MAX_PIECE_BLOCKS,
-    LeaseName,
-    Read,
-    ReadRequest,
-    Source,
-    StaleLeaseError,
-)
 from kv_transfer.transports.lending import Lending
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.layout import MAX_BLOCK_SIZE_RATIO, KVLayout, Side, received_fingerprint, weights_of
-from kv_transfer.handshake import Accepting, Dialing, PeerTarget
-from kv_transfer.plan import PeerTerms, TransferPlan, terms_between
+from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget
+from kv_transfer.protocol.plan import PeerTerms, TransferPlan, terms_between
 from tests.kv_transfer.builders import LAYOUT, MODEL
 from tests.kv_transfer.test_handshake import answer, identity
 

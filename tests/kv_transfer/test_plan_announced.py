@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from contract.errors import TransferError
 from contract.layout import Side
 from engine.connector import FirstToken
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
-from kv_transfer.announced import AnnouncedBlocks, complete_event, published_event
-from kv_transfer.plan import TransferPlan
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.announced import AnnouncedBlocks, complete_event, published_event
+from kv_transfer.protocol.plan import TransferPlan
 from tests.kv_transfer.builders import LAYOUT
 from tests.kv_transfer.test_plan import UNTIMED, plans
 

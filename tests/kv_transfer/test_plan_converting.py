@@ -8,8 +8,8 @@ from torch import Tensor
 
 from contract.layout import KVLayout, Side
 from engine.kv_cache.memory import TORCH_DTYPES, StagedKVMemory
-from kv_transfer.converting import convert_blocks
-from kv_transfer.plan import TransferPlan
+from kv_transfer.data.converting import convert_blocks
+from kv_transfer.protocol.plan import TransferPlan
 from tests.kv_transfer.test_plan import ranges
 
 UNTOUCHED = 7.0

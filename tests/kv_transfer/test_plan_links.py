@@ -15,12 +15,13 @@ from contract.identity import Role
 from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest
 from kv_transfer.counters import Counters
-from kv_transfer.orders import Conversion
-from kv_transfer.plan import TransferPlan
-from kv_transfer.staging import Staging
+from kv_transfer.data.staging import Staging
+from kv_transfer.protocol.orders import Conversion
+from kv_transfer.protocol.plan import TransferPlan
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.testing import CorruptingReceiver, GatedMemory
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source
 from kv_transfer.transports.local import LocalHub
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, settings_for, worker
 from tests.kv_transfer.test_plan_converting import as_bytes, cut, prompt_kv
 
@@ -106,9 +107,7 @@ class Unequal:
 @contextmanager
 def unequal(theirs: KVLayout, ours: KVLayout, transport: str = "tcp", **decode: Any) -> Iterator[Unequal]:
     plan = TransferPlan(Side(ours), Side(theirs))
-    both: dict[str, Any] = {"transport": transport}
-    if transport == "local":
-        both["local"] = LocalHub()
+    both: dict[str, Any] = {"local": LocalHub()} if transport == "local" else {"transport": transport}
     with ExitStack() as stack:
         prefill = stack.enter_context(
             worker(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kv_transfer import events as ev
-from kv_transfer.states import Fetch, FetchState, Send, SendState
-from kv_transfer.transitions import advance_fetch, advance_send
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.states import Fetch, FetchState, Send, SendState
+from kv_transfer.protocol.transitions import advance_fetch, advance_send
 from tests.kv_transfer.builders import TOKENS, pair_of, prompt_of
 
 NUM_BLOCKS = 13

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.connector import FirstToken
-from kv_transfer import messages as msg
-from kv_transfer.handshake import Session
-from kv_transfer.link import PeerRef
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.handshake import Session
 from tests.kv_transfer.protocol_world import LEASE_SECONDS, Fetcher, Lender, Reading, Wire, prompt_of
 from tests.soak_settings import machine_settings, soaked
 

@@ -5,9 +5,10 @@ import threading
 from collections.abc import Sequence
 
 from contract.identity import Role
-from kv_transfer.orders import PullJob
-from kv_transfer.pulling import PullThreads
-from kv_transfer.transport import LeaseName, Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.data.pulling import PullThreads
+from kv_transfer.protocol.orders import PullJob
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 
 WAIT = 30.0

@@ -7,16 +7,17 @@ import pytest
 
 from contract.errors import TransferError, WorkerLostError
 from contract.requests import ReceiveTransfer
-from kv_transfer import events as ev
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.fetching import FetchDesk, FetchPorts, FetchSettings
-from kv_transfer.handshake import Session
-from kv_transfer.link import PeerRef
-from kv_transfer.messages import BlocksPublished
-from kv_transfer.orders import PullJob
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.handshake import Session
+from kv_transfer.protocol.messages import BlocksPublished
+from kv_transfer.protocol.orders import PullJob
+from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.testing import CorruptingReceiver
-from kv_transfer.transport import Read, ReadRequest, ReceiverTransport, Source, StaleLeaseError
+from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -163,7 +164,7 @@ def test_a_transport_that_works_again_is_kept() -> None:
 
 
 def test_a_read_that_fails_before_its_transport_is_settled_leaves_the_link_as_it_is() -> None:
-    """The first choice did not work; the read over the second one fails before the desk has heard of the choice."""
+    """The first choice did not work; the read over the second one fails before the fetches have heard of the choice."""
     told: list[Callable[[Source, Source], bool]] = []
     jobs: list[PullJob] = []
     alternatives, ref = Alternatives(Counters()), PeerRef("b", is_dialed=True)
@@ -177,20 +178,20 @@ def test_a_read_that_fails_before_its_transport_is_settled_leaves_the_link_as_it
     def ignore(*_: object) -> None:
         return
 
-    desk = FetchDesk(
+    transfers = FetchTransfers(
         FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
         FetchPorts(ignore, ignore, jobs.append, ignore, ignore, choose, alternatives),
         Counters(),
         Completions(),
     )
     fetch = request_of("r", prompt_of(1), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
-    desk.start(fetch)
-    desk.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
-    desk.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
-    desk.receive_into(fetch.key, [5], 0)
+    transfers.start(fetch)
+    transfers.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
+    transfers.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
+    transfers.receive_into(fetch.key, [5], 0)
     alternatives.rule_out(sources[0])
-    desk.fetch_event(fetch.key, ev.JobFailed("transfer_failed", "broken", may_heal=True))
+    transfers.fetch_event(fetch.key, ev.JobFailed("transfer_failed", "broken", may_heal=True))
     assert [job.source for job in jobs] == sources
     assert jobs[0].read is not jobs[1].read
     assert told[0](*sources), "the link is wanted"
-    assert desk.link_down(ref, "worker_lost", "gone") == sources[1]
+    assert transfers.link_down(ref, "worker_lost", "gone") == sources[1]

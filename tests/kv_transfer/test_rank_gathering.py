@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.errors import ErrorKind
-from kv_transfer import events as ev
-from kv_transfer.plan import TransferPlan
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.plan import TransferPlan
+from kv_transfer.protocol.states import ImpossibleEventError
 from kv_transfer.ranks.gathering import JobGather, Range, RangeGather, has_failed
 from kv_transfer.ranks.receivers import ranks_read
-from kv_transfer.states import ImpossibleEventError
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
 NUM_RANKS = 3
@@ -43,7 +43,7 @@ def test_a_job_is_terminal_when_it_is_so_on_every_rank(ends: list[str]) -> None:
 
 
 def test_the_ranks_are_told_to_stop_once() -> None:
-    """Whoever asks first: the first rank that fails, or the desk; and not when all is over."""
+    """Whoever asks first: the first rank that fails, or the control half; and not when all is over."""
     gather = JobGather(2)
     gather.open(1)
     assert [gather.stop(1), gather.stop(1), gather.stop(2)] == [True, False, False]

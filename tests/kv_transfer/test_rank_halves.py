@@ -14,15 +14,16 @@ from hypothesis import given
 from contract.errors import ErrorKind, InternalError, SettingError, TransferError
 from contract.identity import Role
 from engine.mailbox import Mailbox
-from kv_transfer import events as ev
 from kv_transfer.counters import Counters
-from kv_transfer.messages import Offer
-from kv_transfer.orders import CommitJob, PullJob, Share
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import Share
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.orders import CommitJob, PullJob
+from kv_transfer.protocol.reads import LeaseName, Read, ReadStoppedError, Source, rank_boot_id
 from kv_transfer.ranks import words
 from kv_transfer.ranks.halves import RankDataHalves
 from kv_transfer.ranks.joined import rank_settings
 from kv_transfer.ranks.progress import RankProgress
-from kv_transfer.transport import LeaseName, Read, ReadStoppedError, Source, rank_boot_id
 from tests.kv_transfer.builders import settings_for
 from tests.kv_transfer.played_ranks import PlayedRank
 

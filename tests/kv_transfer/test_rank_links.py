@@ -11,8 +11,8 @@ from contract.errors import IncompatiblePeerError
 from contract.identity import Role
 from contract.layout import KVLayout, Side
 from kv_transfer.connector import TransferFactory
-from kv_transfer.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
-from kv_transfer.messages import Offer
+from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
+from kv_transfer.protocol.messages import Offer
 from kv_transfer.ranks import words
 from kv_transfer.testing import ByteMemory, TransferDriver
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Pair, Worker, prompt_of, settings_for, worker

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.connector import FirstToken
-from kv_transfer import events as ev
-from kv_transfer.states import Fetch, FetchState
-from kv_transfer.transitions import advance_fetch
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.states import Fetch, FetchState
+from kv_transfer.protocol.transitions import advance_fetch
 from tests.soak_settings import machine_settings
 
 TOKEN_LISTS = st.lists(st.builds(FirstToken, st.integers(-3, 3)), max_size=2).map(tuple)

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError, TransferError
-from kv_transfer.framing import HEADER, as_frame
-from kv_transfer.testing import ByteMemory, GatedRead
-from kv_transfer.transport import (
+from kv_transfer.links.framing import HEADER, as_frame
+from kv_transfer.protocol.reads import (
     LeaseName,
     RangeGrant,
     Read,
@@ -22,8 +21,9 @@ from kv_transfer.transport import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.transports.shm_folder import why_unsupported
-from kv_transfer.transports.shm_wire import NUM_DESCRIPTORS
+from kv_transfer.testing import ByteMemory, GatedRead
+from kv_transfer.transports.shm.folder import why_unsupported
+from kv_transfer.transports.shm.wire import NUM_DESCRIPTORS
 from tests.kv_transfer.greetings import prove_reading
 from tests.kv_transfer.shm_port import GATED_BLOCK, LAYOUT, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError, WorkerLostError
+from kv_transfer.protocol.reads import RangeGrant, Source
 from kv_transfer.testing import GatedRead
-from kv_transfer.transport import RangeGrant, Source
 from tests.kv_transfer.shm_port import (
     GATED_BLOCK,
     NAME,

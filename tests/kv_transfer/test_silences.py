@@ -10,8 +10,9 @@ from hypothesis import given
 from contract.errors import ErrorKind
 from contract.identity import Role
 from engine.connector import FirstToken
-from kv_transfer.silences import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Silences
-from kv_transfer.transport import PeerSilentError, Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.data.silences import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Silences
+from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import Pair, hand_over, prompt_of, settings_for, worker
 from tests.kv_transfer.faulty_network import Way, free_port, relay_to
 

@@ -17,18 +17,18 @@ from contract.errors import KvbatonError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
-from kv_transfer.framing import parse_address
-from kv_transfer.handshake import LocalIdentity, PeerTarget, Session
-from kv_transfer.leases import Sessions
-from kv_transfer.link import PeerRef
-from kv_transfer.link_events import LinkSettings
-from kv_transfer.links import LinkLoop
-from kv_transfer.listening import Listener
-from kv_transfer.messages import CancelFetch, FetchBlocks, Message
-from kv_transfer.resolving import Endpoint, Outcome, Resolver, numeric, resolve
-from kv_transfer.strangers import MAX_STRANGERS, most_strangers
+from kv_transfer.links.framing import parse_address
+from kv_transfer.links.link import PeerRef
+from kv_transfer.links.link_events import LinkSettings
+from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.links.listening import Listener
+from kv_transfer.links.resolving import Endpoint, Outcome, Resolver, numeric, resolve
+from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, max_unauthenticated
+from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
+from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.tcp.sender import TcpSender
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
 
 WAIT = 30.0
@@ -100,7 +100,7 @@ def silent_links(address: str, number: int, stack: ExitStack) -> list[socket.soc
 
 def test_more_unfinished_handshakes_than_are_allowed_cost_the_oldest_its_place() -> None:
     with worker(settings_for("p", Role.PREFILL)) as prefill, ExitStack() as stack:
-        oldest, second, *_ = silent_links(prefill.driver.address, MAX_STRANGERS + 2, stack)
+        oldest, second, *_ = silent_links(prefill.driver.address, MAX_UNAUTHENTICATED + 2, stack)
         assert oldest.recv(1) == b""
         assert second.recv(1) == b""
         assert prefill.count("link_handshakes_total{result=failed}") == 2
@@ -225,4 +225,4 @@ def test_a_link_loop_that_was_never_started_closes() -> None:
 )
 def test_few_descriptors_are_not_all_for_strangers(limit: int, expected: int) -> None:
     """P3: with 256 descriptors the strangers of one port could hold each of them."""
-    assert most_strangers(MAX_STRANGERS, limit) == expected
+    assert max_unauthenticated(MAX_UNAUTHENTICATED, limit) == expected

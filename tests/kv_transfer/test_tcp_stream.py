@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
-from kv_transfer.framing import HEADER, ShortReadError, encode_frame
-from kv_transfer.transport import LeaseName, ReadRequest
+from kv_transfer.links.framing import HEADER, ShortReadError, encode_frame
+from kv_transfer.protocol.reads import LeaseName, ReadRequest
 from kv_transfer.transports.block_vectors import socket_blocks
 from kv_transfer.transports.data_port import leave_unpaced
-from kv_transfer.transports.tcp_stream import DataStream
-from kv_transfer.transports.tcp_wire import (
+from kv_transfer.transports.data_stream import DataStream
+from kv_transfer.transports.data_wire import (
     ALIGNMENT,
     MAX_DATA_FRAME_BYTES,
     OK_FRAME,

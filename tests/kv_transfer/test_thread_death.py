@@ -12,17 +12,18 @@ from contract.identity import Role
 from contract.requests import ReceiveTransfer
 from engine.client import InProcessClient, ProcessClient
 from engine.mailbox import Mailbox
-from engine.testing import start_fake_executor
+from engine.testing.fakes import start_fake_executor
 from kv_transfer.connector import TransferFactory
-from kv_transfer.framing import parse_address
-from kv_transfer.leases import Sessions
-from kv_transfer.orders import CommitJob
-from kv_transfer.transport import LeaseName, Read, ReadRequest, ReceiverTransport, Source
+from kv_transfer.links.framing import parse_address
+from kv_transfer.protocol.orders import CommitJob
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.nixl_library import load
-from kv_transfer.transports.nixl_owner import NixlOwner
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.nixl.library import load
+from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
 
@@ -154,14 +155,16 @@ def test_the_thread_that_accepts_on_a_data_port() -> None:
 
 def test_the_thread_of_nixl() -> None:
     failed = Mailbox[tuple[str, BaseException]]()
-    owner = NixlOwner(load("127.0.0.1"), "kvbaton-b", lambda thread, error: failed.put((thread, error)))
+    nixl_thread = NixlThread(
+        load("127.0.0.1"), "kvbaton-b", lambda thread, error: failed.put((thread, error))
+    )
     try:
-        owner.disconnect(cast(Any, "no pool"))
+        nixl_thread.disconnect(cast(Any, "no pool"))
         assert failed.get(30)[0] == "kv-nixl"
         with pytest.raises(TransferError, match="is closed"):
-            owner.is_driving()
+            nixl_thread.is_driving()
     finally:
-        owner.close()
+        nixl_thread.close()
 
 
 def test_what_a_transport_says_of_its_thread_ends_the_engine() -> None:

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.connector import FirstToken
-from kv_transfer import events as ev
-from kv_transfer.states import (
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.states import (
     FETCH_EDGES,
     NOT_NEEDED,
     SEND_EDGES,
     Fetch,
     FetchState,
     ImpossibleEventError,
-    Rung,
+    RetryStep,
     Send,
     SendState,
 )
-from kv_transfer.transitions import advance_fetch, advance_send
+from kv_transfer.protocol.transitions import advance_fetch, advance_send
 
 BLOCKS = 4
 
@@ -140,7 +140,7 @@ class SendMachine(RuleBasedStateMachine):
         assert self.send.is_done
 
 
-RUNGS = st.sampled_from([(), (Rung.SAME_TRANSPORT,), tuple(Rung)])
+RUNGS = st.sampled_from([(), (RetryStep.SAME_TRANSPORT,), tuple(RetryStep)])
 
 
 class FetchMachine(RuleBasedStateMachine):
@@ -154,7 +154,7 @@ class FetchMachine(RuleBasedStateMachine):
         self.told: list[str] = []
         self.is_stopped = False
         self.committed = False
-        self.rungs: list[Rung] = []
+        self.rungs: list[RetryStep] = []
         self.verified: set[int] = set()
 
     def apply(self, event: ev.FetchEvent) -> None:
@@ -173,7 +173,7 @@ class FetchMachine(RuleBasedStateMachine):
                     self.jobs.append(action)
                 case ev.ReadAgain():
                     assert self.jobs == []
-                    self.rungs.append(action.rung)
+                    self.rungs.append(action.retry_step)
                     self.is_stopped = False
                 case ev.CommitBlocks():
                     self.jobs.append(action)
@@ -219,7 +219,7 @@ class FetchMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.jobs)
     @rule(how=st.sampled_from(["done", "done", "failed", "broken", "broken", "stopped"]), rungs=RUNGS)
-    def end_job(self, how: str, rungs: tuple[Rung, ...] = ()) -> None:
+    def end_job(self, how: str, rungs: tuple[RetryStep, ...] = ()) -> None:
         """broken: in a way that another read may heal."""
         job = self.jobs[0]
         if how == "stopped" and not self.is_stopped:
@@ -229,7 +229,7 @@ class FetchMachine(RuleBasedStateMachine):
         self.jobs.pop(0)
         outcomes: dict[str, ev.FetchEvent] = {
             "failed": ev.JobFailed("transfer_failed", "stale"),
-            "broken": ev.JobFailed("transfer_failed", "digest", may_heal=True, rungs=rungs),
+            "broken": ev.JobFailed("transfer_failed", "digest", may_heal=True, retry_steps=rungs),
             "stopped": ev.JobStopped(),
             "done": ev.CommitDone()
             if isinstance(job, ev.CommitBlocks)
@@ -250,7 +250,7 @@ class FetchMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.told)
     @rule()
     def take(self) -> None:
-        self.apply(ev.Told())
+        self.apply(ev.Acknowledged())
 
     @invariant()
     def terminal_words_mean_that_no_read_is_posted(self) -> None:
@@ -262,8 +262,8 @@ class FetchMachine(RuleBasedStateMachine):
     @invariant()
     def every_rung_is_climbed_at_most_once(self) -> None:
         assert len(set(self.rungs)) == len(self.rungs)
-        assert self.fetch.rungs[: len(self.rungs)] == tuple(self.rungs)
-        assert len(self.fetch.rungs) - len(self.rungs) in (0, 1)
+        assert self.fetch.retry_steps[: len(self.rungs)] == tuple(self.rungs)
+        assert len(self.fetch.retry_steps) - len(self.rungs) in (0, 1)
 
     @invariant()
     def received_means_everything_was_verified(self) -> None:

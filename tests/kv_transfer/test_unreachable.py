@@ -19,8 +19,8 @@ from contract.errors import (
 )
 from contract.identity import Role
 from engine.connector import FirstToken
-from kv_transfer.control import ControlHalf
-from kv_transfer.link import PeerRef
+from kv_transfer.control.control_half import ControlHalf
+from kv_transfer.links.link import PeerRef
 from serving.errors import grpc_code, http_status, retry_after_seconds
 from tests.kv_transfer.builders import Pair, hand_over, pair_of, prompt_of, settings_for, worker
 from tests.kv_transfer.faulty_network import Relay, Way, free_port, no_answer_to_syn, relay_to

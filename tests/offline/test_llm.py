@@ -19,9 +19,9 @@ import pytest
 import torch
 import transformers
 
-from cli.model import find_model
 from contract.errors import InvalidRequestError, SettingError, UnavailableError
 from kvbaton import LLM, RequestOutput, SamplingParams
+from launch.model import find_model
 from tests.checkpoints import load_reference, make_checkpoint, write_modules
 from tests.offline import programs
 from tests.service import running_service

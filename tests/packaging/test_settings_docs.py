@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import COMMANDS
+from launch.command_settings import settings_class
 from tools.generate_settings_docs import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +36,7 @@ def test_every_setting_that_a_user_can_give_is_on_the_page(tmp_path: Path, comma
     section = page.read_text().partition(f"## `kvbaton {command}`\n")[2].partition("\n## ")[0]
     hidden = {"ready_fd", "parent_pid"}
     assert all(
-        (f"| `{name}`" in section) == (name not in hidden)
-        for name in COMMANDS[command].settings_class().model_fields
+        (f"| `{name}`" in section) == (name not in hidden) for name in settings_class(command).model_fields
     )
 
 

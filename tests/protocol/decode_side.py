@@ -1,17 +1,17 @@
-"""A decode worker of the explored world: production's scheduler and fetch desk, and its reads, byte range by byte range."""
+"""A decode worker of the explored world: production's scheduler and ``FetchTransfers``, and its reads, moved by hand."""
 
 from contract.errors import ErrorKind
 from engine.scheduling.ending import RequestStatus, ended_by_error
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
-from kv_transfer.alternatives import Alternatives
+from kv_transfer.control.fetching import FetchPorts, FetchSettings
 from kv_transfer.counters import Counters
-from kv_transfer.fetching import FetchPorts, FetchSettings
-from kv_transfer.handshake import Session
-from kv_transfer.link import PeerRef
-from kv_transfer.orders import CommitJob, PullJob
-from kv_transfer.states import Rung
-from kv_transfer.transport import Read, ReadRequest, Source
+from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.handshake import Session
+from kv_transfer.protocol.orders import CommitJob, PullJob
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
+from kv_transfer.protocol.states import RetryStep
+from kv_transfer.transports.alternatives import Alternatives
 from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.prefill_side import BLOCK_BYTES
@@ -69,7 +69,7 @@ class DecodeSide(EngineSide):
         self.lanes: dict[str, list[Reading]] = {}
         self.severed: set[str] = set()
         self.commits: list[Committing] = []
-        self.desk = scenario.rules.fetch_desk(
+        self.transfers = scenario.rules.fetch_transfers(
             FetchSettings(MODEL, BLOCK_SIZE, BLOCK_BYTES),
             FetchPorts(
                 dial=lambda target, message: sink.ask("dial", target.boot_id, frame_of(message)),
@@ -84,14 +84,14 @@ class DecodeSide(EngineSide):
             self.completions,
             no_time,
         )
-        connector = Connector(None, self.desk)
+        connector = Connector(None, self.transfers)
         self.scheduler = self.make_scheduler(scenario.rules.decode_scheduler, connector, DECODE_BUDGET)
 
     def prepare(self) -> None:
         """Before every call: nothing."""
 
     def carry_out(self) -> None:
-        """What the desk's ports were told: jobs stay here, words go out."""
+        """What the transfers' ports were told: jobs stay here, words go out."""
         for effect in self.sink.take():
             match effect:
                 case ("pull", PullJob() as job):
@@ -105,25 +105,25 @@ class DecodeSide(EngineSide):
         """A frame of a prefill worker; see ``ControlHalf.link_message``."""
         message = message_of(frame)
         assert isinstance(message, msg.SenderWord)
-        self.desk.message(PeerRef(peer, is_dialed=True), message)
+        self.transfers.message(PeerRef(peer, is_dialed=True), message)
 
     def link_up(self, peer: str) -> None:
         """The dialed link is welcomed."""
         if self.scenario.num_transports > 1:
-            self.desk._alternatives.begin(_sources_of(peer, self.scenario.num_transports))
-        self.desk.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), peer))
+            self.transfers._alternatives.begin(_sources_of(peer, self.scenario.num_transports))
+        self.transfers.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), peer))
 
     def link_down(self, peer: str) -> None:
         """It ended, or could not be dialed."""
-        source = self.desk.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
+        source = self.transfers.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
         if source is not None:
-            self.desk._alternatives.end(source)
+            self.transfers._alternatives.end(source)
 
     def run_out_of_time(self) -> None:
         """``remote_kv_timeout_seconds`` are over for whoever waits for KV."""
         late = [one for one in self.scheduler.requests.values() if one.status is _WAITING]
         for request in late:
-            self.scheduler._finish(request, ended_by_error(ErrorKind.DEADLINE, "no KV came in time"))
+            self.scheduler.live.finish(request, ended_by_error(ErrorKind.DEADLINE, "no KV came in time"))
 
     def begin(self, peer: str, source_blocks: tuple[int, ...]) -> None:
         """The lease was valid before the first byte."""
@@ -146,10 +146,10 @@ class DecodeSide(EngineSide):
         if reading.part is not None and reading.ahead is not None:
             self.lanes[peer].pop(0)
             reading.ahead.num_read += reading.part.num_bytes
-            self.desk.fetch_event(reading.key, ev.ReadAheadOver((0.0, 0.0)))
+            self.transfers.fetch_event(reading.key, ev.ReadAheadOver((0.0, 0.0)))
             return
         reading.stage = "landed"
-        self.desk.fetch_event(reading.key, ev.PieceLanded(len(reading.block_ids), 0.0, 0.0))
+        self.transfers.fetch_event(reading.key, ev.PieceLanded(len(reading.block_ids), 0.0, 0.0))
 
     def end(self, peer: str, why: str) -> None:
         """The read is terminal without success."""
@@ -158,7 +158,7 @@ class DecodeSide(EngineSide):
         failed: ev.FetchEvent = ev.JobFailed(ErrorKind.TRANSFER_FAILED, why, may_heal)
         if reading.part is not None:
             failed = ev.ReadAheadOver(None)
-        self.desk.fetch_event(reading.key, ev.JobStopped() if why == "stopped" else failed)
+        self.transfers.fetch_event(reading.key, ev.JobStopped() if why == "stopped" else failed)
 
     def sever(self, lane: str) -> None:
         """No read over this transport works any more, though the control link does."""
@@ -178,19 +178,19 @@ class DecodeSide(EngineSide):
             self.end(peer, "a digest does not match")
             return
         self.lanes[peer].pop(0)
-        self.desk.fetch_event(reading.key, ev.PieceVerified(len(reading.block_ids), 0.0))
+        self.transfers.fetch_event(reading.key, ev.PieceVerified(len(reading.block_ids), 0.0))
 
     def commit(self) -> None:
         """Make verified blocks visible."""
         job = self.commits.pop(0)
         request = self.scheduler.requests.get(job.key)
         if job.read.is_stopped or request is None:
-            self.desk.fetch_event(job.key, ev.JobStopped())
+            self.transfers.fetch_event(job.key, ev.JobStopped())
             return
         self.check_prefix(
             job.key, self.pool.table_of(job.key), request.token_ids[: request.num_prompt_tokens]
         )
-        self.desk.fetch_event(job.key, ev.CommitDone())
+        self.transfers.fetch_event(job.key, ev.CommitDone())
 
     def _joined(self, reading: Reading, block: int, content: Content) -> Content:
         """A block's content when these bytes of it have landed: halves of two contents make none."""
@@ -227,14 +227,14 @@ class DecodeSide(EngineSide):
         """An idle lane is no lane."""
         super().tidy()
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
-        for wanted in self.desk._wanted.values():
-            self.sink.climbed.add(wanted.fetch.rungs)
-            if wanted.num_bytes > (1 + len(Rung)) * wanted.fetch.num_blocks * BLOCK_BYTES:
-                raise LawBrokenError(f"{self.boot}: what {wanted.key} lacks is read again and again")
+        for incoming in self.transfers._incoming.values():
+            self.sink.climbed.add(incoming.fetch.retry_steps)
+            if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * BLOCK_BYTES:
+                raise LawBrokenError(f"{self.boot}: what {incoming.key} lacks is read again and again")
 
     def what_is_held(self) -> list[str]:
         """Fetches and jobs too."""
-        held = [f"fetch of {one['transfer_id']} is {one['state']}" for one in self.desk.debug_state()]
+        held = [f"fetch of {one['transfer_id']} is {one['state']}" for one in self.transfers.debug_state()]
         jobs = [reading.key for lane in self.lanes.values() for reading in lane]
         jobs += [job.key for job in self.commits]
         return super().what_is_held() + held + [f"a job of {key} is not terminal" for key in jobs]

@@ -6,13 +6,13 @@ from contract.errors import KvbatonError
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import FirstToken, Received, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduler import Scheduler
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.inspection import check_integrity
+from engine.scheduling.scheduler import Scheduler
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.control.sending import SendTransfers
 from kv_transfer.counters import Completions
-from kv_transfer.fetching import FetchDesk
-from kv_transfer.orders import PublishOrder, TransferMetadata
-from kv_transfer.sending import SendDesk
+from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
 from tests.protocol.scenario import BLOCK_SIZE, MODEL, VOCABULARY, Scenario, asked_of, content_of_hashes
 from tests.protocol.sink import LawBrokenError, Sink
 
@@ -25,18 +25,18 @@ def no_time() -> float:
 
 
 class Connector:
-    """Says who hears what, as ``ControlHalf`` does: a worker of this world has one desk."""
+    """Says who hears what, as ``ControlHalf`` does: a worker of this world sends or fetches."""
 
-    def __init__(self, sends: SendDesk | None, fetches: FetchDesk | None) -> None:
+    def __init__(self, sends: SendTransfers | None, fetches: FetchTransfers | None) -> None:
         self._sends, self._fetches = sends, fetches
 
     @property
-    def sends(self) -> SendDesk:
+    def sends(self) -> SendTransfers:
         assert self._sends is not None
         return self._sends
 
     @property
-    def fetches(self) -> FetchDesk:
+    def fetches(self) -> FetchTransfers:
         assert self._fetches is not None
         return self._fetches
 
@@ -72,7 +72,7 @@ class Connector:
         return TransferMetadata(orders) if orders else None
 
     def has_work(self) -> bool:
-        """What the desks wait to be asked for; completions are asked for by the worker."""
+        """What the transfers wait to be asked for; completions are asked for by the worker."""
         has_events = self._fetches is not None and self._fetches.has_events()
         return has_events or (self._sends is not None and self._sends.has_orders())
 
@@ -87,7 +87,7 @@ class Connector:
 
 
 class EngineSide:
-    """Owns scheduler, pool and what the blocks contain. A subclass adds the worker's desk and its data half."""
+    """Owns scheduler, pool and what the blocks contain. A subclass adds the worker's transfers and its data half."""
 
     def __init__(self, scenario: Scenario, sink: Sink, boot: str, num_blocks: int) -> None:
         self.scenario, self.sink, self.boot = scenario, sink, boot
@@ -136,7 +136,7 @@ class EngineSide:
 
     def step(self) -> None:
         """Hear, decide, compute, take in."""
-        self.scheduler.hear_finished(*self.completions.take())
+        self.scheduler.on_transfers_finished(*self.completions.take())
         output = self.scheduler.schedule()
         computed = self._compute(output)
         self.take_metadata(output.kv_connector_metadata)

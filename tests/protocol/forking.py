@@ -20,15 +20,15 @@ import numpy as np
 from contract.requests import EngineRequest
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.fair_steps import FairSteps
-from kv_transfer.arrivals import Arrivals
+from kv_transfer.control.arrival_estimates import ArrivalEstimates
+from kv_transfer.control.fetching import FetchPorts
+from kv_transfer.control.sending import SendPorts
 from kv_transfer.counters import Counters
-from kv_transfer.fetching import FetchPorts
-from kv_transfer.sending import SendPorts
 from tests.protocol.sink import Sink
 
 _T = TypeVar("_T")
 _COPIED_PACKAGES = ("engine.", "kv_transfer.", "router.", "tests.protocol.")
-_SHARED: tuple[type, ...] = (Arrivals, Counters, Deadlines, FairSteps, FetchPorts, SendPorts, Sink)
+_SHARED: tuple[type, ...] = (ArrivalEstimates, Counters, Deadlines, FairSteps, FetchPorts, SendPorts, Sink)
 _NAMELESS = (type(threading.Lock()), FunctionType, MethodType)
 
 

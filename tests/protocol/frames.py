@@ -2,7 +2,7 @@
 
 import msgspec
 
-from kv_transfer.messages import Message, decode_message
+from kv_transfer.protocol.messages import Message, decode_message
 
 
 def frame_of(message: Message) -> bytes:

@@ -1,20 +1,18 @@
 """Production's rules with one of them taken out, each by a class that differs in that rule alone."""
 
-from typing import Any
-
 from msgspec.structs import replace
 
-from contract.errors import InternalError
-from engine.connector import Failed
-from engine.scheduler import Scheduler
+from engine.connector import SchedulerConnector
 from engine.scheduling.remote_kv import KVReceiver
 from engine.scheduling.request import Request
-from kv_transfer import events as ev
-from kv_transfer.fetching import FetchDesk
+from engine.scheduling.scheduler import Scheduler
+from engine.settings import EngineSettings
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.protocol import events as ev
 from tests.protocol.scenario import Rules
 
 
-class NoQuarantine(FetchDesk):
+class NoQuarantine(FetchTransfers):
     """Says that the blocks of a cancelled fetch may be freed, whatever still reads into them."""
 
     def cancel(self, key: str) -> bool:
@@ -29,46 +27,42 @@ class EagerReceiver(KVReceiver):
         super().start(request)
         self._published.add(request)
 
-    def take_events(self) -> list[Failed]:
-        failures = super().take_events()
+    def take_events(self) -> None:
+        super().take_events()
         for key in self._num_cached_blocks:
             self._published.remove(self._waiting[key])
-        return failures
 
 
 class EagerScheduler(Scheduler):
     """A decode worker's scheduler with an EagerReceiver."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self._connector is None:
-            raise InternalError("a decode worker needs a connector")
-        self.receiver = EagerReceiver(self._connector, self.pool)
+    def make_receiver(self, connector: SchedulerConnector, settings: EngineSettings) -> KVReceiver:
+        return EagerReceiver(connector, self.pool, settings.remote_kv_timeout_seconds)
 
 
-class EagerReader(FetchDesk):
+class EagerReader(FetchTransfers):
     """Reads again as soon as one read has failed, though others into the same blocks are posted."""
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
-        wanted = self._wanted.get(key)
-        if wanted is not None and isinstance(event, ev.JobFailed) and not wanted.fetch.has_ended:
-            wanted.fetch = replace(wanted.fetch, num_posted=1)
+        incoming = self._incoming.get(key)
+        if incoming is not None and isinstance(event, ev.JobFailed) and not incoming.fetch.has_ended:
+            incoming.fetch = replace(incoming.fetch, num_posted=1)
         super().fetch_event(key, event)
 
 
-class TirelessReader(FetchDesk):
+class TirelessReader(FetchTransfers):
     """Forgets which rungs were climbed."""
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
-        wanted = self._wanted.get(key)
-        if wanted is not None and isinstance(event, ev.JobFailed):
-            wanted.fetch = replace(wanted.fetch, rungs=())
+        incoming = self._incoming.get(key)
+        if incoming is not None and isinstance(event, ev.JobFailed):
+            incoming.fetch = replace(incoming.fetch, retry_steps=())
         super().fetch_event(key, event)
 
 
-NO_QUARANTINE = Rules(fetch_desk=NoQuarantine)
+NO_QUARANTINE = Rules(fetch_transfers=NoQuarantine)
 NO_SECOND_CHECK = Rules(checks_lease_twice=False)
 NO_ATTEMPT = Rules(tells_attempts_apart=False)
-EAGER_READING = Rules(fetch_desk=EagerReader)
-TIRELESS = Rules(fetch_desk=TirelessReader)
+EAGER_READING = Rules(fetch_transfers=EagerReader)
+TIRELESS = Rules(fetch_transfers=TirelessReader)
 EAGER_RESERVATION = Rules(decode_scheduler=EagerScheduler)

@@ -1,4 +1,4 @@
-"""A prefill worker of the explored world: production's scheduler, send desk and lease book, moved call by call."""
+"""A prefill worker of the explored world: production's scheduler, ``SendTransfers`` and lease book, moved call by call."""
 
 from typing import cast
 
@@ -6,13 +6,13 @@ import msgspec
 
 from contract.errors import ErrorKind
 from engine.connector import KVMemory
-from kv_transfer import events as ev
-from kv_transfer import messages as msg
+from kv_transfer.control.sending import SendPorts, SendSettings
 from kv_transfer.counters import Counters
-from kv_transfer.leases import LeaseBook
-from kv_transfer.orders import PublishOrder, TransferMetadata
-from kv_transfer.sending import SendPorts, SendSettings
-from kv_transfer.transport import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
+from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
+from kv_transfer.transports.leases import LeaseBook
 from tests.protocol.engine_side import Connector, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.scenario import BLOCK_SIZE, MODEL, Scenario
@@ -38,7 +38,7 @@ class PrefillSide(EngineSide):
         self.num_leases = 0
         self.orders: list[PublishOrder] = []
         self.book = LeaseBook(lambda name: sink.ask("idle", name))
-        self.desk = scenario.rules.send_desk(
+        self.transfers = scenario.rules.send_transfers(
             SendSettings(
                 MODEL,
                 BLOCK_SIZE,
@@ -60,7 +60,7 @@ class PrefillSide(EngineSide):
             lambda: sink.new_lease(),
         )
         self.scheduler = self.make_scheduler(
-            scenario.rules.prefill_scheduler, Connector(self.desk, None), scenario.prefill_chunk
+            scenario.rules.prefill_scheduler, Connector(self.transfers, None), scenario.prefill_chunk
         )
 
     def name_lease(self) -> str:
@@ -90,31 +90,31 @@ class PrefillSide(EngineSide):
             if order.num_parts != LENT_BEFORE:
                 self.book.extend(order.name, NO_MEMORY, order.block_ids)
             outcome = ev.RangeReady(order.first_block, digests)
-        self.desk.send_event(order.key, outcome)
+        self.transfers.send_event(order.key, outcome)
 
     def hear(self, peer: str, frame: bytes) -> None:
         """A frame of a decode worker; see ``ControlHalf.link_message``."""
-        self.desk.heard(peer)
+        self.transfers.heard(peer)
         message = message_of(frame)
         if isinstance(message, msg.FetchBlocks):
-            self.desk.fetch_asked(peer, message)
+            self.transfers.fetch_asked(peer, message)
         else:
             assert isinstance(message, (msg.ReleaseLease, msg.CancelFetch))
-            self.desk.let_go(peer, message)
+            self.transfers.let_go(peer, message)
 
     def peer_gone(self, peer: str) -> None:
         """The link of this decode worker ended."""
-        self.desk.peer_gone(peer, "gone")
+        self.transfers.peer_gone(peer, "gone")
 
     def expire(self, peers: tuple[str, ...]) -> None:
         """So much time passes that every deadline is over, but for the leases of ``peers``, which live."""
-        self.desk._clock = lambda: 2 * LEASE_SECONDS
+        self.transfers._clock = lambda: 2 * LEASE_SECONDS
         for peer in peers:
-            self.desk.heard(peer)
-        self.desk.tick(2 * LEASE_SECONDS)
-        self.desk._clock = no_time
+            self.transfers.heard(peer)
+        self.transfers.tick(2 * LEASE_SECONDS)
+        self.transfers._clock = no_time
         for peer in peers:
-            self.desk.heard(peer)
+            self.transfers.heard(peer)
 
     def begin_read(self, request: ReadRequest) -> tuple[int, ...] | None:
         """A reader asks under which block ids it reads; None when the lease is over. See ``is_one_sided``."""
@@ -144,7 +144,7 @@ class PrefillSide(EngineSide):
         self.sink.new_lease = self.name_lease
 
     def carry_out(self) -> None:
-        """What the desk's and the book's ports were told, until nothing is left but words for others."""
+        """What the transfers' and the book's ports were told, until nothing is left but words for others."""
         words = []
         while asked := self.sink.take():
             for effect in asked:
@@ -152,7 +152,7 @@ class PrefillSide(EngineSide):
                     case ("release", LeaseName() as name):
                         self.book.revoke(name)
                     case ("idle", LeaseName() as name):
-                        self.desk.lease_idle(name)
+                        self.transfers.lease_idle(name)
                     case _:
                         words.append(effect)
         for effect in words:
@@ -160,5 +160,5 @@ class PrefillSide(EngineSide):
 
     def what_is_held(self) -> list[str]:
         """Leases and orders too."""
-        held = [f"transfer {one['transfer_id']} is {one['state']}" for one in self.desk.debug_state()]
+        held = [f"transfer {one['transfer_id']} is {one['state']}" for one in self.transfers.debug_state()]
         return super().what_is_held() + held + [f"{order.key} is to be digested" for order in self.orders]

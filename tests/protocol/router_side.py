@@ -5,7 +5,8 @@ from contract.identity import Role
 from contract.requests import FinishReason
 from router.delivery import Delivery, Token
 from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
-from router.policy import Placement, Wish, WorkerView, missing_role, place
+from router.legs import PREFILL, Placement
+from router.policy import Wish, WorkerView, missing_role, place
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
@@ -170,6 +171,7 @@ class RouterSide:
         wish = Wish(
             num_prompt_tokens=self.scenario.prompts[request.number] + len(request.delivered),
             num_answer_tokens=self.scenario.answers[request.number],
+            num_delivered=len(request.delivered),
             prefer=request.prefer,
             avoid=frozenset(request.suspects),
             is_replay=request.num_attempts > 0,
@@ -190,12 +192,12 @@ class RouterSide:
         request.num_attempts += 1
         first = len(request.delivered)
         request.delivery = Delivery(request.attempt, first)
-        request.prefill = None
-        if placement.prefill:
-            request.prefill = RouterLeg(placement.prefill, self.workers[placement.prefill], first)
-        has_prefill = request.prefill is not None
-        request.decode = RouterLeg(placement.decode, self.workers[placement.decode], first + has_prefill)
-        request.rungs.append(f"{placement.prefill or 'local'}>{placement.decode}")
+        *before, end = [
+            RouterLeg(leg.worker, self.workers[leg.worker], leg.first_index) for leg in placement.legs
+        ]
+        request.prefill = before[0] if before else None
+        request.decode = end
+        request.rungs.append(f"{placement.worker_of(PREFILL) or 'local'}>{placement.end}")
         source = request.prefill.boot if request.prefill else None
         for kind, leg in (("prefill", request.prefill), ("decode", request.decode)):
             if leg is not None:
@@ -210,7 +212,7 @@ class RouterSide:
     def _fail(
         self, request: RouterRequest, kind: ErrorKind, suspects: set[str], *, is_known: bool = False
     ) -> None:
-        """is_known: see ``router.relay.Relay._is_known_death``."""
+        """is_known: see ``router.failures.Failures``."""
         prefer = request.prefill.worker if request.prefill else None
         self._close(request)
         request.num_failures += not is_known

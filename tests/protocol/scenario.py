@@ -7,10 +7,10 @@ from pathlib import Path
 
 from contract.block_hash import full_block_hashes
 from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
-from kv_transfer.fetching import FetchDesk
-from kv_transfer.sending import SendDesk
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.control.sending import SendTransfers
 
 BLOCK_SIZE = 2
 MODEL = "model"
@@ -27,8 +27,8 @@ class Rules:
 
     prefill_scheduler: Callable[..., Scheduler] = Scheduler
     decode_scheduler: Callable[..., Scheduler] = Scheduler
-    send_desk: Callable[..., SendDesk] = SendDesk
-    fetch_desk: Callable[..., FetchDesk] = FetchDesk
+    send_transfers: Callable[..., SendTransfers] = SendTransfers
+    fetch_transfers: Callable[..., FetchTransfers] = FetchTransfers
     checks_lease_twice: bool = True
     tells_attempts_apart: bool = True
 

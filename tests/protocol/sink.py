@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.states import Rung
+from kv_transfer.protocol.states import RetryStep
 
 
 class LawBrokenError(AssertionError):
@@ -20,7 +20,7 @@ class Sink:
     def __init__(self) -> None:
         self._asked: list[tuple[Any, ...]] = []
         self._digests: dict[Any, int] = {}
-        self.climbed: set[tuple[Rung, ...]] = set()
+        self.climbed: set[tuple[RetryStep, ...]] = set()
         self.new_lease: Callable[[], str] = str
 
     def ask(self, *effect: Any) -> None:

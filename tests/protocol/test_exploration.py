@@ -1,4 +1,4 @@
-"""Every interleaving of small worlds: production's schedulers, desks, transitions and lease book keep the laws.
+"""Every interleaving of small worlds: production's schedulers, transfers, transitions and lease book keep the laws.
 
 ``docs/protocol.md`` says what a world is, what is checked, and how to read a counter-example.
 """
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.states import Rung
+from kv_transfer.protocol.states import RetryStep
 from tests.protocol.chart import draw
 from tests.protocol.explorer import Explorer, Findings
 from tests.protocol.scenario import Scenario
@@ -58,7 +58,7 @@ def test_a_read_that_fails_is_healed_by_another(scenario: Scenario) -> None:
     explorer = Explorer(scenario)
     findings = explorer.explore()
     assert findings.broken is None, draw(findings, explorer.rules)
-    rungs = tuple(Rung)[2 - scenario.num_transports :]
+    rungs = tuple(RetryStep)[2 - scenario.num_transports :]
     assert explorer.rules.sink.climbed == {rungs[:height] for height in range(len(rungs) + 1)}
     is_always_healed = scenario.num_faults <= len(rungs)
     assert ({how for how, _ in findings.endings}, len(findings.endings) == 1) == (

@@ -24,7 +24,7 @@ def test_a_copy_goes_its_own_way() -> None:
     copy.digest(False)
     assert freeze(side) == before != freeze(copy)
     assert side.pool.num_free_blocks == 3 and copy.pool.num_free_blocks < 3
-    assert side.desk.debug_state() == [] and len(copy.desk.debug_state()) == 1
+    assert side.transfers.debug_state() == [] and len(copy.transfers.debug_state()) == 1
 
 
 def test_the_same_way_leads_to_the_same_state() -> None:

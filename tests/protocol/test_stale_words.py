@@ -1,7 +1,7 @@
 """A FETCH that arrives behind its own CANCEL: the lease that it takes is given back, not renewed for ever."""
 
 from contract.requests import SendTransfer
-from kv_transfer import messages as msg
+from kv_transfer.protocol import messages as msg
 from tests.protocol.decode_side import DecodeSide
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.prefill_side import PrefillSide

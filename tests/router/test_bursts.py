@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from protos import worker_pb2 as pb
+from contract.membership import Registration
 from router import resting, starts
 from router.registry import AttachedWorker
 from router.starts import Starts
@@ -210,7 +210,7 @@ class Cancelled:
 async def test_answers_that_end_together_are_cancelled_a_few_at_a_time(is_gone: bool) -> None:
     """Hundreds of cancels must not delay other clients' starts; a worker that leaves meanwhile receives no more cancels."""
     calls: Any = Cancelled()
-    worker = AttachedWorker(pb.Registration(worker_id="d"), calls, lambda: None)
+    worker = AttachedWorker(Registration(worker_id="d"), calls, lambda: None)
     async with asyncio.TaskGroup() as tasks:
         for number in range(20):
             tasks.create_task(worker.cancel((f"r{number}", 0, 0)))

@@ -4,10 +4,14 @@ import asyncio
 import time
 
 from contract.identity import Role
+from contract.membership import Registration
 from contract.requests import SamplingParams
 from protos import worker_pb2 as pb
-from router.attempt import Attempt, LegReport
+from router.attempt import Attempt
+from router.bound_leg import Leg
 from router.inbox import UnreadBytes
+from router.leg_report import LegReport
+from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan
 from router.registry import AttachedWorker
 from router.request import PreparedRequest
 from router.tasks import TaskSet
@@ -31,7 +35,7 @@ class _Calls:
 
 
 def attached(role: Role) -> AttachedWorker:
-    registration = pb.Registration(worker_id=role.value, role=role.value, max_model_len=100)
+    registration = Registration(worker_id=role.value, role=role.value, max_model_len=100)
     return AttachedWorker(registration, _Calls(), lambda: None)  # type: ignore[arg-type]
 
 
@@ -49,7 +53,11 @@ async def test_an_answer_that_ends_with_token_0_releases_both_workers_at_once() 
         sampling=SamplingParams(max_tokens=5),
     )
     with unread.open("") as account:
-        attempt = Attempt(request, [], 0, prefill, decode, tasks, LegReport(), account, 1000).begin()
+        legs = [
+            Leg(LegPlan(PREFILL, prefill.name, 0), LEG_KINDS[PREFILL], prefill),
+            Leg(LegPlan(DECODE, decode.name, 1), LEG_KINDS[DECODE], decode),
+        ]
+        attempt = Attempt(request, [], 0, legs, tasks, LegReport(), account, 1000).begin()
         assert (prefill.view().num_requests, decode.view().num_requests) == (1, 1)
         entry = pb.TokenEntry(request_id="r", first_index=0, token_ids=[7], finish_reason="stop")
         prefill.deliver(pb.StepOutput(entries=[entry]))

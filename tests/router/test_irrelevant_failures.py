@@ -17,8 +17,9 @@ from contract.errors import (
 )
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.attempt import Attempt, Failure
+from router.attempt import Attempt
 from router.failures import Failures
+from router.leg_failure import Failure
 from router.severed import SeveredPairs
 from router.testing import Script
 from router.worker_calls import RouterExhaustedError
@@ -128,7 +129,7 @@ class _FailedAttempt(Attempt):
         self.failure = failure
 
     @property
-    def prefill_worker(self) -> None:
+    def hand_over(self) -> None:
         """None: it was local."""
         return
 

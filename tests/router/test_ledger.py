@@ -11,8 +11,8 @@ from contract.errors import OverloadedError
 from contract.requests import FinishReason
 from router.admission import has_slot
 from router.answer import Delta, Usage
-from router.attempt import LegReport
 from router.ledger import Ledger
+from router.leg_report import LegReport
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 

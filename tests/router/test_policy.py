@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from contract.identity import Role
-from router.policy import Need, Placement, Wish, WorkerView, missing_role, place
+from router.legs import AGGREGATED, DECODE, EMBED, PREFILL, LegPlan, Placement, placed
+from router.policy import Need, Wish, WorkerView, missing_role, place
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
 WISH = Wish(num_prompt_tokens=20, num_answer_tokens=10)
@@ -29,11 +30,13 @@ def chosen(workers: list[WorkerView], wish: Wish = WISH, turn: int = 0) -> Place
 
 
 def test_the_pair_goes_before_both_unless_both_have_less_to_do() -> None:
-    assert chosen([worker(B, 0), worker(P, 0), worker(D, 0)]) == Placement("prefill-0", "decode-0")
-    assert chosen([worker(B, 0, tokens=9), worker(P, 0, tokens=10), worker(D, 0)]) == Placement(
-        None, "both-0"
+    assert chosen([worker(B, 0), worker(P, 0), worker(D, 0)]) == placed(
+        (PREFILL, "prefill-0"), (DECODE, "decode-0")
     )
-    assert chosen([worker(B, 0), worker(P, 0)]) == Placement(None, "both-0")
+    assert chosen([worker(B, 0, tokens=9), worker(P, 0, tokens=10), worker(D, 0)]) == placed(
+        (AGGREGATED, "both-0")
+    )
+    assert chosen([worker(B, 0), worker(P, 0)]) == placed((AGGREGATED, "both-0"))
 
 
 @pytest.mark.parametrize(
@@ -46,14 +49,14 @@ def test_the_pair_goes_before_both_unless_both_have_less_to_do() -> None:
     ],
 )
 def test_the_least_loaded_worker_is_taken(workers: list[WorkerView], best: str) -> None:
-    assert [chosen(workers, turn=turn) for turn in range(3)] == [Placement(None, best)] * 3
+    assert [chosen(workers, turn=turn) for turn in range(3)] == [placed((AGGREGATED, best))] * 3
 
 
 def test_equally_loaded_workers_take_turns() -> None:
     workers = [*[worker(P, i) for i in range(2)], *[worker(D, i) for i in range(3)]]
     placements = [place(workers, WISH, turn) for turn in range(6)]
-    assert [p and p.prefill for p in placements] == ["prefill-0", "prefill-1"] * 3
-    assert [p and p.decode for p in placements] == ["decode-0", "decode-1", "decode-2"] * 2
+    assert [p and p.worker_of(PREFILL) for p in placements] == ["prefill-0", "prefill-1"] * 3
+    assert [p and p.end for p in placements] == ["decode-0", "decode-1", "decode-2"] * 2
 
 
 @pytest.mark.parametrize(
@@ -73,25 +76,29 @@ def test_a_request_waits_until_the_credits_of_both_reach(
     prefill: WorkerView, decode: WorkerView, has_room: bool
 ) -> None:
     """A prefill worker's queue must be below its limit, a decode leg must fit, unless its worker is idle."""
-    assert chosen([prefill, decode]) == (Placement("prefill-0", "decode-0") if has_room else None)
+    assert chosen([prefill, decode]) == (
+        placed((PREFILL, "prefill-0"), (DECODE, "decode-0")) if has_room else None
+    )
 
 
 def test_a_replay_prefers_the_cache_and_avoids_suspects() -> None:
     workers = [worker(P, 0), worker(P, 1, tokens=50), worker(D, 0), worker(D, 1, tokens=50)]
     wish = replace(WISH, is_replay=True, prefer="prefill-1", avoid=frozenset({"decode-0"}))
-    assert chosen(workers, wish) == Placement("prefill-1", "decode-1")
-    assert chosen(workers[:3], replace(wish, avoid=frozenset({"decode-0", "prefill-1"}))) == Placement(
-        "prefill-0", "decode-0"
+    assert chosen(workers, wish) == placed((PREFILL, "prefill-1"), (DECODE, "decode-1"))
+    assert chosen(workers[:3], replace(wish, avoid=frozenset({"decode-0", "prefill-1"}))) == placed(
+        (PREFILL, "prefill-0"), (DECODE, "decode-0")
     )
 
 
 def test_a_replay_without_prefill_worker_is_computed_where_it_is_decoded() -> None:
     replay = replace(WISH, is_replay=True)
     assert chosen([worker(D, 0)]) is None
-    assert chosen([worker(D, 0)], replay) == Placement(None, "decode-0")
+    assert chosen([worker(D, 0)], replay) == placed((AGGREGATED, "decode-0"))
     assert chosen([worker(D, 0), worker(P, 0, tokens=100)], replay) is None
-    assert chosen([worker(D, 0), worker(P, 0)], replace(replay, is_local=True)) == Placement(None, "decode-0")
-    assert chosen([worker(D, 0, tokens=1), worker(B, 0)], replay) == Placement(None, "both-0")
+    assert chosen([worker(D, 0), worker(P, 0)], replace(replay, is_local=True)) == placed(
+        (AGGREGATED, "decode-0")
+    )
+    assert chosen([worker(D, 0, tokens=1), worker(B, 0)], replay) == placed((AGGREGATED, "both-0"))
 
 
 @pytest.mark.parametrize(
@@ -119,16 +126,28 @@ def test_what_is_missing_is_named(
         assert found == (f"{expected} is attached" if expected else None)
 
 
+def test_legs_begin_behind_what_was_delivered() -> None:
+    """A decode leg begins one token later than the leg that computes the prompt: that one emits the first token."""
+    replay = replace(WISH, is_replay=True, num_delivered=3)
+    pair = chosen([worker(P, 0), worker(D, 0)], replay)
+    assert pair and pair.legs == (LegPlan(PREFILL, "prefill-0", 3), LegPlan(DECODE, "decode-0", 4))
+    for alone in (worker(B, 0), worker(D, 0)):
+        placement = chosen([alone], replay)
+        assert placement and placement.legs == (LegPlan(AGGREGATED, alone.worker_id, 3),)
+    embedding = chosen([worker(P, 0)], replace(WISH, is_embedding=True))
+    assert embedding and embedding.legs == (LegPlan(EMBED, "prefill-0", 0),)
+
+
 def test_an_embedding_goes_to_a_prefill_worker_else_to_one_that_is_both() -> None:
     wish = replace(WISH, is_embedding=True)
     busy = worker(P, 0, tokens=100)
     assert chosen([worker(D, 0)], wish) is None
-    assert chosen([worker(D, 0), worker(P, 0, tokens=5), worker(B, 0)], wish) == Placement(None, "prefill-0")
-    assert chosen([busy, worker(B, 0)], wish) == Placement(None, "both-0")
+    assert chosen([worker(D, 0), worker(P, 0, tokens=5), worker(B, 0)], wish) == placed((EMBED, "prefill-0"))
+    assert chosen([busy, worker(B, 0)], wish) == placed((EMBED, "both-0"))
     assert chosen([busy, worker(D, 0)], wish) is None
     avoiding = replace(wish, is_replay=True, avoid=frozenset({"prefill-0"}))
-    assert chosen([worker(P, 0), worker(P, 1, tokens=50)], avoiding) == Placement(None, "prefill-1")
-    assert chosen([worker(P, 0), worker(D, 0)], avoiding) == Placement(None, "prefill-0")
+    assert chosen([worker(P, 0), worker(P, 1, tokens=50)], avoiding) == placed((EMBED, "prefill-1"))
+    assert chosen([worker(P, 0), worker(D, 0)], avoiding) == placed((EMBED, "prefill-0"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from contract.errors import OverloadedError, TransferError, WorkerLostError
 from contract.identity import Role
+from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.testing import Script
 from router.worker_calls import open_worker_calls
@@ -161,7 +162,7 @@ async def test_a_local_recompute_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_a_call_that_comes_after_the_workers_end_is_its_loss() -> None:
     """The legs are sent by tasks: between binding and sending the worker may go, and with it the channel."""
-    gone = pb.Registration(worker_id="w", address="127.0.0.1:1")
+    gone = Registration(worker_id="w", address="127.0.0.1:1")
     async with open_worker_calls(gone, router_tls(SECRET), 1.0) as calls:
         pass
     for call in (

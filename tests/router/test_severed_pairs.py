@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from contract.errors import PeerUnreachableError
 from contract.identity import Role
+from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router.policy import Placement, Wish, WorkerView, place
+from router.legs import AGGREGATED, DECODE, PREFILL, placed
+from router.policy import Wish, WorkerView, place
 from router.registry import AttachedWorker
 from router.severed import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, SeveredPairs
 from router.testing import Script
@@ -70,7 +72,7 @@ class Clock:
 
 
 def attached(role: Role, name: str) -> AttachedWorker:
-    registration = pb.Registration(worker_id=name, role=role.value, max_model_len=100)
+    registration = Registration(worker_id=name, role=role.value, max_model_len=100)
     return AttachedWorker(registration, None, lambda: None)  # type: ignore[arg-type]
 
 
@@ -122,8 +124,8 @@ def test_no_severed_pair_is_ever_chosen_and_idle_workers_always_serve(
     placement = place(workers, wish, turn, severed)
     by_id = {each.worker_id: each for each in workers}
     if placement is not None:
-        assert (placement.prefill, placement.decode) not in severed
-        assert by_id[placement.decode].role in (D, B)
+        assert (placement.worker_of(PREFILL), placement.end) not in severed
+        assert by_id[placement.end].role in (D, B)
     all_idle = all(each.num_requests == 0 for each in workers)
     roles = {each.role for each in workers}
     if all_idle and (B in roles or {P, D} <= roles):
@@ -135,12 +137,14 @@ def test_no_severed_pair_is_ever_chosen_and_idle_workers_always_serve(
             for d in workers
             if d.role is D
         )
-        assert (placement.prefill is not None) == has_pair
+        assert (placement.worker_of(PREFILL) is not None) == has_pair
 
 
 def test_with_no_pair_left_the_decode_worker_is_alone() -> None:
     workers = [worker(P, 0), worker(D, 0)]
     severed = frozenset({("prefill-0", "decode-0")})
-    assert place(workers, WISH, 0, severed) == Placement(None, "decode-0")
-    assert place([*workers, worker(B, 0)], WISH, 0, severed) == Placement(None, "both-0")
-    assert place([*workers, worker(D, 1)], WISH, 0, severed) == Placement("prefill-0", "decode-1")
+    assert place(workers, WISH, 0, severed) == placed((AGGREGATED, "decode-0"))
+    assert place([*workers, worker(B, 0)], WISH, 0, severed) == placed((AGGREGATED, "both-0"))
+    assert place([*workers, worker(D, 1)], WISH, 0, severed) == placed(
+        (PREFILL, "prefill-0"), (DECODE, "decode-1")
+    )

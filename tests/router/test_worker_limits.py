@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from contract.errors import SIZE_PARAM, InvalidRequestError
 from contract.identity import Role
+from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.changes import ChangeSignal
+from router.legs import PREFILL
 from router.policy import Wish, WorkerView, candidates, fits, place
 from router.registry import Registry
 from router.testing import Script, kv_layout
@@ -19,6 +21,7 @@ from tests.router.cluster import running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_waiting_line import grant_one
 from tests.text.tiny_model import END, byte_ids
+from wire.membership import layout_from_proto
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
 LONG = "x" * 50
@@ -172,7 +175,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
     now = 0.0
     registry = Registry(ChangeSignal(), 30.0, lambda: now)
     for name, length in (("decode-0", 100), ("decode-1", 40)):
-        registration = pb.Registration(
+        registration = Registration(
             protocol_min=1,
             protocol_max=1,
             worker_id=name,
@@ -180,7 +183,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
             role="decode",
             address="a:1",
             model_fingerprint="m@float32",
-            kv_layout=kv_layout(),
+            kv_layout=layout_from_proto(kv_layout()),
             max_model_len=length,
         )
         registry.attach(registry.meet(registration, cast(Any, "nothing is called")))
@@ -232,13 +235,13 @@ def test_a_request_is_only_placed_where_it_fits(
         assert is_embedding or not decoders or (is_waiting_for_role and all(v.role is D for v in decoders))
         assert not (is_embedding and candidates(pool, wish))
         return
-    end = by_id[placement.decode]
+    end = by_id[placement.end]
     assert (prompt if is_embedding else prompt + answer) <= end.max_length
     assert prompt + (not is_embedding and end.role is not P) <= end.pool_tokens
-    if placement.prefill:
-        assert fits(by_id[placement.prefill], wish)
-        assert prompt + 1 <= by_id[placement.prefill].max_length
-    assert placement.decode in candidates(pool, wish)
+    if prefill := placement.worker_of(PREFILL):
+        assert fits(by_id[prefill], wish)
+        assert prompt + 1 <= by_id[prefill].max_length
+    assert placement.end in candidates(pool, wish)
 
 
 def test_a_worker_that_refused_is_not_asked_again() -> None:
@@ -247,4 +250,4 @@ def test_a_worker_that_refused_is_not_asked_again() -> None:
     for turn in range(4):
         placement = place(pool, replace(wish, too_small=frozenset({"both-0"})), turn)
         assert placement is not None
-        assert placement.decode == "both-1"
+        assert placement.end == "both-1"

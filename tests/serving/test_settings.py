@@ -3,8 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
+from contract.options import MAX_SECONDS
 from serving.grpc_options import internal_server_options, public_server_options
-from serving.settings import MAX_SECONDS, Settings
+from serving.settings import Settings
 
 
 class ExampleSettings(Settings):

@@ -10,7 +10,7 @@ from itertools import count
 from contract.errors import ErrorKind
 from contract.identity import Role
 from contract.requests import EngineOutput, EngineRequest, FinishReason, SamplingParams, SendTransfer
-from engine.testing import CRASH_TOKEN, fake_answer
+from engine.testing.fakes import CRASH_TOKEN, fake_answer
 from tests.transfer_faults.pool import LAYOUT
 from tests.transfer_faults.workers import Worker
 

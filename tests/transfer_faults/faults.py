@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from contract.requests import EngineRequest, SamplingParams
-from engine.testing import CRASH_TOKEN
+from engine.testing.fakes import CRASH_TOKEN
 from tests.chaos.proxy import FaultyPort
 from tests.transfer_faults.framed import FramedPort, Trick
 from tests.transfer_faults.pool import LAYOUT

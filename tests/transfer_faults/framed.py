@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kv_transfer.framing import FrameBuffer, as_frame
+from kv_transfer.links.framing import FrameBuffer, as_frame
 from tests.chaos.proxy import FaultyPort
 
 _MAX_FRAME_BYTES = 16 * 2**20

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from kv_transfer.framing import FrameBuffer, encode_frame
-from kv_transfer.messages import (
+from kv_transfer.links.framing import FrameBuffer, encode_frame
+from kv_transfer.protocol.messages import (
     CancelFetch,
     FetchBlocks,
     Message,

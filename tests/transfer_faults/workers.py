@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from contract.errors import ErrorKind, UnavailableError
 from contract.identity import Role, new_boot_id
@@ -15,8 +15,8 @@ from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
+from kv_transfer.protocol.states import RetryStep
 from kv_transfer.settings import TransferSettings
-from kv_transfer.states import Rung
 from tests.transfer_faults.pool import LAYOUT, start_coded_executor
 
 PEER_TIMEOUT = 0.4
@@ -142,7 +142,7 @@ class Worker:
     async def num_pulls_again(self) -> int:
         """Reads that followed one that failed, since it was started."""
         counters: dict[str, float] = await self.client.call("counters")
-        return int(sum(counters[f"transfer_pulled_again_total{{rung={rung}}}"] for rung in Rung))
+        return int(sum(counters[f"transfer_pulled_again_total{{rung={rung}}}"] for rung in RetryStep))
 
     async def shut_down(self) -> None:
         """End it as asked."""
@@ -158,7 +158,7 @@ class Worker:
             advertise_host=self.place.advertise_host,
             control_port=self.place.control_port,
             data_port=self.place.data_port,
-            transport=self.transport,
+            transport=cast(Any, self.transport),
             peer_timeout_seconds=PEER_TIMEOUT,
             lease_seconds=LEASE,
             parked_seconds=1.5,

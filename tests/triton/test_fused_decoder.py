@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from engine.attention.backend import create_backend
-from engine.forward import fused
-from engine.forward_plain import PlainForward
+from engine.compute.forward import fused
+from engine.compute.forward_plain import PlainForward
+from engine.compute.profiling import profile_inputs
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
-from engine.profiling import profile_inputs
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
 from tests.fused_cases import HEADS, check_gate, check_norm, check_turn, random

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.attention.backend import create_backend
-from engine.profiling import profile_inputs
-from engine.testing_graphs import RerunRecorder
+from engine.compute.profiling import profile_inputs
+from engine.testing.graphs import RerunRecorder
 from tests.attention_cases import CPU, Case, assert_equals_torch, assert_replays_are_right, run
 
 pytestmark = [

@@ -14,10 +14,11 @@ import pytest
 
 from contract.errors import IncompatiblePeerError, SettingError, WorkerLostError
 from contract.identity import Role
+from contract.membership import Load
 from decode_service.servicer import DecodeServicer
 from engine.client import InProcessClient, ProcessClient
-from engine.testing import start_fake_executor
-from engine.testing_transfer import fake_connector_factory
+from engine.testing.fakes import start_fake_executor
+from engine.testing.transfer import fake_connector_factory
 from prefill_service.servicer import PrefillServicer
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
@@ -230,7 +231,7 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
         assert attached.load is told
         await it.call("Cancel", pb.CancelRequest(request_id="r"))
         assert (await heard.get()).finish_reason == "abort"
-        assert attached.load == pb.Load()
+        assert attached.load == Load()
 
 
 async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ class AnswerParser:
         *,
         max_calls: int | None = None,
     ) -> None:
-        self._reasoning, self._calls, self._max_calls = reasoning, calls, max_calls
+        self._reasoning = reasoning
+        self._calls = calls
+        self._max_calls = max_calls
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -20,8 +20,10 @@ class CallObject:
     def __init__(
         self, reader: Reader, accepts: Callable[[str], bool], begin: Write, arguments: Write
     ) -> None:
-        self._reader, self._accepts = reader, accepts
-        self._begin, self._arguments = begin, arguments
+        self._reader = reader
+        self._accepts = accepts
+        self._begin = begin
+        self._arguments = arguments
         self._has_begun = False
         self._has_arguments = False
         self._early: list[str] = []

@@ -3,7 +3,8 @@
 from text.parsing.parser import ToolParser
 from text.parsing.reader import Steps
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 
 
 class HermesParser(ToolParser):

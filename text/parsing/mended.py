@@ -61,7 +61,8 @@ class ArgumentsWriter:
         return self._taken()
 
     def _taken(self) -> str:
-        taken, self._out = "".join(self._out), []
+        taken = "".join(self._out)
+        self._out = []
         return taken
 
     def _write(self, text: str) -> None:

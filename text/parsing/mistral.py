@@ -8,7 +8,9 @@ from text.parsing.json_text import copy_value
 from text.parsing.parser import ToolParser
 from text.parsing.reader import Steps
 
-_CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_CALLS = "[TOOL_CALLS]"
+_CALL_ID = "[CALL_ID]"
+_ARGS = "[ARGS]"
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _ID_LENGTH = 9
 _ID_CHARACTERS = string.ascii_letters + string.digits

@@ -42,7 +42,8 @@ class TextParser(ABC):
         self._emit(Content(text))
 
     def _taken(self) -> list[Piece]:
-        taken, self._pieces = self._pieces, []
+        taken = self._pieces
+        self._pieces = []
         return taken
 
 
@@ -69,7 +70,8 @@ class ToolParser(TextParser):
     def _content(self, text: str) -> None:
         if text:
             space = self._space if self._has_content else ""
-            self._has_content, self._space = True, ""
+            self._has_content = True
+            self._space = ""
             super()._content(space + text)
 
     def _skip_space(self) -> Steps[None]:

@@ -12,9 +12,12 @@ from text.parsing.reader import Steps, Write
 from text.parsing.tool_schema import ToolSchema
 from text.tools import Tool
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+_FUNCTION = "<function="
+_FUNCTION_END = "</function>"
+_PARAMETER = "<parameter="
+_PARAMETER_END = "</parameter>"
 _VALUE_ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _CLOSE)
 """Models leave the first one out at times."""
 _NAME = re.compile(r"[^<>\s]+")

@@ -55,7 +55,8 @@ class Reader:
 
     def release(self) -> str:
         """What was read since ``hold``; it is not kept any longer."""
-        held, self._held_from = self.held, None
+        held = self.held
+        self._held_from = None
         return held
 
     def peek(self) -> Steps[str]:

@@ -94,7 +94,8 @@ class ChatTemplate:
         form shows it whole.
         """
         name = self._name_for(chat)
-        render, make = self._render(name), attempt_continued if chat.continue_final_message else attempt
+        render = self._render(name)
+        make = attempt_continued if chat.continue_final_message else attempt
         first: InvalidRequestError | None = None
         last: InvalidRequestError | None = None
         for form in _forms_for(chat, self._findings[name].form):
@@ -170,7 +171,8 @@ def _settings_of(name: str) -> Iterator[tuple[Callable[[Chat], Chat], Form]]:
     def with_documents(chat: Chat) -> Chat:
         return replace(chat, documents=chat.documents or documents)
 
-    tools, documents = (described_tool(),), (document(),)
+    tools = (described_tool(),)
+    documents = (document(),)
     if name == DEFAULT:
         yield lambda chat: chat, Form()
     if name != RAG:

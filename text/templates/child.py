@@ -30,7 +30,8 @@ _CHARACTERS_PER_BYTE = 16
 def main() -> None:
     """Serve one parent. The first frame has the limits and the sources, each further one a template's name and variables."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source = sys.stdin.buffer
+    sink = sys.stdout.buffer
     first = read_frame(source)
     if first is None:
         return
@@ -41,7 +42,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, first["cpu_seconds"])
         try:
             if renderer is None:
-                renderer, answer = LocalRenderer(frame["sources"]), {TEXT: ""}
+                renderer = LocalRenderer(frame["sources"])
+                answer = {TEXT: ""}
             else:
                 answer = _rendered(renderer, frame, first["max_output_characters"])
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -202,7 +202,8 @@ def _with_short_id(message: Message, form: Form) -> Message:
 
 
 def _with_content(message: Message, form: Form) -> Message:
-    content, role = message.get("content"), message["role"]
+    content = message.get("content")
+    role = message["role"]
     if isinstance(content, list) and role not in form.keeps_parts:
         content = content_text(content)
     if isinstance(content, str) and role in form.parts:

@@ -49,7 +49,8 @@ def _marked(message: Message, where: str, marks: Marks) -> Message:
 
 
 def _marked_content(message: Message, where: str, marks: Marks, *, ends_with_space: bool = False) -> Any:
-    content, is_answer = message["content"], message["role"] == "assistant"
+    content = message["content"]
+    is_answer = message["role"] == "assistant"
     if isinstance(content, str):
         return marks.wrap(content, where, is_answer=is_answer, ends_with_space=ends_with_space)
     last = len(content) - 1

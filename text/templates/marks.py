@@ -98,13 +98,16 @@ class Marks:
 
     def read(self, rendered: str) -> Written:
         """Find the marks in what a template wrote."""
-        written, pieces = Written(), []
+        written = Written()
+        pieces = []
         position = begin = 0
         opened: dict[int, int] = {}
         for match in self._pattern.finditer(rendered):
             piece = rendered[begin : match.start()]
             pieces.append(piece)
-            begin, position, number = match.end(), position + len(piece), int(match[2])
+            begin = match.end()
+            position = position + len(piece)
+            number = int(match[2])
             if match[1] == "s":
                 opened[number] = position
             elif number in opened:
@@ -145,7 +148,8 @@ class TypedMarks(Marks):
 
     def __init__(self, special: re.Pattern[str], *, with_answers: bool) -> None:
         super().__init__()
-        self._special, self._with_answers = special, with_answers
+        self._special = special
+        self._with_answers = with_answers
 
     def wrap(
         self,

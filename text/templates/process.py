@@ -152,7 +152,8 @@ class ProcessRenderer:
 
 def _write(process: "subprocess.Popen[bytes]", data: bytes, deadline: float) -> bool:
     """Write all; False if the process is stopped, or the deadline passes first."""
-    sink, view = process.stdin, memoryview(data)
+    sink = process.stdin
+    view = memoryview(data)
     while sink is not None and view:
         if not _is_ready(process, sink, select.POLLOUT, deadline):
             return False
@@ -162,7 +163,8 @@ def _write(process: "subprocess.Popen[bytes]", data: bytes, deadline: float) -> 
 
 def _read(process: "subprocess.Popen[bytes]", size: int, deadline: float) -> bytes:
     """Return exactly ``size`` bytes, or none if the output ends, the process is stopped, or the deadline passes first."""
-    source, pieces = process.stdout, bytearray()
+    source = process.stdout
+    pieces = bytearray()
     if source is None:
         return b""
     while len(pieces) < size:

@@ -55,7 +55,9 @@ def _ask_parts(probe: Probe) -> None:
 
 def _keeps_parts(probe: Probe, role: str, around: tuple[str, ...], kept: Form) -> bool:
     """Return whether parts are written as the same text in a string is."""
-    first, second, beside = word(), word(), [say(name) for name in around]
+    first = word()
+    second = word()
+    beside = [say(name) for name in around]
 
     def of(content: object) -> Chat:
         message = {"role": role, "content": content}

@@ -60,7 +60,8 @@ def _calling(content: Any, *calls: dict[str, Any], **others: Any) -> list[Messag
 
 def _ask_tools(probe: Probe) -> None:
     form = probe.form
-    description, parameter = word(), word()
+    description = word()
+    parameter = word()
     schema = {"type": "object", "properties": {parameter: {"type": "string", "description": word()}}}
     tools = tuple(_tool(word(), description=description, parameters=schema) for _ in range(2))
     chats = [chat(say("user"), tools=tools), chat(say("system"), say("user"), tools=tools)]
@@ -86,7 +87,8 @@ def _ask_bare_tools(probe: Probe, schema: dict[str, Any]) -> None:
 
 
 def _ask_calls(probe: Probe) -> None:
-    key, value = word(), word()
+    key = word()
+    value = word()
     arguments = f'{{"{key}": "{value}"}}'
     asked = _calling(None, _call(arguments))
     tools = (

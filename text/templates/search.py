@@ -47,7 +47,8 @@ class Search:
 
     def count_words(self, text: str, prompt: str | None = None) -> int:
         """Return the same but for places within a word."""
-        text, prompt = text.strip(), self._prompt if prompt is None else prompt
+        text = text.strip()
+        prompt = self._prompt if prompt is None else prompt
         self._spend(_EXPENSIVE * len(prompt))
         pattern = re.escape(text)
         pattern = (r"(?<!\w)" if re.match(r"\w", text) else "") + pattern

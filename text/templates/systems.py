@@ -28,7 +28,8 @@ def merge_systems(
         (index for index, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES),
         len(messages),
     )
-    leading, rest = messages[:num_leading], messages[num_leading:]
+    leading = messages[:num_leading]
+    rest = messages[num_leading:]
     moved = [message for message in rest if message["role"] in SYSTEM_ROLES and message["role"] not in later]
     kept = [message for message in rest if message["role"] not in SYSTEM_ROLES or message["role"] in later]
     if _may_stay_apart(leading, apart):

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import grpc.aio
 
-from kv_transfer.framing import as_frame
+from kv_transfer.links.framing import as_frame
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.chaos.attacks.target import MODEL, Target

@@ -1,0 +1,63 @@
+"""Defines what a worker and its router exchange about themselves: registration, welcome, load and credit."""
+
+import msgspec
+
+from contract.layout import KVLayout
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes a worker to its router. Every field may be missing (zero or empty): the router checks it.
+
+    protocol_min, protocol_max: the protocol versions that the worker speaks. role: a ``Role`` other than the router's.
+    address, control_address, admin_address: host:port of its Worker service, its control link (empty for role both) and
+    its admin server. kv_layout: the shape of its KV blocks over all its ranks. max_model_len: tokens that prompt and answer
+    may have together. num_blocks: blocks of its pool. vocab_size: token ids are below this. embeds_only: the model has no
+    output head.
+    """
+
+    protocol_min: int = 0
+    protocol_max: int = 0
+    worker_id: str = ""
+    boot_id: str = ""
+    role: str = ""
+    address: str = ""
+    control_address: str = ""
+    model_name: str = ""
+    model_fingerprint: str = ""
+    kv_layout: KVLayout | None = None
+    max_model_len: int = 0
+    num_blocks: int = 0
+    vocab_size: int = 0
+    admin_address: str = ""
+    pid: int = 0
+    embeds_only: bool = False
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers a registration that the router accepts.
+
+    protocol: the version to speak. session: the name of this stream, unlike every other one's; tasks repeat it.
+    """
+
+    protocol: int = 0
+    router_id: str = ""
+    session: str = ""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports how busy a worker is. kv_cache_usage: 0..1."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+
+
+class Credit(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits how much of a router's work a worker takes on at once; the default is nothing.
+
+    max_requests: legs that may be bound to it. max_tokens: tokens of all these legs. A decode leg must fit; a prefill leg
+    may be bound as long as the sum is below.
+    """
+
+    max_requests: int = 0
+    max_tokens: int = 0

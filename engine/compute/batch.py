@@ -1,0 +1,234 @@
+"""The persistent batch: what the runner knows of every request, and the two tables that hold it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from contract.errors import InternalError
+from contract.requests import PoolingParams, SamplingParams, choice_seed
+from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
+from engine.sampling.logits_processors import SamplingRow
+
+
+@dataclass
+class RequestState:
+    """One request as the runner knows it.
+
+    num_tokens: known tokens, prompt and sampled. num_computed_tokens: those whose KV is in ``block_ids`` before the
+    coming step. num_choices: so many tokens are drawn behind the prompt, the first of them for this request itself. row: its
+    row in the tables, None while others need all rows; ``parked_tokens`` keeps its tokens then. pooling: it draws nothing.
+    hidden_sum: float64 ``[hidden_size]``, of the computed tokens' states, where their mean is wanted.
+    """
+
+    req_id: str
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    num_choices: int = 1
+    pooling: PoolingParams | None = None
+    hidden_sum: NDArray[np.float64] | None = None
+    row: int | None = None
+    parked_tokens: list[int] = field(default_factory=list)
+
+    def num_wanted(self, num_scheduled: int) -> int:
+        """Of how many of a step's tokens the final state is read, from the last one back: all, the last known, or none."""
+        if self.sampling.prompt_logprobs is not None or (self.pooling and self.pooling.kind == "mean"):
+            return num_scheduled
+        return int(self.num_computed_tokens + num_scheduled >= self.num_tokens)
+
+    @property
+    def takes_best(self) -> bool:
+        """It draws one token next, that of the model's highest logit, if no grammar stands in the way."""
+        num_generated = self.num_tokens - self.num_prompt_tokens
+        is_one = self.num_choices == 1 or num_generated > 0
+        return self._best_from is not None and is_one and num_generated >= self._best_from
+
+    @cached_property
+    def _best_from(self) -> int | None:
+        """With so many tokens of its answer it begins to draw so; None: it never does."""
+        least = self.sampling.min_tokens
+        if not SamplingRow(self.sampling, self.eos_token_ids, 0, least).takes_best:
+            return None
+        return least if self.sampling.end_token_ids(self.eos_token_ids) else 0
+
+
+class InputBatch:
+    """Owns the token table ``[max_num_reqs, max_model_len]`` and the block table ``[max_num_reqs, max_blocks]``.
+
+    Both are int32; unused cells of the block table are 0, the null block. max_blocks = ceil(max_model_len /
+    block_size). A request keeps its row from its first step to its end, unless rows run short: then one that is not
+    scheduled in the step makes room and gets a row again when it runs again. generation: counts all changes but those
+    of requests that go on: while it stays, rows stay, and a request has computed what was scheduled last.
+    """
+
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+        self.token_table: NDArray[np.int32] = np.zeros((max_num_reqs, max_model_len), dtype=np.int32)
+        self.block_table: NDArray[np.int32] = np.zeros((max_num_reqs, max_blocks), dtype=np.int32)
+        self.requests: dict[str, RequestState] = {}
+        self.generation = 0
+        self._free_rows = list(range(max_num_reqs - 1, -1, -1))
+
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Bring the tables to the state before this step: drop what finished, add what is new, extend the rest."""
+        for req_id in scheduled.finished_req_ids:
+            self._remove(req_id)
+        for new in scheduled.scheduled_new_reqs:
+            self._add(new, scheduled.num_scheduled_tokens)
+        self._update_cached(scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens)
+
+    def row_of(self, req_id: str) -> int:
+        """The request's row. Raises InternalError for a request without one."""
+        state = self.requests.get(req_id)
+        if state is None or state.row is None:
+            raise InternalError(f"request {req_id!r} is scheduled but the runner was never told of it")
+        return state.row
+
+    def known_tokens(self, req_id: str) -> NDArray[np.int32]:
+        """Prompt and answer so far: a view of the table."""
+        return self.token_table[self.row_of(req_id), : self.requests[req_id].num_tokens]
+
+    def append_tokens(self, states: Sequence[RequestState], drawn: Sequence[Sequence[int]]) -> None:
+        """Write what each of these requests of the step has drawn, if anything, behind its known tokens.
+
+        A token that the model has no position for is dropped.
+        """
+        table = self.token_table
+        length = self.token_table.shape[1]
+        for state, tokens in zip(states, drawn, strict=True):
+            if tokens and state.num_tokens < length:
+                table[state.row, state.num_tokens] = tokens[0]
+                state.num_tokens += 1
+
+    def sampling_rows(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> list[SamplingRow]:
+        """How the tokens that follow its known ones are drawn: one, or behind a prompt of several choices one for each.
+
+        bitmask: what its grammar allows.
+        """
+        state = self.requests[req_id]
+        row = self.sampling_row(req_id, bitmask)
+        if row.num_generated:
+            return [row]
+        seeds = [choice_seed(state.sampling.seed, choice) for choice in range(1, state.num_choices)]
+        return [row, *(replace(row, sampling=structs.replace(row.sampling, seed=seed)) for seed in seeds)]
+
+    def sampling_row(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> SamplingRow:
+        """How the request draws the token that follows its known ones."""
+        state = self.requests[req_id]
+        num_prompt = state.num_prompt_tokens
+        num_known = state.num_tokens
+        row = SamplingRow(
+            state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, bitmask=bitmask
+        )
+        if state.sampling.counts_tokens:
+            known = self.known_tokens(req_id)
+            row.prompt_tokens = known[:num_prompt]
+            row.answer_tokens = known[num_prompt:]
+        return row
+
+    def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
+        self._remove(new.req_id)
+        if (new.sampling_params is None) is (new.pooling_params is None):
+            raise InternalError(f"request {new.req_id!r} needs either sampling or pooling parameters")
+        state = RequestState(
+            req_id=new.req_id,
+            sampling=new.sampling_params or SamplingParams(),
+            eos_token_ids=new.eos_token_ids,
+            num_prompt_tokens=new.num_prompt_tokens,
+            num_tokens=0,
+            num_computed_tokens=new.num_computed_tokens,
+            block_ids=[],
+            num_choices=new.num_choices,
+            pooling=new.pooling_params,
+        )
+        self.requests[new.req_id] = state
+        self._seat(state, scheduled)
+        self._write_tokens(state, new.prompt_token_ids)
+        self._write_blocks(state, new.block_ids[0], is_replacement=True)
+
+    def _update_cached(self, cached: CachedRequestData, scheduled: dict[str, int]) -> None:
+        """Append new blocks, or replace all of them (and the tokens, where given) for a resumed request."""
+        for index, req_id in enumerate(cached.req_ids):
+            state = self.requests.get(req_id)
+            if state is None:
+                raise InternalError(
+                    f"request {req_id!r} is scheduled as known but the runner was never told of it"
+                )
+            is_resumed = cached.resumed_from_preemption[index]
+            tokens = cached.new_token_ids[index] if cached.new_token_ids else []
+            if tokens and not is_resumed:
+                raise InternalError(f"request {req_id!r}: new_token_ids come only with a resumed request")
+            self._seat(state, scheduled)
+            if tokens:
+                self._write_tokens(state, tokens)
+            blocks = cached.new_block_ids[index]
+            if is_resumed:
+                self.generation += 1
+            self._write_blocks(state, blocks[0] if blocks else [], is_replacement=is_resumed)
+            state.num_computed_tokens = cached.num_computed_tokens[index]
+
+    def _seat(self, state: RequestState, scheduled: dict[str, int]) -> None:
+        """Give the request a row, if need be the row of one that is not scheduled in this step."""
+        if state.row is not None:
+            return
+        self.generation += 1
+        if not self._free_rows:
+            self._park(scheduled)
+        state.row = self._free_rows.pop()
+        self._write_tokens(state, state.parked_tokens)
+        state.parked_tokens = []
+        self._write_blocks(state, state.block_ids, is_replacement=True)
+
+    def _park(self, scheduled: dict[str, int]) -> None:
+        for other in self.requests.values():
+            if other.row is not None and other.req_id not in scheduled:
+                other.parked_tokens = self.token_table[other.row, : other.num_tokens].tolist()
+                self._free_row(other)
+                return
+        raise InternalError(
+            f"more requests are scheduled than the {len(self.token_table)} rows of the tables"
+        )
+
+    def _write_tokens(self, state: RequestState, token_ids: Sequence[int]) -> None:
+        if len(token_ids) > self.token_table.shape[1]:
+            raise InternalError(
+                f"request {state.req_id!r} has {len(token_ids)} tokens; the model takes {self.token_table.shape[1]}"
+            )
+        self.token_table[state.row, : len(token_ids)] = token_ids
+        state.num_tokens = len(token_ids)
+
+    def _write_blocks(self, state: RequestState, block_ids: Sequence[int], *, is_replacement: bool) -> None:
+        if not (is_replacement or block_ids):
+            return
+        kept = [] if is_replacement else state.block_ids
+        state.block_ids = [*kept, *block_ids]
+        if len(state.block_ids) > self.block_table.shape[1]:
+            raise InternalError(
+                f"request {state.req_id!r} has {len(state.block_ids)} blocks; the table has {self.block_table.shape[1]}"
+            )
+        if is_replacement:
+            self.block_table[state.row] = 0
+        self.block_table[state.row, len(kept) : len(state.block_ids)] = block_ids
+
+    def _remove(self, req_id: str) -> None:
+        state = self.requests.pop(req_id, None)
+        if state is not None:
+            self._free_row(state)
+
+    def _free_row(self, state: RequestState) -> None:
+        if state.row is None:
+            return
+        self.generation += 1
+        self.token_table[state.row] = 0
+        self.block_table[state.row] = 0
+        self._free_rows.append(state.row)
+        self._free_rows.sort(reverse=True)
+        state.row = None

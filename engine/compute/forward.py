@@ -1,0 +1,166 @@
+"""One forward pass of a loaded model, by whatever computes it best on this machine."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend, create_backend
+from engine.attention.choice import choose_backend
+from engine.compute.forward_graphs import CudaRecorder, GraphedForward, capture_sizes
+from engine.compute.forward_plain import PlainForward
+from engine.compute.inputs import PreparedInputs
+from engine.connector import LayerWatch
+from engine.kernels.binding import load_kernels
+from engine.kernels.decoder import KernelDecoder, why_unserved
+from engine.kernels.draw import KernelDraw
+from engine.models.config import DecoderConfig
+from engine.models.decoder import CausalLM
+from engine.models.language_model import LanguageModel
+from engine.models.loading import LoadedModel
+from engine.sampling.sampler import Draw, draw_by_torch
+from engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+_LARGE_VOCABULARY = 8192
+
+
+class ForwardPass(Protocol):
+    """What a rank computes with. ``close`` it.
+
+    draw: how tokens are drawn at random from its logits.
+    """
+
+    draw: Draw
+
+    def begin(
+        self,
+        inputs: PreparedInputs,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
+        *,
+        may_be_cut_short: bool = False,
+    ) -> Callable[[], Tensor | None]:
+        """Let a forward pass begin; nothing else is asked of this object before what is returned was called: that waits.
+
+        It gives the final hidden states ``[num_tokens, hidden_size]``, equal on all ranks; valid until the next call. None
+        where the pass was cut short.
+
+        caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: is told of
+        every layer whose KV is written. may_be_cut_short: whoever asks can do without the states, and with KV that is partly
+        written: the same tokens are computed again.
+        """
+
+    def cut_short(self) -> None:
+        """From any thread: the pass that is under way had better end now, if it may. It need not."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 alone."""
+
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """The token of the highest one in each row of what ``logits`` gave last, the lowest among equals.
+
+        None where that is not known, or a row holds what is no number.
+        """
+
+    def capture(self, caches: Sequence[Tensor]) -> None:
+        """Prepare for steps on these caches; called once, when they are allocated."""
+
+    def close(self) -> None:
+        """End its threads."""
+
+
+def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> ForwardPass:
+    """The kernels where they can compute this model here, else torch, with CUDA graphs where it can; logged.
+
+    Raises SettingError where the attention backend that was asked for cannot compute it.
+    """
+    model = loaded.model
+    config = loaded.config
+    name = choose_backend(settings.attention_backend, device, loaded.info.dtype, config.head_dim)
+    backend = create_backend(name)
+    draw = _draw_on(device, settings, loaded.info.vocab_size)
+    plain = PlainForward(model, backend, settings.block_size, device, draw)
+    if not isinstance(model, CausalLM) or not isinstance(config, DecoderConfig):
+        return plain
+    if device.type == "cuda":
+        return _on_cuda(fused(model, config, name), backend, loaded.info.max_model_len, settings, device)
+    return _by_kernels(loaded, model, config, settings, device) or plain
+
+
+def fused(model: CausalLM, config: DecoderConfig, attention_backend: str) -> LanguageModel:
+    """What computes the model beside this attention: fused operations, where Triton is there for it; else its modules."""
+    if attention_backend == "torch":
+        return model
+    from engine.fused.decoder import FusedDecoder
+
+    return FusedDecoder(model, config)
+
+
+def _on_cuda(
+    model: LanguageModel,
+    backend: AttentionBackend,
+    max_model_len: int,
+    settings: EngineSettings,
+    device: torch.device,
+) -> ForwardPass:
+    plain = PlainForward(model, backend, settings.block_size, device)
+    if (reason := _why_eager(settings)) is not None:
+        logger.info("no CUDA graphs: %s", reason)
+        return plain
+    return GraphedForward(
+        plain,
+        model,
+        backend,
+        CudaRecorder(device),
+        sizes=capture_sizes(settings.max_num_seqs),
+        max_model_len=max_model_len,
+        block_size=settings.block_size,
+        device=device,
+    )
+
+
+def _draw_on(device: torch.device, settings: EngineSettings, vocab_size: int) -> Draw:
+    """By the kernels on the host, also where torch computes the model, if the vocabulary is large enough to matter."""
+    may_take_kernels = device.type == "cpu" and settings.attention_backend == "auto"
+    kernels = load_kernels() if may_take_kernels and vocab_size >= _LARGE_VOCABULARY else None
+    return draw_by_torch if kernels is None else KernelDraw(kernels)
+
+
+def _why_eager(settings: EngineSettings) -> str | None:
+    if settings.enforce_eager:
+        return "enforce_eager is set"
+    if settings.tensor_parallel_size > 1:
+        return "ranks talk to each other within a step, which is not captured"
+    return None
+
+
+def _by_kernels(
+    loaded: LoadedModel,
+    model: CausalLM,
+    config: DecoderConfig,
+    settings: EngineSettings,
+    device: torch.device,
+) -> KernelDecoder | None:
+    reason = why_unserved(config, loaded.info.dtype, device, settings.tensor_parallel_size)
+    if settings.attention_backend != "auto":
+        reason = f"attention_backend is {settings.attention_backend}"
+    if reason is not None:
+        logger.info("plain torch computes the model, not the kernels: %s", reason)
+        return None
+    kernels = load_kernels()
+    if kernels is None:
+        return None
+    logger.info("the kernels compute the model, with %d threads", settings.num_threads)
+    torch.set_num_threads(1)  # they have their own
+    return KernelDecoder(
+        model,
+        config,
+        kernels,
+        num_threads=settings.num_threads,
+        cores=settings.cores,
+        block_size=settings.block_size,
+        max_length=loaded.info.max_model_len,
+    )

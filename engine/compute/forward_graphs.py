@@ -1,0 +1,185 @@
+"""CUDA graphs: decode steps of some batch sizes are captured once and replayed, so that a step costs one launch.
+
+A step with other than one token a request, with more requests than the largest graph, or with a watch runs as it is.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend, StaticDecode
+from engine.compute.forward_plain import PlainForward
+from engine.compute.inputs import PreparedInputs
+from engine.compute.staging import on_device
+from engine.connector import LayerWatch
+from engine.models.language_model import LanguageModel
+from engine.sampling.sampler import Draw, draw_by_torch
+
+logger = logging.getLogger(__name__)
+
+_SMALL_SIZES = (1, 2, 4)
+_SIZE_STEP = 8
+_LARGEST_SIZE = 8192
+
+
+class Recording(Protocol):
+    """A captured run. ``output`` stays where it is; it is valid until any recording of the same recorder is replayed."""
+
+    output: Tensor
+
+    def replay(self) -> None:
+        """Run again on what its inputs hold now."""
+
+
+class Recorder(Protocol):
+    """Captures runs."""
+
+    def record(self, run: Callable[[], Tensor]) -> Recording:
+        """Capture ``run``, which reads and writes tensors that stay where they are; it is run before as well."""
+
+
+@dataclass
+class CudaRecording:
+    """See Recording."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
+
+    def replay(self) -> None:
+        """See Recording."""
+        self.graph.replay()
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda
+        self._stream, self._pool = cuda.Stream(device), cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Tensor]) -> CudaRecording:
+        """See Recorder. The run before compiles kernels and makes plans: a capture must not."""
+        cuda: Any = torch.cuda
+        self._stream.wait_stream(cuda.current_stream())
+        with cuda.stream(self._stream):
+            run()
+        cuda.current_stream().wait_stream(self._stream)
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = run()
+        return CudaRecording(graph, output)
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4 and the multiples of 8, up to the first that holds ``max_num_seqs``, at most 8192."""
+    sizes = [*_SMALL_SIZES, *range(_SIZE_STEP, _LARGEST_SIZE + 1, _SIZE_STEP)]
+    return [size for size, before in zip(sizes, [0, *sizes], strict=False) if before < max_num_seqs]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    step: StaticDecode
+    recording: Recording
+
+
+class GraphedForward:
+    """Replays graphs where it can, else asks ``plain``; see ForwardPass."""
+
+    def __init__(
+        self,
+        plain: PlainForward,
+        model: LanguageModel,
+        backend: AttentionBackend,
+        recorder: Recorder,
+        *,
+        sizes: Sequence[int],
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._plain = plain
+        self._model = model
+        self._backend = backend
+        self._recorder = recorder
+        self._sizes = sorted(sizes)
+        self._max_blocks = -(-max_model_len // block_size)
+        self._block_size = block_size
+        self._device = device
+        self._tokens = torch.zeros(2, self._sizes[-1], dtype=torch.int32, device=device)
+        self._graphs: dict[int, _Graph] = {}
+        self._caches: Sequence[Tensor] | None = None
+        self.draw: Draw = draw_by_torch
+
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """See ForwardPass."""
+        return None
+
+    def capture(self, caches: Sequence[Tensor]) -> None:
+        """See ForwardPass. The largest first: the others find room in its memory."""
+        start = time.monotonic()
+        for size in reversed(self._sizes):
+            step = self._backend.plan_static(size, self._max_blocks, self._block_size, self._device)
+            if step is None:
+                logger.info("no CUDA graphs: the attention backend cannot be captured")
+                return
+            input_ids, positions = self._tokens[:, :size]
+            run = partial(self._model, input_ids, positions, step, caches)
+            with torch.inference_mode():
+                self._graphs[size] = _Graph(step, self._recorder.record(run))
+        self._caches = caches
+        seconds = time.monotonic() - start
+        logger.info("%d CUDA graphs of 1..%d requests: %.1f s", len(self._sizes), self._sizes[-1], seconds)
+
+    def forward(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Tensor:
+        """Final hidden states, or on a GPU what will hold them."""
+        is_captured = caches is not None and caches is self._caches
+        if (
+            not is_captured
+            or watch is not None
+            or inputs.max_query_len > 1
+            or inputs.num_reqs > self._sizes[-1]
+        ):
+            return self._plain.forward(inputs, caches, watch)
+        size = next(size for size in self._sizes if size >= inputs.num_reqs)
+        unused = (0, size - inputs.num_reqs)
+        (tokens,) = on_device(
+            [np.stack([np.pad(inputs.input_ids, unused), np.pad(inputs.positions, unused)])], self._device
+        )
+        self._tokens[:, :size].copy_(tokens)
+        graph = self._graphs[size]
+        graph.step.refill(inputs)
+        graph.recording.replay()
+        return graph.recording.output[: inputs.num_reqs]
+
+    def begin(
+        self,
+        inputs: PreparedInputs,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
+        *,
+        may_be_cut_short: bool = False,
+    ) -> Callable[[], Tensor]:
+        """See ForwardPass."""
+        states = self.forward(inputs, caches, watch)
+        return lambda: states
+
+    def cut_short(self) -> None:
+        """See ForwardPass. It goes on to its end."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See ForwardPass."""
+        return self._plain.logits(states)
+
+    def close(self) -> None:
+        """Give the graphs' memory back."""
+        self._graphs.clear()
+        self._caches = None

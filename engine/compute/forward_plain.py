@@ -1,0 +1,72 @@
+"""The forward pass by torch's modules."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.compute.inputs import PreparedInputs
+from engine.compute.staging import on_device
+from engine.connector import LayerWatch
+from engine.models.language_model import LanguageModel
+from engine.sampling.sampler import Draw, draw_by_torch
+
+
+class PlainForward:
+    """A model of torch's modules, with an attention backend: what every other way is tested against."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        backend: AttentionBackend,
+        block_size: int,
+        device: torch.device,
+        draw: Draw = draw_by_torch,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._block_size = block_size
+        self._device = device
+        self.draw = draw
+
+    def forward(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Tensor:
+        """Final hidden states, or on a GPU what will hold them."""
+        step = self._backend.plan(inputs, self._block_size, self._device)
+        input_ids, positions = on_device([inputs.input_ids, inputs.positions], self._device)
+        states: Tensor = self._model(input_ids, positions, step, caches, watch)
+        return states
+
+    def begin(
+        self,
+        inputs: PreparedInputs,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
+        *,
+        may_be_cut_short: bool = False,
+    ) -> Callable[[], Tensor]:
+        """See ForwardPass. On the host nothing can go on meanwhile: whoever has something else to do does it first."""
+        if self._device.type == "cpu":
+            return partial(self.forward, inputs, caches, watch)
+        states = self.forward(inputs, caches, watch)
+        return lambda: states
+
+    def cut_short(self) -> None:
+        """See ForwardPass. It goes on to its end."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See ForwardPass."""
+        return self._model.logits(states)
+
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """See ForwardPass."""
+        return None
+
+    def capture(self, caches: Sequence[Tensor]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

@@ -1,0 +1,153 @@
+"""Ranks as threads of one process, without sockets: a public fake of ``engine.distributed.executor`` for tests and trials.
+
+The runners, the cut model and the order of collectives are the real ones; only the way between the ranks is a barrier.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contract.errors import SettingError
+from contract.layout import KVLayout
+from engine.compute.runner import ModelRunner
+from engine.connector import RankConnector, RankConnectorPlan, RanksConnector
+from engine.models.info import ModelInfo
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.settings import EngineSettings
+
+_TIMEOUT_SECONDS = 60.0
+
+
+class MeetingPlace:
+    """Where the threads of one group put down what they bring, and see what all have brought."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
+        self._brought: list[Any] = [None] * size
+
+    def exchange(self, rank: int, own: Any) -> list[Any]:
+        """What every rank brought, in rank order. Raises BrokenBarrierError when one does not come."""
+        self._brought[rank] = own
+        self._barrier.wait()
+        brought = list(self._brought)
+        self._barrier.wait()
+        return brought
+
+    def abort(self) -> None:
+        """Nobody shall wait here any more."""
+        self._barrier.abort()
+
+
+class LocalRankGroup:
+    """One thread's seat in a RankGroup."""
+
+    def __init__(self, rank: int, place: MeetingPlace) -> None:
+        self.rank = rank
+        self.size = place.size
+        self._place = place
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """See RankGroup."""
+        first, *others = self._place.exchange(self.rank, part)
+        total: Tensor = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """See RankGroup."""
+        parts = self._place.exchange(self.rank, part)
+        return torch.cat(parts, dim=-1) if self.rank == 0 else part
+
+    def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
+        """See RankGroup."""
+        tokens: list[int | None] = self._place.exchange(self.rank, token_ids)[0]
+        return list(tokens)
+
+    def close(self) -> None:
+        """See RankGroup."""
+        self._place.abort()
+
+
+class LocalRanksExecutor:
+    """An Executor whose ranks are threads; their models are loaded when the constructor returns."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        size = settings.tensor_parallel_size
+        self._place = MeetingPlace(size)
+        self.runners = [
+            ModelRunner(settings, group=LocalRankGroup(rank, self._place)) for rank in range(size)
+        ]
+        self._threads = ThreadPoolExecutor(size, "rank")
+        self._connector: RanksConnector | None = None
+        with ExitStack() as undo:
+            undo.callback(self.shutdown)
+            self.collective_rpc("load_model")
+            undo.pop_all()
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """See Executor."""
+        return self.runners[0].model_info
+
+    @property
+    def layout(self) -> KVLayout:
+        """See Executor."""
+        return self.runners[0].memory.layout
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """See Executor. A rank's error is raised as it is; it breaks the group where others wait for that rank."""
+        futures = [self._threads.submit(getattr(runner, method), *args) for runner in self.runners]
+        return [future.result() for future in futures]
+
+    def set_connector(self, rank: RankConnector) -> None:
+        """As with rank processes."""
+        raise SettingError(f"tensor_parallel_size is {len(self.runners)}", param="tensor_parallel_size")
+
+    def join_ranks(self, connector: RanksConnector) -> None:
+        """See ``engine.connector.JoinsRanks``."""
+        self._connector = connector
+        ends = [socket.socketpair() for _ in self.runners]
+        connector.connect([ours for ours, _ in ends])
+        plans = [
+            RankConnectorPlan(connector.opener, connector.settings_of(rank), theirs.detach())
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        self.collective_rpc("open_connector", plans)
+        connector.begin()
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """See Executor."""
+        output: ModelRunnerOutput = self.collective_rpc("execute_model", scheduled)[0]
+        if self._connector is not None:
+            sent, received = self._connector.take_finished()
+            output.finished_sending = sent or None
+            output.finished_recving = received or None
+        return output
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See Executor. Nothing happens meanwhile."""
+        return partial(self.execute_model, scheduled)
+
+    def cut_short(self) -> None:
+        """See Executor. A step goes on to its end."""
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """See Executor. Ranks in this process end with it."""
+
+    def shutdown(self) -> None:
+        """See Executor."""
+        self._place.abort()
+        self._threads.shutdown()
+        for runner in self.runners:
+            runner.shutdown()
+        if self._connector is not None:
+            self._connector.close()

@@ -1,0 +1,106 @@
+"""Messages from one process to others through shared memory: one writer, a fixed number of readers, bounded slots.
+
+Every reader gets every message, in order. The memory is an anonymous file, so nothing of it is left when the last
+process that has it is gone. The ring never waits and never wakes anybody: see ``engine.distributed.channel``.
+
+Order in memory: the writer puts down payload, length and, last, the message's number; a reader believes a slot that
+carries the number which it expects, copies the payload, and only then moves its own counter on. Each number is one
+aligned 8-byte word. Between the writer's last store and the reader's first load lies a system call on each side (the
+doorbell), which orders them on every processor; the numbers show whoever breaks this rule.
+"""
+
+import mmap
+import os
+import tempfile
+
+from contract.errors import InternalError
+
+_WORD = 8
+_LINE = 64
+_HEADER_WORDS = 2
+_NAME = "kvbaton-ranks"
+
+
+class Ring:
+    """One process's view of a ring; all views are made with the same numbers."""
+
+    def __init__(self, descriptor: int, num_readers: int, num_slots: int, slot_bytes: int) -> None:
+        if slot_bytes % _WORD:
+            raise InternalError(f"a slot has {slot_bytes} bytes; it must be a multiple of {_WORD}")
+        self._num_readers = num_readers
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self._memory = mmap.mmap(descriptor, ring_bytes(num_readers, num_slots, slot_bytes))
+        self._bytes = memoryview(self._memory)
+        self._words = self._bytes.cast("Q")
+        self._num_written = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """The longest payload."""
+        return self._slot_bytes
+
+    @property
+    def num_written(self) -> int:
+        """How many messages the writer has completed, seen from any view."""
+        return max(self._words[self._slot(number)[0]] for number in range(1, self._num_slots + 1))
+
+    def write(self, payload: bytes) -> None:
+        """Put the next message down. Raises InternalError, and writes nothing, while the slowest reader is behind."""
+        if len(payload) > self._slot_bytes:
+            raise InternalError(f"{len(payload)} bytes do not fit into a slot of {self._slot_bytes}")
+        behind = self._num_written - min(
+            self._words[self._counter(reader)] for reader in range(self._num_readers)
+        )
+        if behind >= self._num_slots:
+            raise InternalError(
+                f"a reader is {behind} messages behind, and there are {self._num_slots} slots"
+            )
+        number = self._num_written + 1
+        header, start = self._slot(number)
+        self._bytes[start : start + len(payload)] = payload
+        self._words[header + 1] = len(payload)
+        self._words[header] = number
+        self._num_written = number
+
+    def read(self, reader: int) -> bytes:
+        """The next message for this reader. Raises InternalError where it has not been written (or was written over)."""
+        counter = self._counter(reader)
+        number = self._words[counter] + 1
+        header, start = self._slot(number)
+        if self._words[header] != number:
+            raise InternalError(f"message {number} was announced, and its slot holds {self._words[header]}")
+        payload = bytes(self._bytes[start : start + self._words[header + 1]])
+        self._words[counter] = number
+        return payload
+
+    def close(self) -> None:
+        """Unmap. May be called twice."""
+        self._words.release()
+        self._bytes.release()
+        self._memory.close()
+
+    def _counter(self, reader: int) -> int:
+        return reader * _LINE // _WORD
+
+    def _slot(self, number: int) -> tuple[int, int]:
+        """The slot's first word, and the byte at which its payload starts."""
+        index = (number - 1) % self._num_slots
+        start = self._num_readers * _LINE + index * (_HEADER_WORDS * _WORD + self._slot_bytes)
+        return start // _WORD, start + _HEADER_WORDS * _WORD
+
+
+def ring_bytes(num_readers: int, num_slots: int, slot_bytes: int) -> int:
+    """Bytes of a ring: a counter per reader on a cache line of its own, then the slots."""
+    return num_readers * _LINE + num_slots * (_HEADER_WORDS * _WORD + slot_bytes)
+
+
+def create_shared_file(num_bytes: int) -> int:
+    """The descriptor of an anonymous file of zeros; pages take memory when they are written."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor

@@ -1,0 +1,112 @@
+"""Calls methods on the ranks of one engine: a single one lives in the caller's process, several in their own."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from contract.errors import InternalError
+from contract.layout import KVLayout
+from engine.compute.runner import ModelRunner
+from engine.connector import RankConnector
+from engine.distributed.executor import RanksExecutor
+from engine.kv_cache.sizing import MemoryProbe
+from engine.models.info import ModelInfo
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.settings import EngineSettings
+
+
+class Executor(Protocol):
+    """All ranks of one engine, one per device."""
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What every rank has loaded."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block. Raises InternalError before the KV start-up."""
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call this method of ``ModelRunner`` on every rank; results in rank order."""
+
+    def set_connector(self, rank: RankConnector) -> None:
+        """Put in the ranks' half of the connector; after the KV start-up. Raises SettingError where that cannot be."""
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step on all ranks; the first rank's result."""
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Let a step begin on all ranks. What is returned waits for it and gives the first rank's result.
+
+        It is called before anything else is asked of the executor.
+        """
+
+    def cut_short(self) -> None:
+        """From any thread: the step that is under way had better end without results (``was_cut_short``). It need not."""
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, from any thread, when a rank has ended unasked: the next step then raises. Called once."""
+
+    def shutdown(self) -> None:
+        """End all ranks and give their memory back. May be called twice."""
+
+
+class InProcessExecutor:
+    """One rank in this process; its model is loaded when the constructor returns."""
+
+    def __init__(self, settings: EngineSettings, probe: MemoryProbe | None = None) -> None:
+        self.runner = ModelRunner(settings, probe)
+        self.runner.load_model()
+        self._is_shut_down = False
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """See Executor."""
+        return self.runner.model_info
+
+    @property
+    def layout(self) -> KVLayout:
+        """See Executor."""
+        return self.runner.memory.layout
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """See Executor. Raises InternalError for a method that the runner does not have."""
+        function = None if method.startswith("_") else getattr(self.runner, method, None)
+        if not callable(function):
+            raise InternalError(f"a rank has no method {method!r}")
+        return [function(*args)]
+
+    def set_connector(self, rank: RankConnector) -> None:
+        """See Executor."""
+        self.runner.set_connector(rank)
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """See Executor."""
+        return self.begin(scheduled)()
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See Executor."""
+        return self.runner.begin(scheduled)
+
+    def cut_short(self) -> None:
+        """See Executor."""
+        self.runner.cut_short()
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """See Executor. The rank ends with its caller, so there is nothing to see."""
+
+    def shutdown(self) -> None:
+        """See Executor."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self.runner.shutdown()
+
+
+def create_executor(settings: EngineSettings, probe: MemoryProbe | None = None) -> Executor:
+    """The executor for these settings, with its ranks' models loaded. ``probe`` is for a single rank.
+
+    Raises SettingError for an unknown device, for "cuda" where there is none or fewer than ranks, and for a model that
+    does not divide by their number.
+    """
+    if settings.tensor_parallel_size > 1:
+        return RanksExecutor(settings)
+    return InProcessExecutor(settings, probe)

@@ -1,0 +1,188 @@
+"""Reads a Hugging Face folder: configuration, end tokens, and safetensors weights by memory map."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from contract.errors import SettingError
+from contract.model_folder import check_entries, end_token_ids, file_within, read_json_object
+from engine.models.load_progress import LoadProgress
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEAD_NAME = "lm_head.weight"
+_DECODER = "model."
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_NAMES_SHOWN = 5
+_SHOWN_CHARACTERS = 80
+_INDEX = "model.safetensors.index.json"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises SettingError where it is missing or not a JSON object."""
+    if not folder.is_dir():
+        raise _bad(f"{folder} is not a folder")
+    check_entries(folder)
+    config = read_json_object(folder / "config.json")
+    if config is None:
+        raise _bad(f"{folder} holds no config.json")
+    return config
+
+
+def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The model's own end tokens: from generation_config.json, else from config.json; empty where neither has any."""
+    return end_token_ids(config, read_json_object(folder / "generation_config.json") or {})
+
+
+def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Checkpoint") -> str:
+    """The dtype to compute in; "auto" is what config.json names, else that of the checkpoint's first tensor."""
+    if setting != "auto":
+        return setting
+    named = config.get("dtype") or config.get("torch_dtype") or checkpoint.first_dtype()
+    name = str(named).removeprefix("torch.")
+    if name not in DTYPES:
+        raise _bad(f"the checkpoint's dtype is {name}; set dtype to one of {', '.join(DTYPES)}")
+    return name
+
+
+class TensorPart(Protocol):
+    """A range of a tensor along one dimension."""
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+
+    def of(self, length: int) -> slice:
+        """The range in a dimension of this length."""
+
+    def whole_shape(self, shape: torch.Size) -> list[int]:
+        """The shape of the tensor of which the part has ``shape``."""
+
+
+def _whole(name: str) -> TensorPart | None:
+    """All of every tensor."""
+    return None
+
+
+class Checkpoint:
+    """The weights of one folder, by name; a tensor is read from its memory map when it is asked for.
+
+    is_bare: the decoder was saved without the model around it (transformers' ``AutoModel``), as embedding models are: its
+    tensors are stored as "norm.weight", and known here as "model.norm.weight".
+    """
+
+    def __init__(self, folder: Path) -> None:
+        stored = _files_by_name(folder)
+        self.is_bare = not any(name.startswith(_DECODER) for name in stored)
+        self._file_of = {f"{_DECODER}{name}": stored[name] for name in stored} if self.is_bare else stored
+        self._open: dict[Path, Any] = {}
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor on the host, backed by the file's memory map. Raises KeyError for an unknown name."""
+        tensor: Tensor = self._file(name).get_tensor(self._stored(name))
+        return tensor
+
+    def shape(self, name: str) -> list[int]:
+        """The tensor's shape, without reading it. Raises KeyError for an unknown name."""
+        return list(self._file(name).get_slice(self._stored(name)).get_shape())
+
+    def part(self, name: str, part: TensorPart) -> Tensor:
+        """A part of the tensor on the host; only its own bytes are read."""
+        stored = self._file(name).get_slice(self._stored(name))
+        own = part.of(stored.get_shape()[part.dim])
+        tensor: Tensor = stored[(slice(None),) * part.dim + (own,)]
+        return tensor
+
+    def first_dtype(self) -> torch.dtype:
+        """The dtype of the tensor whose name sorts first."""
+        return self.tensor(min(self._file_of)).dtype
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(_DECODER) if self.is_bare else name
+
+    def _file(self, name: str) -> Any:
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = _open(file)
+        return self._open[file]
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    part_of: Callable[[str], TensorPart | None] = _whole,
+) -> None:
+    """Replace every parameter of ``model`` (usually on the meta device) by the checkpoint's tensor of that name.
+
+    part_of: which part of a tensor to read; None is all of it.
+
+    Each tensor is read once and put in its place before the next. Weights that are in ``dtype`` already stay backed by the
+    memory map on the host, so that several workers of one machine share them, and are read when they are first computed
+    with. Raises SettingError that names missing, unexpected and misshapen tensors, before anything is read.
+    """
+    wanted = dict(model.named_parameters())
+    found = {name for name in checkpoint.names() if not name.endswith(_IGNORED_SUFFIX)}
+    _refuse("misses", set(wanted) - found)
+    _refuse("has unexpected", found - set(wanted))
+    parts = {name: part_of(name) for name in wanted}
+    for name, part in parts.items():
+        shape = wanted[name].shape
+        asked = list(shape) if part is None else part.whole_shape(shape)
+        if (found_shape := checkpoint.shape(name)) != asked:
+            raise _bad(f"tensor {name} is {found_shape}; config.json asks for {asked}")
+    num_bytes = dtype.itemsize * sum(parameter.numel() for parameter in wanted.values())
+    with LoadProgress(num_bytes) as progress:
+        for name, part in parts.items():
+            tensor = checkpoint.tensor(name) if part is None else checkpoint.part(name, part)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            loaded = tensor.to(device=device, dtype=dtype).contiguous()
+            owner.register_parameter(name.rpartition(".")[2], nn.Parameter(loaded, requires_grad=False))
+            progress.advance(loaded.nbytes)
+
+
+def _refuse(what: str, names: set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
+        rest = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        raise _bad(f"the checkpoint {what} {len(names)} tensors: {shown}{rest}")
+
+
+def _files_by_name(folder: Path) -> dict[str, Path]:
+    """Tensor name → file, by the index of a sharded checkpoint or from the single file."""
+    index = read_json_object(folder / _INDEX)
+    if index is None:
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            raise _bad(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+        return dict.fromkeys(_open(single).keys(), single)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _bad(f"{_INDEX} has no weight_map")
+    shards = {name: file_within(folder, name, _INDEX) for name in set(map(_hashable, weight_map.values()))}
+    if absent := sorted(file.name for file in shards.values() if not file.is_file()):
+        raise _bad(f"{folder} misses the shard {absent[0]} that {_INDEX} names")
+    return {name: shards[file] for name, file in weight_map.items()}
+
+
+def _hashable(name: object) -> object:
+    return name if isinstance(name, str) else repr(name)[:_SHOWN_CHARACTERS]
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _bad(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _bad(what: str) -> SettingError:
+    return SettingError(f"model: {what}", param="model")

@@ -1,0 +1,237 @@
+"""Logits in, tokens out. A token depends only on its logits, its parameters, its seed and its position (law 6).
+
+Sums of floating-point numbers depend on their order, and the order on the batch. So probabilities become whole
+numbers before anything is summed: ``round(exp((logit - max) / temperature) * 2**40)``, computed in float64, element
+by element. Their sums are exact, whatever else is in the batch and whichever device adds them up. A step waits for the
+device once, for its tokens; and once more for log probabilities.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.compute.staging import to_device
+from engine.outputs import LogprobsLists
+from engine.sampling.logits_processors import SamplingRow, adjusted
+from engine.sampling.randomness import UNIFORM_BITS, uniform_bits
+
+Draw = Callable[[Tensor, Sequence[SamplingRow], Sequence[int]], Tensor]
+"""Scores ``[num_rows, vocab_size]``, how each row draws, and which rows do (with temperature above 0) → their tokens, int64.
+
+Any token for a row of NaN, and where none may be drawn.
+"""
+
+_WEIGHT_SCALE = 2.0**40
+_MAX_ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
+"""Of scores that are looked at together: on the host they stay in the caches, on a device one call has enough to do."""
+_LOW_BITS = 27
+_LOW_TOTAL_BITS = 29
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was drawn, row by row.
+
+    token_ids: None where the row's logits are not numbers. num_nans: how many of them were not. logprobs: row i has
+    1 + k_i entries, none where the row asked for none or has no token.
+    """
+
+    token_ids: list[int | None]
+    num_nans: list[int]
+    logprobs: LogprobsLists | None
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None) -> Samples:
+    """Draw one token per row of ``logits [num_rows, vocab_size]``; ``logits`` stays as it is.
+
+    The logits processors come first (``engine.sampling.logits_processors``). Then temperature 0 takes the best token, the
+    lowest id among equals. Otherwise: temperature, then min-p, then top-k, then top-p, then the inverse of the cumulative
+    distribution in the order of the vocabulary (``draw``; None: by torch).
+    """
+    raw = logits if logits.dtype == torch.float32 else logits.to(torch.float32)
+    scores = adjusted(raw, rows)
+    random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
+    drawn, is_usable = _drawn(raw, scores, rows, random_rows, draw or draw_by_torch)
+    num_nans = [0] * len(rows) if all(is_usable) else _count_unusable(raw, scores)
+    token_ids = [None if count else token for token, count in zip(drawn, num_nans, strict=True)]
+    wanted = [row.sampling.logprobs for row in rows]
+    is_wanted = any(k is not None for k in wanted)
+    return Samples(token_ids, num_nans, token_logprobs(raw, token_ids, wanted) if is_wanted else None)
+
+
+def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """As ``_best``; numpy finds them ten times as fast as torch."""
+    found = scores.argmax(axis=-1)
+    return found, np.isfinite(scores[np.arange(len(found)), found])
+
+
+def _drawn(
+    raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow], random_rows: list[int], draw: Draw
+) -> tuple[list[int], Sequence[int]]:
+    """A token of each row, at random in ``random_rows``, and whether (1) or not (0) the row holds numbers."""
+    tokens, is_number = _best(scores)
+    if random_rows:
+        tokens[to_device(np.array(random_rows), scores.device)] = draw(scores, rows, random_rows)
+    if scores is not raw:
+        is_number &= raw.amax(dim=-1).isfinite()  # NaN where one is
+    drawn, is_usable = torch.stack([tokens, is_number.to(torch.int64)]).tolist()
+    return drawn, is_usable
+
+
+def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The best token of each row, the lowest id among equals (NaN is best), and whether it is a number."""
+    if scores.device.type == "cpu":
+        found, is_number = _best_on_host(scores.numpy())
+        return torch.from_numpy(found), torch.from_numpy(is_number)
+    top = scores.max(dim=-1)
+    return top.indices, top.values.isfinite()
+
+
+def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
+    """NaN and +infinity per row; a row where no token may be drawn counts whole."""
+    counts = (raw.isnan() | raw.isposinf()).sum(dim=-1)
+    counts = torch.where(scores.isneginf().all(dim=-1), raw.shape[1], counts)
+    return [int(count) for count in counts.tolist()]
+
+
+def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
+    """See Draw. Some rows at once, whatever each of them asks for."""
+    at_once = max(1, _MAX_ELEMENTS_AT_ONCE[scores.device.type] // scores.shape[1])
+    parts = [places[start : start + at_once] for start in range(0, len(places), at_once)]
+    return torch.cat(
+        [_draw(scores[to_device(np.array(part), scores.device)], [rows[i] for i in part]) for part in parts]
+    )
+
+
+def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """A token of each row."""
+    weights = _weights(scores, [row.sampling.temperature for row in rows])
+    _keep_min_p(weights, [row.sampling.min_p for row in rows])
+    _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
+    _keep_top_p(weights, [row.sampling.top_p for row in rows])
+    uniforms = [uniform_bits(row.sampling.seed, row.position) for row in rows]
+    return invert(weights, scaled(to_device(np.array(uniforms), scores.device), weights.sum(dim=-1)))
+
+
+def scaled(uniforms: Tensor, totals: Tensor) -> Tensor:
+    """``uniform * total >> UNIFORM_BITS`` of whole numbers, exact for totals below 2**58.
+
+    The product has up to 111 bits, so each factor is taken in two parts.
+    """
+    upper = uniforms >> _LOW_BITS
+    lower = uniforms & ((1 << _LOW_BITS) - 1)
+    high = totals >> _LOW_TOTAL_BITS
+    low = totals & ((1 << _LOW_TOTAL_BITS) - 1)
+    middle = upper * low + (lower * high << 2) + (lower * low >> _LOW_BITS)
+    return (upper * high << 3) + (middle >> (UNIFORM_BITS - _LOW_BITS))
+
+
+def invert(weights: Tensor, targets: Tensor) -> Tensor:
+    """Per row of ``[num_rows, vocab_size]`` the first token up to which the weights sum to more than the target.
+
+    A token of weight 0 is never found, for ``0 <= target < sum of the row``.
+    """
+    found = torch.searchsorted(weights.cumsum(dim=-1), targets[:, None], right=True)
+    return found[:, 0]
+
+
+def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
+    """Probabilities as whole numbers, int64; the best token of a row has 2**40."""
+    temperature = to_device(np.array(temperatures, dtype=np.float64), scores.device)[:, None]
+    wide = scores.to(torch.float64)
+    distances = (wide - wide.amax(dim=-1, keepdim=True)) / temperature
+    return (distances.exp() * _WEIGHT_SCALE).round().to(torch.int64)
+
+
+def _keep_min_p(weights: Tensor, limits: list[float]) -> None:
+    """Set what is less than the share p of the best token's weight to 0, in place (arXiv:2407.01082)."""
+    if any(limits):
+        least = to_device(np.array([round(p * _WEIGHT_SCALE) for p in limits]), weights.device)
+        weights.masked_fill_(weights < least[:, None], 0)
+
+
+def _keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
+    """Set all but the k best scores of a row to weight 0, in place; among equals the lowest ids stay."""
+    asking = [i for i, k in enumerate(limits) if 0 < k < scores.shape[1]]
+    if asking:
+        places = to_device(np.array(asking), scores.device)
+        counts = to_device(np.array([limits[i] for i in asking]), scores.device)[:, None]
+        own = scores[places]
+        best = own.topk(int(max(limits[i] for i in asking))).values
+        weights[places] = weights[places].masked_fill(~_is_best(own, best, counts), 0)
+
+
+def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
+    """Keep the smallest set of best tokens that holds the share p of a row's weight, in place."""
+    asking = [i for i, p in enumerate(limits) if p < 1.0]
+    if asking:
+        places = to_device(np.array(asking), weights.device)
+        shares = to_device(np.array([limits[i] for i in asking]), weights.device)[:, None]
+        own = weights[places]
+        totals = own.sum(dim=-1, keepdim=True).to(torch.float64)
+        best = _descending(own, (1.0 - shares) * totals / own.shape[1])
+        before = best.cumsum(dim=-1) - best
+        counts = (before.to(torch.float64) < shares * totals).sum(dim=-1, keepdim=True)
+        weights[places] = own.masked_fill(~_is_best(own, best, counts.clamp(min=1)), 0)  # of NaN none is
+
+
+def _is_best(values: Tensor, best: Tensor, counts: Tensor) -> Tensor:
+    """Which are the so many best of a row, the lowest ids among equals. best: at least these, in order."""
+    edge = best.gather(1, counts - 1)
+    is_better = values > edge
+    is_equal = values == edge
+    num_equal = counts - is_better.sum(dim=-1, keepdim=True)
+    return is_better | (is_equal & (is_equal.cumsum(dim=-1) <= num_equal))
+
+
+def _descending(weights: Tensor, averages: Tensor) -> Tensor:
+    """Each row's weights in order, then zeros. Those below its average may be missing: on the host most of the work.
+
+    averages ``[num_rows, 1]``: of what may be lost of a row. Who is lighter has more than that behind and beside them.
+    """
+    if weights.device.type != "cpu":
+        return weights.sort(dim=-1, descending=True).values
+    least = np.maximum(averages.floor().numpy(), 1.0)
+    kept = [np.sort(row[row >= edge])[::-1] for row, edge in zip(weights.numpy(), least, strict=True)]
+    best = np.zeros((len(kept), max(map(len, kept)) or 1), dtype=np.int64)
+    for row, own in zip(best, kept, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(best)
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Sequence[int | None], num_alternatives: Sequence[int | None]
+) -> LogprobsLists:
+    """Log-softmax in float32 of a given token a row of ``logits [num_rows, vocab_size]``, and of its k best.
+
+    Nothing for a row without a token, or without a k.
+    """
+    found = [
+        _row_logprobs(row, token_id, k) if token_id is not None and k is not None else None
+        for row, token_id, k in zip(logits.to(torch.float32), token_ids, num_alternatives, strict=True)
+    ]
+    there = [row for row in found if row is not None]
+    numbers = iter(torch.cat(there).tolist() if there else [])
+    lists = LogprobsLists([], [], [])
+    for row in found:
+        width = 0 if row is None else len(row) // 2
+        lists.logprob_token_ids.append([int(token) for token in islice(numbers, width)])
+        lists.logprobs.append(list(islice(numbers, width)))
+        lists.sampled_token_ranks.append(0 if row is None else int(next(numbers)))
+    return lists
+
+
+def _row_logprobs(raw: Tensor, token_id: int, num_alternatives: int) -> Tensor:
+    """Token ids, their log probabilities, and the first one's rank, in one tensor that holds all of them exactly."""
+    logprobs = raw.log_softmax(dim=-1)
+    best = logprobs.topk(min(num_alternatives, len(raw)))
+    own = logprobs[token_id]
+    rank = (logprobs > own).sum() + 1
+    first = torch.full_like(rank, token_id)
+    parts = (first[None], best.indices, own[None], best.values, rank[None])
+    return torch.cat([part.to(torch.float64) for part in parts])

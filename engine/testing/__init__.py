@@ -1,0 +1,1 @@
+"""Fakes and tiny models for the tests of an engine, and of what uses one."""

@@ -1,0 +1,97 @@
+"""Captured decode steps without a GPU, for tests: a recorder that runs again, and a backend whose steps stay in place."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.attention.backend import LayerShape
+from engine.attention.torch_backend import TorchBackend
+from engine.compute.inputs import PreparedInputs
+
+
+class Rerun:
+    """A recording that is nothing but the run: it sees what its tensors hold, and writes into the same output."""
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self._run = run
+        self.output = run().clone()
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        """See Recording."""
+        self.output.copy_(self._run())
+        self.num_replays += 1
+
+
+class RerunRecorder:
+    """See Recorder; keeps its recordings, in the order of their capture."""
+
+    def __init__(self) -> None:
+        self.recordings: list[Rerun] = []
+
+    def record(self, run: Callable[[], Tensor]) -> Rerun:
+        """See Recorder."""
+        self.recordings.append(Rerun(run))
+        return self.recordings[-1]
+
+
+class StaticTorchBackend(TorchBackend):
+    """Plain torch with static decode steps: each looks at the whole table, which is slow."""
+
+    def plan_static(
+        self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
+    ) -> "StaticTorchDecode":
+        """See AttentionBackend."""
+        return StaticTorchDecode(num_reqs, max_blocks, block_size, device)
+
+
+class StaticTorchDecode:
+    """See StaticDecode."""
+
+    def __init__(self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._slots = torch.full((num_reqs,), -1, device=device)
+        self._seq_lens = torch.ones(num_reqs, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(num_reqs, max_blocks, dtype=torch.int64, device=device)
+
+    def refill(self, inputs: PreparedInputs) -> None:
+        """See StaticDecode."""
+        unused = (0, len(self._slots) - inputs.num_reqs)
+        self._slots.copy_(torch.from_numpy(np.pad(inputs.slot_mapping, unused, constant_values=-1)))
+        self._seq_lens.copy_(torch.from_numpy(np.pad(inputs.seq_lens, unused, constant_values=1)))
+        self._tables.copy_(torch.from_numpy(np.pad(inputs.block_table, (unused, (0, 0)))))
+
+    def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
+        """See AttentionStep."""
+        for row in torch.nonzero(self._slots >= 0).flatten().tolist():
+            block, offset = divmod(int(self._slots[row]), self._block_size)
+            if offset == 0:
+                cache[block] = 0
+            cache[block, 0, :, offset] = key[row]
+            cache[block, 1, :, offset] = value[row]
+
+    def attend(
+        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+    ) -> Tensor:
+        """See AttentionStep. What no token is in yet is not looked at: it may be NaN."""
+        assert cache is not None
+        assert shape.softcap is None
+        first_slots = torch.arange(self._tables.shape[1], device=cache.device) * self._block_size
+        tables = torch.where(first_slots < self._seq_lens[:, None], self._tables, 0)
+        keys, values = cache[tables].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+        positions = torch.arange(keys.shape[2], device=cache.device)
+        is_seen = positions < self._seq_lens[:, None]
+        if shape.sliding_window is not None:
+            is_seen &= positions >= self._seq_lens[:, None] - shape.sliding_window
+        mixed = scaled_dot_product_attention(
+            query[:, :, None],
+            keys,
+            values,
+            attn_mask=is_seen[:, None, None],
+            scale=shape.scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+        return mixed[:, :, 0]

@@ -1,0 +1,271 @@
+"""A public fake of a connector: both directions of ``engine/connector.py``, moved by the test instead of by a peer.
+
+The test decides when a sender publishes, when bytes land, when a read that was cancelled is terminal. The fake asserts
+the order of calls that the contract demands, that published KV is computed, and that lent KV stays as it was until the
+lease ends. A late read scribbles into its blocks just before it is ``Drained``: whoever got them too early is noticed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.errors import ErrorKind, KvbatonError
+from contract.layout import KVLayout
+from contract.requests import EngineRequest, TransferReport
+from engine.connector import (
+    ConnectorPair,
+    Drained,
+    Failed,
+    FirstToken,
+    Published,
+    Received,
+    TransferEvent,
+)
+from engine.testing.fakes import FakeMemory, fake_first_token, prefix_codes
+
+
+@dataclass
+class FakeSend:
+    """One prompt that is lent."""
+
+    codes: list[int]
+    block_ids: list[int]
+    num_published: int
+    end: str | None = None
+    first_tokens: list[FirstToken] = field(default_factory=list)
+
+
+@dataclass
+class FakeFetch:
+    """One prompt that is fetched. ``state``: asked → published → reading → landed, or draining, or failed."""
+
+    prompt: list[int]
+    seed: int = 0
+    num_choices: int = 1
+    state: str = "asked"
+    block_ids: list[int] = field(default_factory=list)
+    num_cached_blocks: int = 0
+
+    @property
+    def destination(self) -> list[int]:
+        """The blocks that a read goes into."""
+        return self.block_ids[self.num_cached_blocks :]
+
+
+class FakeRank:
+    """The rank's half: checks each order against the KV that is really there."""
+
+    def __init__(self, transfers: "FakeConnector") -> None:
+        self._transfers = transfers
+        self.finished_sending: set[str] = set()
+        self.finished_recving: set[str] = set()
+        self.is_closed = False
+
+    def start(self, memory: Any) -> None:
+        """The pool is allocated."""
+        self._transfers.memory = memory
+
+    def watch_layers(self, metadata: Any) -> None:
+        """See RankConnector. Nobody listens."""
+
+    def execute(self, metadata: Any) -> None:
+        """Each order is (key, tokens published up to there); all of them must be computed now."""
+        for key, num_tokens in metadata:
+            send = self._transfers.sends[key]
+            self._transfers.pool_memory.check(send.block_ids, send.codes, num_tokens)
+            send.num_published = num_tokens
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Completions since the last call."""
+        done = self.finished_sending, self.finished_recving
+        self.finished_sending, self.finished_recving = set(), set()
+        return done
+
+    def close(self) -> None:
+        """Nothing runs."""
+        self.is_closed = True
+
+
+class FakeConnector:
+    """The scheduler's half, and the levers for the test: ``publish_peer``, ``land``, ``fail``, ``drain``, ``end_lease``."""
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self.memory: FakeMemory | None = None
+        self.rank = FakeRank(self)
+        self.sends: dict[str, FakeSend] = {}
+        self.fetches: dict[str, FakeFetch] = {}
+        self.is_closed = False
+        self.expected: float | None = None
+        self.refusal: KvbatonError | None = None
+        self._wake = wake
+        self._orders: list[tuple[str, int]] = []
+        self._events: list[TransferEvent] = []
+
+    @property
+    def pool_memory(self) -> FakeMemory:
+        """The fake KV; after ``rank.start``."""
+        assert self.memory is not None, "the rank was not started"
+        return self.memory
+
+    # The levers.
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Whom to tell of news."""
+        self._wake = wake
+
+    def publish_peer(self, key: str) -> None:
+        """The peer has published its first range."""
+        assert self.fetches[key].state == "asked"
+        self.fetches[key].state = "published"
+        self._tell(Published(key))
+
+    def land(self, key: str) -> None:
+        """Everything has arrived and is verified."""
+        fetch = self.fetches[key]
+        assert fetch.state == "reading"
+        fetch.state = "landed"
+        size = self.pool_memory.layout.block_size
+        codes = prefix_codes(fetch.prompt)
+        self.pool_memory.write(fetch.block_ids, codes, fetch.num_cached_blocks * size, len(codes))
+        self.rank.finished_recving.add(key)
+        self._wake()
+
+    def fail(self, key: str, kind: str = "transfer_failed", message: str = "the peer is gone") -> None:
+        """The transfer failed; what landed is garbage. It may still be cancelled until the scheduler has heard of it."""
+        self.fetches[key].state = "failed"
+        self.pool_memory.scribble(self.fetches[key].destination)
+        self._tell(Failed(key, kind, message))
+
+    def drain(self, key: str) -> None:
+        """The last read of a cancelled fetch is terminal, after it wrote once more."""
+        fetch = self.fetches.pop(key)
+        assert fetch.state == "draining"
+        self.pool_memory.scribble(fetch.destination)
+        self._tell(Drained(key))
+
+    def end_lease(self, key: str) -> None:
+        """The peer has read everything: it is still what was published."""
+        send = self.sends.pop(key)
+        assert send.end is not None
+        self.pool_memory.check(send.block_ids, send.codes, send.num_published)
+        self.rank.finished_sending.add(key)
+        self._wake()
+
+    # What the scheduler calls.
+
+    def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
+        """See SchedulerConnector."""
+        size = self.pool_memory.layout.block_size
+        assert request.key not in self.sends
+        assert len(block_ids) == -(-len(request.prompt_token_ids) // size)
+        codes = prefix_codes(request.prompt_token_ids)
+        self.pool_memory.check(block_ids, codes, num_cached_tokens)
+        self.sends[request.key] = FakeSend(codes, list(block_ids), num_cached_tokens)
+
+    def publish(self, request_id: str, num_computed_tokens: int) -> None:
+        """See SchedulerConnector."""
+        send = self.sends[request_id]
+        assert send.end is None and send.num_published < num_computed_tokens <= len(send.codes)
+        self._orders.append((request_id, num_computed_tokens))
+
+    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
+        """See SchedulerConnector."""
+        send = self.sends[request_id]
+        assert send.end is None and send.num_published == len(send.codes)
+        send.end = "finished"
+        send.first_tokens = first_tokens
+
+    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
+        """See SchedulerConnector."""
+        send = self.sends.get(request_id)
+        assert message and (kind == ErrorKind.CANCELLED or (send is not None and send.end is None))
+        if send is not None and send.end in (None, "finished"):
+            send.end = kind
+
+    def start_fetch(self, request: EngineRequest) -> None:
+        """See SchedulerConnector. Raises ``refusal`` where the test has set one."""
+        if self.refusal:
+            raise self.refusal
+        assert request.key not in self.fetches
+        self.fetches[request.key] = FakeFetch(
+            list(request.prompt_token_ids), request.sampling.seed, request.num_choices
+        )
+
+    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+        """See SchedulerConnector."""
+        fetch = self.fetches[request_id]
+        size = self.pool_memory.layout.block_size
+        assert fetch.state == "published"
+        assert len(block_ids) == -(-len(fetch.prompt) // size)
+        self.pool_memory.check(block_ids, prefix_codes(fetch.prompt), num_cached_blocks * size)
+        fetch.state, fetch.block_ids, fetch.num_cached_blocks = "reading", list(block_ids), num_cached_blocks
+
+    def cancel_fetch(self, request_id: str) -> bool:
+        """See SchedulerConnector. A read that has begun goes on until ``drain``."""
+        if self.fetches[request_id].state == "reading":
+            self.fetches[request_id].state = "draining"
+            return False
+        del self.fetches[request_id]
+        return True
+
+    def take_received(self, request_id: str) -> Received:
+        """See SchedulerConnector."""
+        fetch = self.fetches.pop(request_id)
+        assert fetch.state == "landed"
+        code = prefix_codes(fetch.prompt)[-1]
+        tokens = [
+            FirstToken(fake_first_token(code, fetch.seed, choice)) for choice in range(fetch.num_choices)
+        ]
+        return Received(tokens, TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination)))
+
+    def take_events(self) -> list[TransferEvent]:
+        """See SchedulerConnector."""
+        events = self._events
+        self._events = []
+        for event in events:
+            if isinstance(event, Failed):
+                self.fetches.pop(event.request_id, None)
+        return events
+
+    def next_arrival(self) -> float | None:
+        """See SchedulerConnector."""
+        return self.expected
+
+    def has_arrived(self) -> bool:
+        """See SchedulerConnector."""
+        return bool(self.rank.finished_recving)
+
+    def build_metadata(self) -> Any | None:
+        """See SchedulerConnector."""
+        orders = self._orders
+        self._orders = []
+        return orders or None
+
+    def has_work(self) -> bool:
+        """See SchedulerConnector."""
+        return bool(self._events or self._orders or self.rank.finished_sending or self.rank.finished_recving)
+
+    def debug_state(self) -> dict[str, Any]:
+        """See SchedulerConnector."""
+        return {
+            "sends": len(self.sends),
+            "fetches": {key: fetch.state for key, fetch in self.fetches.items()},
+        }
+
+    def counters(self) -> dict[str, float]:
+        """See SchedulerConnector."""
+        return {"transfer_leases": float(len(self.sends))}
+
+    def close(self) -> None:
+        """See SchedulerConnector."""
+        self.is_closed = True
+
+    def _tell(self, event: TransferEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
+
+def fake_connector_factory(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+    """A ConnectorFactory; picklable. The address is nobody's."""
+    connector = FakeConnector(wake)
+    return ConnectorPair(connector, connector.rank, "127.0.0.1:9")

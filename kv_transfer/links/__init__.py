@@ -1,0 +1,1 @@
+"""The control links between workers: sockets, frames, and the one thread that owns them."""

@@ -1,0 +1,172 @@
+"""Length-prefixed msgpack frames, and iovecs of bytes over sockets.
+
+A frame over its bound is refused before it is read, and one that does not fit its checksum before it is understood.
+"""
+
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from contract.decoding import decode_outside, shown
+from contract.errors import TransferError
+
+HEADER = struct.Struct("<II")
+"""The body's length in bytes and its xxh32."""
+_T = TypeVar("_T")
+
+
+def encode_frame(message: Any, max_bytes: int) -> bytes:
+    """One frame. Raises TransferError when it would be over ``max_bytes``."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > max_bytes:
+        raise TransferError(f"a frame of {len(body)} bytes; the limit is {max_bytes}")
+    return as_frame(body)
+
+
+def as_frame(body: bytes) -> bytes:
+    """The frame of any body."""
+    return HEADER.pack(len(body), xxhash.xxh32_intdigest(body)) + body
+
+
+def length_in(header: bytes | bytearray, max_bytes: int) -> int:
+    """How long the body is. Raises TransferError for a length over the bound."""
+    length: int = HEADER.unpack_from(header)[0]
+    if length > max_bytes:
+        raise TransferError(f"the peer sent a frame of {length} bytes; the limit is {max_bytes}")
+    return length
+
+
+def check_body(header: bytes | bytearray, body: bytes | bytearray) -> None:
+    """Raise TransferError for a body that is not the one that was sent."""
+    if xxhash.xxh32_intdigest(body) != HEADER.unpack_from(header)[1]:
+        raise TransferError(f"a frame of {len(body)} bytes does not fit its checksum")
+
+
+_MAX_PORT = 65535
+_MAX_HOST_CHARACTERS = 255
+BACKLOG = 1024
+"""Of a listener. Where it is full the kernel drops what dials, and the dialer tries again after seconds."""
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frames. ``max_bytes`` may be raised once the peer has proved itself."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._bytes = bytearray()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of a frame is kept."""
+        return not self._bytes
+
+    def feed(self, data: bytes | bytearray) -> Iterator[bytes]:
+        """Add bytes and take the bodies that are whole now. Raises TransferError for one over the bound, or damaged."""
+        self._bytes += data
+        while len(self._bytes) >= HEADER.size:
+            end = HEADER.size + length_in(self._bytes, self.max_bytes)
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[HEADER.size : end])
+            check_body(self._bytes, body)
+            del self._bytes[:end]
+            yield body
+
+
+def write_frame(sock: socket.socket, message: Any, max_bytes: int) -> None:
+    """Send one frame over a blocking socket."""
+    sock.sendall(encode_frame(message, max_bytes))
+
+
+def read_frame(sock: socket.socket, message_type: type[_T], max_bytes: int) -> _T:
+    """Receive one frame over a blocking socket. Raises TransferError for a closed, oversized, damaged or malformed one."""
+    header = bytearray(HEADER.size)
+    receive_all(sock, [memoryview(header)])
+    body = bytearray(length_in(header, max_bytes))
+    receive_all(sock, [memoryview(body)])
+    check_body(header, body)
+    return decode_body(body, message_type)
+
+
+def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
+    """What a frame says. Raises TransferError."""
+    message: _T = decode_outside(
+        partial(msgspec.msgpack.decode, type=message_type),
+        body,
+        lambda why: TransferError(f"the peer sent a malformed frame: {why}"),
+    )
+    return message
+
+
+class ShortReadError(TransferError):
+    """The stream ended early. ``num_bytes`` did arrive."""
+
+    def __init__(self, num_bytes: int, wanted: int) -> None:
+        super().__init__(f"the connection was closed after {num_bytes} of {wanted} bytes")
+        self.num_bytes = num_bytes
+
+
+def send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Send all buffers, many per system call."""
+    rest = views
+    left = sum(map(len, views))
+    while left:
+        count = sock.sendmsg(rest)
+        left -= count
+        rest = _after(rest, count) if left else ()
+
+
+def receive_all(sock: socket.socket, views: Sequence[memoryview], flags: int = 0) -> None:
+    """Fill all buffers, many per system call. flags: ``recvmsg``'s. Raises ShortReadError."""
+    wanted = left = sum(map(len, views))
+    rest = views
+    while left:
+        count = sock.recvmsg_into(rest, 0, flags)[0]
+        if count == 0:
+            raise ShortReadError(wanted - left, wanted)
+        left -= count
+        rest = _after(rest, count) if left else ()
+
+
+def _after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    for position, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[position + 1 :]]
+        count -= len(view)
+    return []
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6]:port". Raises TransferError."""
+    host, _, port = address.rpartition(":")
+    is_port = (
+        port.isascii() and port.isdigit() and len(port) <= len(str(_MAX_PORT)) and int(port) <= _MAX_PORT
+    )
+    is_host = 0 < len(host) <= _MAX_HOST_CHARACTERS and host.isprintable()
+    if not is_host or not is_port:
+        raise TransferError(f"{shown(address)!r} is no address; it must read host:port")
+    return host.strip("[]"), int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The inverse of ``parse_address``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A listening TCP socket."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,36 @@
+"""The settings of a connector that users give, in groups; see ``contract.options``. It imports nothing that moves KV."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from contract.options import Options
+
+TransportName = Literal["auto", "shm", "nixl", "nccl", "tcp"]
+"""A transport that crosses processes. ``auto``: the best that both workers of a pair support."""
+
+
+class TransferOptions(Options):
+    """How KV travels, and how long it is lent."""
+
+    transport: TransportName = "auto"
+    """How KV blocks travel: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers can do."""
+    shm_dir: Path | None = None
+    """Folder of the sockets of transport shm; containers share it by a volume. Unset: a fresh private one in /tmp."""
+    lease_seconds: float = Field(default=30.0, gt=0)
+    """How long computed KV is lent to a decode worker that gives no sign of life."""
+
+
+class PortOptions(Options):
+    """Where other workers reach a worker."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Interface that the worker's internal ports bind to; other workers and the router must reach it."""
+    advertise_host: str | None = None
+    """Host that the router and other workers dial; needed where host is a wildcard such as 0.0.0.0."""
+    control_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the control link to other workers; 0 picks a free one."""
+    data_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the KV data that other workers fetch by transport tcp (or nixl or nccl); 0 picks a free one. Each further
+    rank has the next one."""

@@ -1,0 +1,62 @@
+"""The digests of blocks: what they are seeded with, how they are computed, and what a rank announces of them."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import xxhash
+
+from contract.block_hash import all_block_hashes
+from contract.requests import EngineRequest
+
+_DIGESTED_AT_ONCE = 2**20
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What a rank of the sender's announced of a range of its blocks. rank: which of its ranks."""
+
+    rank: int
+    digests: tuple[int, ...]
+
+
+def digest_seeds(request: EngineRequest, model_fingerprint: str, block_size: int) -> list[int]:
+    """One seed per block of the prompt, from the block's canonical hash: right bytes of a wrong prompt fail too."""
+    hashes = all_block_hashes(request.hash_root(model_fingerprint), request.prompt_token_ids, block_size)
+    return [int.from_bytes(block_hash[:8], "little") for block_hash in hashes]
+
+
+class RunningDigests:
+    """Owns the digests of blocks whose bytes come part by part, each block's in order. Used from one thread."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._digests = [xxhash.xxh3_64(seed=seed) for seed in seeds]
+
+    def go_on(self, parts: Iterable[memoryview], start: int = 0) -> None:
+        """These bytes follow in the blocks from ``start`` on, one part for each."""
+        for digest, part in zip(self._digests[start:], parts, strict=False):
+            update(digest, part)
+
+    def values(self, start: int, end: int) -> tuple[int, ...]:
+        """As far as they have come, of the blocks ``start``..``end`` - 1."""
+        return tuple(int(digest.intdigest()) for digest in self._digests[start:end])
+
+
+def update(digest: xxhash.xxh3_64, content: memoryview) -> None:
+    """Go on with a digest. Python's lock can be had by others after every mebibyte."""
+    for start in range(0, content.nbytes, _DIGESTED_AT_ONCE):
+        digest.update(content[start : start + _DIGESTED_AT_ONCE])
+
+
+def digest_of(block: memoryview, seed: int) -> int:
+    """What a block is announced and verified with."""
+    if block.nbytes <= _DIGESTED_AT_ONCE:
+        return int(xxhash.xxh3_64_intdigest(block, seed=seed))
+    digest = xxhash.xxh3_64(seed=seed)
+    update(digest, block)
+    return int(digest.intdigest())
+
+
+def digests_of(blocks: Sequence[memoryview], seeds: Sequence[int]) -> tuple[int, ...]:
+    """``digest_of`` each, one block at least; all have one size."""
+    if blocks[0].nbytes > _DIGESTED_AT_ONCE:
+        return tuple(map(digest_of, blocks, seeds))
+    return tuple(map(xxhash.xxh3_64_intdigest, blocks, seeds))  # no Python for each of thousands

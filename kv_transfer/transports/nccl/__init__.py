@@ -1,0 +1,1 @@
+"""The ``nccl`` transport: groups of two processes between GPUs."""

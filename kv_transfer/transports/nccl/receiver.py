@@ -1,0 +1,135 @@
+"""The ``nccl`` transport's receiver: asks for pieces, receives them by a group of two, and puts them into its blocks.
+
+Bytes arrive in memory of the receiver's own and are put into blocks by its own thread, and only when the lease was valid
+behind the last of them: a group that is stuck can never write into a block.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from contract.errors import TransferError
+from kv_transfer.links.framing import read_frame, write_frame
+from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.transports.block_views import block_span
+from kv_transfer.transports.data_port import dial, shut_down, unconnected
+from kv_transfer.transports.data_wire import DataReply, DataStatus
+from kv_transfer.transports.kept import Kept
+from kv_transfer.transports.nccl.group import RECEIVER, PairGroup, join
+from kv_transfer.transports.nccl.pool import GroupPool
+from kv_transfer.transports.nccl.sender import NcclSender
+from kv_transfer.transports.nccl.wire import MAX_NCCL_FRAME_BYTES, NcclWelcome
+from kv_transfer.transports.outcomes import as_outcome
+
+
+class _Peer:
+    """The connection to a sender's data port, and the group."""
+
+    def __init__(self, source: Source, host: str, timeout_seconds: float) -> None:
+        self._source = source
+        self._host = host
+        self._timeout_seconds = timeout_seconds
+        self._who = f"worker {source.worker_id}"
+        self._group: PairGroup | None = None
+        self._block_bytes = 0
+        self._sock = unconnected(source, timeout_seconds)
+
+    def interrupt(self) -> None:
+        """End what waits for the peer's words; it ends the group then."""
+        shut_down(self._sock)
+
+    def close(self) -> None:
+        """End the connection and the group."""
+        self._sock.close()
+        if self._group is not None:
+            self._group.close()
+
+    def connect(self, pool: GroupPool) -> PairGroup:
+        """Dial, show the token, and join the group; once. Raises KvbatonError where the two cannot be one."""
+        if self._group is not None:
+            return self._group
+        dial(self._sock, self._source)
+        welcome = read_frame(self._sock, NcclWelcome, MAX_NCCL_FRAME_BYTES)
+        check_welcome(welcome, pool, self._who)
+        self._block_bytes = welcome.block_bytes
+        store = join(welcome.store, self._timeout_seconds)
+        self._group = PairGroup(pool.backend, store, RECEIVER, self._host, self._timeout_seconds)
+        return self._group
+
+    def fetch_piece(
+        self, pool: GroupPool, group: PairGroup, piece: ReadRequest, views: Sequence[memoryview]
+    ) -> None:
+        """Read one piece; nothing of a stale one reaches the views."""
+        size = views[0].nbytes
+        (start, end) = block_span(self._block_bytes, piece.part)
+        if size != end - start:
+            raise TransferError(f"a block of {self._who} has {end - start} bytes, not {size}")
+        write_frame(self._sock, piece, MAX_NCCL_FRAME_BYTES)
+        self._expect_ok(piece)
+        content = pool.empty(piece.num_blocks * size)
+        group.receive(content)
+        self._expect_ok(piece)
+        pool.scatter(content, views)
+
+    def _expect_ok(self, piece: ReadRequest) -> None:
+        reply = read_frame(self._sock, DataReply, MAX_NCCL_FRAME_BYTES)
+        if reply.status is not DataStatus.OK:
+            raise StaleLeaseError(f"{self._who} refused a read as {reply.status}: {reply.message}")
+
+
+class NcclReceiver:
+    """Owns the connections to peers. One on which anything but a stale lease went wrong is closed, never reused."""
+
+    def __init__(self, sender: NcclSender, host: str, timeout_seconds: float) -> None:
+        self._sender = sender
+        self._host = host
+        self._timeout_seconds = timeout_seconds
+        self._peers: Kept[_Peer] = Kept(harmless=StaleLeaseError)
+
+    def probe(self, source: Source, read: Read) -> None:
+        """Connect, authenticate and join. Raises what ``fetch`` would."""
+        with self._using(source, read) as peer, read.interruptible(peer.interrupt):
+            peer.connect(self._pool())
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Read piece by piece. A stop ends what is on its way; that can take the group's timeout, if the peer is silent."""
+        pool = self._pool()
+        with self._using(source, read) as peer, read.interruptible(peer.interrupt):
+            group = peer.connect(pool)
+            for start, piece in request.pieces(views[0].nbytes):
+                peer.fetch_piece(pool, group, piece, views[start : start + piece.num_blocks])
+
+    def forget(self, source: Source) -> None:
+        """End its connection and group."""
+        self._peers.forget(source)
+
+    def close(self) -> None:
+        """End every connection and group."""
+        self._peers.close()
+
+    def _pool(self) -> GroupPool:
+        if self._sender.pool is None:
+            raise TransferError("the pool is not allocated yet")
+        return self._sender.pool
+
+    @contextmanager
+    def _using(self, source: Source, read: Read) -> Iterator[_Peer]:
+        """The peer; whatever goes wrong within is raised as ``fetch`` says."""
+        read.check()
+        try:
+            with self._peers.using(source, lambda: _Peer(source, self._host, self._timeout_seconds)) as peer:
+                yield peer
+                read.check()
+        except (OSError, TransferError) as error:
+            raise as_outcome(error, source, read) from error
+
+
+def check_welcome(welcome: NcclWelcome, pool: GroupPool, who: str) -> None:
+    """Raise TransferError where the two pools cannot be one group."""
+    if welcome.status is not DataStatus.OK:
+        raise TransferError(f"{who} lends nothing over nccl: {welcome.message}")
+    if welcome.backend != pool.backend:
+        raise TransferError(f"{who} moves bytes by {welcome.backend}, this worker by {pool.backend}")
+    if welcome.device and welcome.device == pool.device:
+        raise TransferError(
+            f"{who} is on the same GPU ({pool.device}), and NCCL takes no two ranks there; choose nixl or shm"
+        )

@@ -1,0 +1,1 @@
+"""The ``nixl`` transport: one-sided reads by the NIXL library."""

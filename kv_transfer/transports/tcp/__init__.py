@@ -1,0 +1,1 @@
+"""The ``tcp`` transport: blocks over a socket between any two hosts."""

@@ -1,0 +1,162 @@
+"""Reads one settings object from flags, the environment and a file; an error is one line."""
+
+import argparse
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import CLI_SUPPRESS, CliApp, CliSettingsSource, EnvSettingsSource, SettingsError
+
+from contract.errors import SettingError
+from contract.options import allowed
+from launch.command_settings import NEVER_IN_A_FILE, all_setting_names, setting_names
+from launch.settings import refuse_unknown_variables, variable
+from serving.settings import FLAG, Settings, Sources
+from serving.settings_file import SettingsFile, is_secret, read_settings_file
+
+S = TypeVar("S", bound=Settings)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises SettingError instead of printing the usage and ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(f"{_without_values(message)} (see {self.prog} --help)")
+
+
+_UNKNOWN = "unrecognized arguments: "
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
+
+
+def _without_values(message: str) -> str:
+    """Return argparse's message without what follows an unknown flag: it may be a key behind a mistyped name."""
+    if not message.startswith(_UNKNOWN):
+        return message
+    words = message.removeprefix(_UNKNOWN).split(" ")
+    if not any(word.startswith(tuple(_DASHES)) for word in words):
+        return message
+    shown = [_flag_name(word) if word.startswith(tuple(_DASHES)) else "***" for word in words]
+    return _UNKNOWN + " ".join(shown)
+
+
+def _flag_name(word: str) -> str:
+    name, equals, _ = word.partition("=")
+    return f"{name}=***" if equals else name
+
+
+def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
+    """Read settings: flags over environment over file over defaults. ``--help`` prints and ends the process.
+
+    prog: "kvbaton COMMAND".
+
+    Raises SettingError, one line that holds the names, the values and the allowed ranges of everything wrong.
+    """
+    source = _command_line(settings_class, prog)
+    refuse_unknown_variables(
+        settings_class.model_fields, lambda: NEVER_IN_A_FILE.union(*all_setting_names().values())
+    )
+    command = prog.rpartition(" ")[2]
+    origins: dict[str, str] = {}
+    try:
+        flags = source(args=list(arguments))()
+        variables = EnvSettingsSource(settings_class)()
+        file = _file(flags.get("config") or variables.get("config"))
+        given = file.given(command, setting_names(command)) if file else {}
+        origins |= {name: given[name].place for name in given}
+        origins |= {name: variable(name) for name in variables} | dict.fromkeys(flags, FLAG)
+        from_file = {name: given[name].value for name in given if origins[name] == given[name].place}
+        _refuse_booleans(settings_class, from_file, origins)
+        settings = CliApp.run(
+            settings_class, cli_args=list(arguments), cli_settings_source=source, **from_file
+        )
+    except ValidationError as error:
+        raise SettingError(_explain(settings_class, error, origins)) from error
+    except SettingsError as error:
+        raise SettingError(str(error)) from error
+    return settings.from_sources(Sources(origins, file))
+
+
+def _command_line(settings_class: type[Settings], prog: str) -> CliSettingsSource[Any]:
+    parser = _Parser(
+        prog=prog,
+        description=inspect.getdoc(settings_class),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=30, width=110
+        ),
+        allow_abbrev=False,
+    )
+    return CliSettingsSource[Any](
+        settings_class,
+        root_parser=parser,
+        cli_parse_none_str="unset",
+        cli_hide_none_type=True,
+        cli_show_env_vars=True,
+        cli_exit_on_error=False,
+        cli_shortcuts=settings_class.model_config.get("cli_shortcuts"),
+    )
+
+
+def _file(path: str | None) -> SettingsFile | None:
+    return read_settings_file(Path(path), all_setting_names()) if path else None
+
+
+def _refuse_booleans(
+    settings_class: type[Settings], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> None:
+    """Raise SettingError for a true or false where a number or a text belongs: 1 would be taken for true."""
+    for name, value in values.items():
+        field = settings_class.model_fields[name]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise SettingError(
+                f"{name} is {str(value).lower()}: it is no switch{allowed(field)} ({origins[name]})",
+                param=name,
+            )
+
+
+def to_arguments(values: Mapping[str, Any]) -> list[str]:
+    """Return the flags that give these settings: None is left out, True is ``--name``, False is ``--no-name``."""
+    return [word for name, value in values.items() if value is not None for word in _flag(name, value)]
+
+
+def _flag(name: str, value: object) -> Iterable[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{flag}" if value else f"--no-{flag}",)
+    return (f"--{flag}", str(value))
+
+
+def _explain(settings_class: type[Settings], error: ValidationError, origins: Mapping[str, str]) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        reason = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            lines.append(reason)
+            continue
+        name = str(problem["loc"][0])
+        field = settings_class.model_fields.get(name)
+        how = _how_to_set(name, field)
+        if problem["type"] == "missing":
+            lines.append(f"{name} is not set; give {how}")
+            continue
+        place = origins.get(name, "")
+        value = "***" if is_secret(name) else repr(problem["input"])
+        lines.append(f"{name} is {value}: {reason}{allowed(field)} ({how if place in ('', FLAG) else place})")
+    return "; ".join(lines)
+
+
+def _how_to_set(name: str, field: FieldInfo | None) -> str:
+    flag = name.upper() if field and is_positional(field) else f"--{name.replace('_', '-')}"
+    return f"{flag} or {variable(name)}"
+
+
+def is_positional(field: FieldInfo) -> bool:
+    """Return whether the setting is given without a flag."""
+    return any("Positional" in str(part) for part in field.metadata)
+
+
+def is_hidden(field: FieldInfo) -> bool:
+    """Return whether the setting is left out of the help: commands pass it to their children only."""
+    return CLI_SUPPRESS in field.metadata

@@ -1,0 +1,49 @@
+"""Runs a local service in a thread of its own, for commands whose main thread waits for a terminal."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from launch.local_cluster import serve_until
+from launch.model import find_model
+from launch.processes import ROUTER
+from launch.settings import LocalSettings
+from launch.spec import Facts
+
+
+@contextlib.contextmanager
+def local_service(settings: LocalSettings) -> Iterator[Facts]:
+    """Run a service as long as the block, and give the facts of its router; no process is left behind it.
+
+    The processes of the service do not get a Ctrl-C; the caller does. Raises what ``find_model`` and
+    ``serve_until`` raise, at the latest at the end of the block.
+    """
+    model = find_model(settings.model)
+    ready: Future[Facts] = Future()
+    stop: Future[Callable[[], object]] = Future()
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        stopped = asyncio.Event()
+        stop.set_result(lambda: loop.call_soon_threadsafe(stopped.set))
+
+        async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
+            ready.set_result(facts[ROUTER])
+            await stopped.wait()
+
+        await serve_until(stopped, settings, model, announce)
+
+    def fail(served: Future[None]) -> None:
+        if not ready.done():
+            ready.set_exception(served.exception() or asyncio.CancelledError())
+
+    with ThreadPoolExecutor(1, "local-service") as thread:
+        served = thread.submit(lambda: asyncio.run(serve()))
+        served.add_done_callback(fail)
+        try:
+            yield ready.result()
+        finally:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                stop.result()()
+    served.result()

@@ -1,0 +1,127 @@
+"""One child process of this machine: how it is started, says that it is ready, and is ended.
+
+A child is told ``--ready-fd N --parent-pid P``. It writes one JSON object a line to N, the first when it is ready (its
+addresses and its pid), and asks the kernel to die with P. It leads a process group of its own, so that a Ctrl-C in the
+terminal reaches the supervisor alone, and nothing that the child started outlives it.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Mapping
+
+from contract.errors import UnavailableError
+from launch.spec import Facts, ProcessSpec
+
+logger = logging.getLogger(__name__)
+
+_MAX_READY_LINE_BYTES = 2**20
+
+
+class Child:
+    """A running child process; made by ``start_child``."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        ready: asyncio.StreamReader,
+        ready_pipe: asyncio.BaseTransport,
+    ) -> None:
+        self._process = process
+        self._ready = ready
+        self._ready_pipe = ready_pipe
+        self._is_over = False
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also the id of its process group."""
+        return self._process.pid
+
+    async def wait_ready(self) -> Facts:
+        """Block until it is ready. Raises UnavailableError when it ends before."""
+        line = await self._ready.readline()
+        if not line:
+            code = await self.wait()
+            raise UnavailableError(
+                f"it ended before it was ready ({describe_exit(code)}); its own messages say why"
+            )
+        facts: Facts = json.loads(line)
+        return {**facts, "pid": self.pid}
+
+    async def wait(self) -> int:
+        """Block until it and its process group have ended; return the exit code (−N for signal N)."""
+        code = await self._process.wait()
+        if not self._is_over:  # later the number may belong to somebody else's group
+            self._is_over = True
+            self._kill_group()
+            self._ready_pipe.close()
+        return code
+
+    async def stop(self, grace_seconds: float, at_once: asyncio.Event | None = None) -> int:
+        """Send SIGTERM, and SIGKILL to the whole group after ``grace_seconds``; return the exit code.
+
+        at_once: when it is set a second SIGTERM follows, with which the child gives up work that it was to finish.
+        """
+        if self._process.returncode is None:
+            self._process.terminate()
+        hurry = asyncio.create_task(self._hurry(at_once)) if at_once else None
+        try:
+            return await self._stopped(grace_seconds)
+        finally:
+            if hurry:
+                hurry.cancel()
+                await asyncio.wait({hurry})
+
+    async def _hurry(self, at_once: asyncio.Event) -> None:
+        await at_once.wait()
+        if self._process.returncode is None:
+            self._process.terminate()
+
+    async def _stopped(self, grace_seconds: float) -> int:
+        try:
+            return await asyncio.wait_for(self.wait(), grace_seconds)
+        except TimeoutError:
+            logger.warning("process %d did not stop within %g s and is killed", self.pid, grace_seconds)
+            self._kill_group()
+            return await self.wait()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+async def start_child(spec: ProcessSpec, known: Mapping[str, Facts]) -> Child:
+    """Start the process of ``spec``. Raises OSError when its program cannot be started."""
+    read_fd, write_fd = os.pipe()
+    with contextlib.ExitStack() as opened:
+        opened.callback(os.close, write_fd)
+        reader, pipe = await _read_lines(read_fd)
+        with contextlib.ExitStack() as kept:
+            kept.callback(pipe.close)
+            extra = ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
+            process = await asyncio.create_subprocess_exec(
+                *spec.command(known),
+                *extra,
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(write_fd,),
+                start_new_session=True,
+                env=spec.env,
+            )
+            kept.pop_all()
+    return Child(process, reader, pipe)
+
+
+async def _read_lines(read_fd: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_MAX_READY_LINE_BYTES)
+    pipe = os.fdopen(read_fd, "rb", buffering=0)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader, transport
+
+
+def describe_exit(code: int) -> str:
+    """Describe an exit code for people."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

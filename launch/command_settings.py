@@ -1,0 +1,47 @@
+"""The settings class of every command, by the command's name.
+
+One file and one environment hold the settings of all commands: to tell a typo from a setting of another command, each
+command and the library need the names of all settings. A class is imported when it is needed.
+"""
+
+from importlib import import_module
+
+from serving.settings import Settings
+
+NEVER_IN_A_FILE = frozenset({"config", "ready_fd", "parent_pid"})
+"""Settings that a file cannot give: where the file is, and what ``up`` tells its children."""
+_PLACES = {
+    "up": "launch.machine_settings:UpSettings",
+    "serve": "launch.machine_settings:ServeSettings",
+    "demo": "launch.machine_settings:DemoSettings",
+    "chat": "launch.client_settings:ChatSettings",
+    "run": "launch.client_settings:RunSettings",
+    "batch": "launch.client_settings:BatchSettings",
+    "check": "launch.client_settings:CheckSettings",
+    "router": "launch.router_settings:RouterCommand",
+    "prefill": "launch.worker_settings:PrefillCommand",
+    "decode": "launch.worker_settings:DecodeCommand",
+    "both": "launch.worker_settings:BothCommand",
+}
+
+
+def settings_class(command: str) -> type[Settings]:
+    """Return the class of a command's settings."""
+    module, _, name = _PLACES[command].partition(":")
+    found: type[Settings] = getattr(import_module(module), name)
+    return found
+
+
+def setting_names(command: str) -> frozenset[str]:
+    """Return the names of a command's settings that may stand in a file."""
+    return command_setting_names(command) - NEVER_IN_A_FILE
+
+
+def command_setting_names(command: str) -> frozenset[str]:
+    """Return the names of all of a command's settings."""
+    return frozenset(settings_class(command).model_fields)
+
+
+def all_setting_names() -> dict[str, frozenset[str]]:
+    """Return ``setting_names`` of every command."""
+    return {command: setting_names(command) for command in _PLACES}

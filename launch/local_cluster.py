@@ -1,0 +1,79 @@
+"""Runs a router and its workers on this machine until a signal or an event."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from contract.identity import new_secret
+from launch.kept_process import Listener
+from launch.model import find_model
+from launch.processes import local_processes
+from launch.settings import LocalSettings
+from launch.spec import Facts
+from launch.supervisor import Supervisor
+from serving.signals import StopEvent, until_stopped
+
+WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
+
+
+@contextmanager
+def cluster_secret(given: Path | None) -> Iterator[Path]:
+    """Give the file with the cluster's secret: the given one, or a fresh 0600 file that is removed afterwards."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="kvbaton-") as folder:
+        path = Path(folder) / "secret"
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as stream:
+            stream.write(new_secret())
+        yield path
+
+
+async def run_local(settings: LocalSettings, when_ready: WhenReady, listener: Listener | None = None) -> None:
+    """Find the model, ``serve_until`` a signal. Main thread only; raises what ``find_model`` and ``serve_until`` raise."""
+    model = await asyncio.to_thread(find_model, settings.model)
+    async with until_stopped() as stopped:
+        await serve_until(stopped, settings, model, when_ready, listener)
+
+
+async def serve_until(
+    stopped: asyncio.Event,
+    settings: LocalSettings,
+    model: Path,
+    when_ready: WhenReady,
+    listener: Listener | None = None,
+) -> None:
+    """Start the processes that ``settings`` ask for, await ``when_ready``, then stop them; ``stopped`` stops them too.
+
+    model: its folder. ``when_ready`` gets the facts of every process and ``stopped``; it is cancelled when the processes
+    have stopped. No process is left when this returns or raises. Raises SettingError where the settings file contradicts
+    itself, UnavailableError when a process cannot start, and whatever ``when_ready`` raises.
+    """
+    with cluster_secret(settings.secret_file) as secret_file:
+        specs = local_processes(settings, model, secret_file)
+        supervisor = Supervisor(specs, ready_file=settings.ready_file, listener=listener)
+        await supervise(supervisor, stopped, when_ready)
+
+
+async def supervise(supervisor: Supervisor, stopped: asyncio.Event, when_ready: WhenReady) -> None:
+    """Run a supervisor and await ``when_ready`` as ``serve_until`` does."""
+    at_once = stopped.at_once if isinstance(stopped, StopEvent) else None
+    run = asyncio.create_task(supervisor.run(stopped, at_once))
+    use = asyncio.create_task(_use(supervisor, when_ready, stopped))
+    try:
+        await asyncio.wait({run, use}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.set()
+        use.cancel()
+        results = await asyncio.gather(run, use, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _use(supervisor: Supervisor, when_ready: WhenReady, stopped: asyncio.Event) -> None:
+    await when_ready(await supervisor.wait_ready(), stopped)

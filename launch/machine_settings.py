@@ -1,0 +1,38 @@
+"""The settings of the commands that start a service on this machine and keep it running."""
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from launch.settings import DEMO, LocalSettings, LogLevel
+
+
+class UpSettings(LocalSettings):
+    """Start a router and its workers on this machine, and keep them running.
+
+    Without a pool (--prefill, --decode, --both) it starts one prefill and one decode worker. A worker that dies is
+    started again. Ctrl-C or SIGTERM stops everything.
+
+    Examples:
+      kvbaton up
+      kvbaton up --model Qwen/Qwen2.5-0.5B-Instruct --prefill 2 --decode 2
+      kvbaton up --http 127.0.0.1:0 --grpc 127.0.0.1:0 --ready-file ready.json
+    """
+
+
+class ServeSettings(LocalSettings):
+    """Serve a model by one aggregated worker, without a hand-over; the same as `kvbaton up --both 1 --model MODEL`.
+
+    Example: kvbaton serve Qwen/Qwen2.5-0.5B-Instruct
+    """
+
+    model: CliPositionalArg[str] = DEMO
+    """Folder or Hugging Face id of the model; "demo" is the small model that comes with kvbaton."""
+    both: int | None = Field(default=1, ge=0, le=64)
+    """Aggregated workers, which compute prompts and decode them without a hand-over."""
+
+
+class DemoSettings(LocalSettings):
+    """Show the relay: start 1 prefill and 1 decode worker, ask one question by HTTP and one by gRPC, keep serving."""
+
+    log_level: LogLevel = "error"
+    """The least important log records that are written."""

@@ -1,0 +1,85 @@
+"""Finds the folder of a model: a local folder, the demo model in the package, or a Hugging Face id."""
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from contract.errors import SettingError
+from launch.settings import DEMO
+
+DEMO_NAME = "kvbaton-demo"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def demo_model_folder() -> Path:
+    """Return the folder of the demo model in the installed package."""
+    return Path(str(files("kvbaton") / "demo_model"))
+
+
+def model_name(model: str) -> str:
+    """Return the name under which a model is served unless another is given."""
+    if model == DEMO:
+        return DEMO_NAME
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[str, Any]:
+    """Fill ``served_model_name`` into settings that are not checked yet, if it is unset and the model is known."""
+    model = values.get("model") or default_model
+    if values.get("served_model_name") is not None or model is None:
+        return values
+    return {**values, "served_model_name": model_name(str(model))}
+
+
+def find_model(model: str) -> Path:
+    """Return the folder of ``model``. A Hugging Face id is looked up in the local cache, then downloaded.
+
+    Raises SettingError that says where it was looked for.
+    """
+    folder = demo_model_folder() if model == DEMO else Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SettingError(f"model is {model!r}: {folder} holds no config.json", param="model")
+        return folder.resolve()
+    if model == DEMO:
+        raise SettingError(
+            f"model is {model!r}, but this installation holds no demo model at {folder}", param="model"
+        )
+    if not _HUB_ID.match(model):
+        raise SettingError(
+            f"model is {model!r}: no such folder, and no Hugging Face id either", param="model"
+        )
+    return _from_hub(model)
+
+
+def model_folder(model: object) -> object:
+    """Return the folder of a ``model`` setting as ``find_model`` does; None stays None. Raises ValueError, for pydantic."""
+    try:
+        return find_model(str(model)) if model is not None else None
+    except SettingError as error:
+        raise ValueError(error.message) from error
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise SettingError(
+            f"model is {model!r}: no such folder; to use Hugging Face ids install huggingface_hub",
+            param="model",
+        ) from error
+    try:
+        return Path(snapshot_download(model, allow_patterns=_WANTED, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(model, allow_patterns=_WANTED))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingError(
+            f"model is {model!r}: no such folder, not in the local Hugging Face cache, and not to be downloaded ({reason})",
+            param="model",
+        ) from error

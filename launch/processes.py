@@ -1,0 +1,133 @@
+"""Decides which processes ``up`` and the library start, and with which flags."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from contract.errors import SettingError
+from contract.identity import Role
+from launch.arguments import to_arguments
+from launch.child_settings import from_file
+from launch.command_settings import command_setting_names
+from launch.model import model_name
+from launch.settings import LocalSettings, available_cores, child_environment
+from launch.spec import Facts, ProcessSpec
+from worker.cores import show_cores
+from worker.options import WorkerOptions
+
+ROUTER = "router"
+_COMMAND = "cli.main"
+"""Module of the ``kvbaton`` command, which each process runs; it is started here and never imported."""
+_LOOPBACK = "127.0.0.1:0"
+_NVIDIA = Path("/dev/nvidiactl")
+
+
+def local_processes(
+    settings: LocalSettings, model: Path, secret_file: Path, cores: Sequence[int] | None = None
+) -> list[ProcessSpec]:
+    """Return the router first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
+
+    cores: what they share; None is what this process may use. Raises SettingError where there are too few to pin.
+    """
+    name = settings.served_model_name or model_name(settings.model)
+    shared = {
+        "model": model,
+        "served_model_name": name,
+        "secret_file": secret_file,
+        "log_level": settings.log_level,
+    }
+    pools = dict(zip((Role.PREFILL, Role.DECODE, Role.BOTH), settings.pools, strict=True))
+    num_workers = sum(pools.values())
+    cores = available_cores() if cores is None else cores
+    num_threads = settings.num_threads or max(1, len(cores) // num_workers)
+    own_cores = iter(_cores_of_each(cores, num_threads, num_workers) if settings.pin_cores else ())
+    worker_flags = {
+        **shared,
+        **_given_options(settings, Role.PREFILL),
+        "workers_on_host": num_workers,
+        "num_threads": num_threads,
+        "admin": _LOOPBACK,
+    }
+    given = from_file(settings, Role.ROUTER)
+    if not settings.keeps_files:
+        given.pop("files_dir", None)
+    router = _router_command(settings, shared, given)
+    drain_seconds = float(given.get("drain_seconds", settings.drain_seconds))
+    specs = [
+        ProcessSpec(
+            ROUTER, Role.ROUTER, router, env=_environment(Role.ROUTER, given), drain_seconds=drain_seconds
+        )
+    ]
+    for role, count in pools.items():
+        given = from_file(settings, role) if count else {}
+        flags = _without({**worker_flags, "nice": _nice(role, settings)}, given)
+        for index in range(count):
+            worker = f"{role.value}-{index}"
+            cores_flag = _without({"cores": next(own_cores, None)}, given)
+            command = _worker_command(role, {**flags, **cores_flag, "worker_id": worker})
+            specs.append(ProcessSpec(worker, role, command, needs=(ROUTER,), env=_environment(role, given)))
+    return specs
+
+
+def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
+    """Return a process's environment; ``files_dir`` is not in it, since the router gets it as a flag."""
+    return child_environment(
+        given, [name for name in command_setting_names(role.value) if name != "files_dir"]
+    )
+
+
+def _nice(role: Role, settings: LocalSettings) -> int | None:
+    """Return the niceness of a worker: on shared cores prompts wait, rather than the next tokens of all requests."""
+    return settings.prefill_nice if role is Role.PREFILL and not _may_use_gpu(settings) else None
+
+
+def _may_use_gpu(settings: LocalSettings) -> bool:
+    return settings.device == "cuda" or (settings.device == "auto" and _NVIDIA.exists())
+
+
+def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> list[str]:
+    if num_threads * num_workers > len(cores):
+        raise SettingError(
+            f"pin_cores: {num_workers} workers of {num_threads} threads need {num_threads * num_workers} cores, and there "
+            f"are {len(cores)}; lower num_threads or leave it unset",
+            param="pin_cores",
+        )
+    starts = range(0, num_threads * num_workers, num_threads)
+    return [show_cores(cores[start : start + num_threads]) for start in starts]
+
+
+def _router_command(
+    settings: LocalSettings, shared: Mapping[str, Any], given: Mapping[str, Any]
+) -> Callable[[Mapping[str, Facts]], list[str]]:
+    def command(known: Mapping[str, Facts]) -> list[str]:
+        asked = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
+        earlier = {name: known[ROUTER][name] for name in asked} if ROUTER in known else {}
+        files_dir = settings.files_dir if settings.keeps_files else None
+        options = _given_options(settings, Role.ROUTER)
+        own = {**shared, **options, "drain_seconds": settings.drain_seconds, "files_dir": files_dir}
+        return _python(Role.ROUTER, {**_without({**own, **asked}, given), **earlier})
+
+    return command
+
+
+def _given_options(settings: LocalSettings, role: Role) -> dict[str, Any]:
+    """Return the options of workers that were set and that a process of this role has too; it knows the defaults itself."""
+    names = WorkerOptions.names() & settings.model_fields_set & command_setting_names(role.value)
+    return {name: getattr(settings, name) for name in sorted(names)}
+
+
+def _without(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that the file does not give to this process more closely."""
+    return {name: value for name, value in flags.items() if name not in given}
+
+
+def _worker_command(role: Role, flags: Mapping[str, Any]) -> Callable[[Mapping[str, Facts]], list[str]]:
+    def command(known: Mapping[str, Facts]) -> list[str]:
+        return _python(role, {**flags, "router": known[ROUTER]["internal"]})
+
+    return command
+
+
+def _python(role: Role, flags: Mapping[str, Any]) -> list[str]:
+    return [sys.executable, "-P", "-m", _COMMAND, role.value, *to_arguments(flags)]

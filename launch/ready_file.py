@@ -1,0 +1,48 @@
+"""Writes the file that says where everything listens, for scripts and tests; it is replaced in one step."""
+
+import json
+import os
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from contract.identity import Role
+from launch.spec import Facts, ProcessSpec
+
+
+def write_ready_file(
+    path: Path | None,
+    specs: Sequence[ProcessSpec],
+    running: Collection[str],
+    known: Mapping[str, Facts],
+) -> None:
+    """Replace ``path`` in one step; None writes nothing.
+
+    running: names of the processes that are ready now. known: the facts of all that were ever ready.
+
+    Content: ``{"http", "grpc", "processes": [{"name", "role", "pid", "admin"}]}``, the router's addresses and the
+    running processes in the order of ``specs``.
+    """
+    if path is None:
+        return
+    router = next((known[spec.name] for spec in specs if spec.role is Role.ROUTER and spec.name in known), {})
+    ready = [(spec, known[spec.name]) for spec in specs if spec.name in running]
+    processes = [
+        {"name": spec.name, "role": spec.role.value, "pid": facts["pid"], "admin": facts["admin"]}
+        for spec, facts in ready
+    ]
+    content = {"http": router.get("http"), "grpc": router.get("grpc"), "processes": processes}
+    _replace(path, json.dumps(content, indent=2) + "\n")
+
+
+def remove_ready_file(path: Path | None) -> None:
+    """Remove the file, so that nobody takes it for a running service."""
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w") as stream:
+        stream.write(text)
+    Path(name).replace(path)

@@ -1,0 +1,30 @@
+"""The settings of ``kvbaton router``: those of a router whose model may be the demo model or a Hugging Face id."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, model_validator
+
+from launch.model import model_folder, with_served_name
+from launch.settings import ServiceSettings
+from router.settings import RouterSettings
+from serving.settings import Address
+
+
+class RouterCommand(ServiceSettings, RouterSettings):
+    """Start one router: text in, text out; it picks the workers and owns the request's life.
+
+    Workers register at --internal with the secret of --secret-file. It needs neither torch nor a GPU.
+
+    Example: kvbaton router --secret-file secret --internal 0.0.0.0:9100
+    """
+
+    internal: Address = "127.0.0.1:9100"
+    """HOST:PORT where workers register; they need the cluster secret."""
+    model: Annotated[Path | None, BeforeValidator(model_folder)] = None
+    """Folder or Hugging Face id of the model, "demo" for the demo model; unset: asked of the first worker."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_model(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return with_served_name(values, None)

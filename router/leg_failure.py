@@ -1,0 +1,47 @@
+"""Why an attempt failed, and a failure that an earlier leg may still make irrelevant."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from contract.errors import KvbatonError
+from router.bound_leg import Leg
+from router.registry import AttachedWorker
+
+_FIRST_TOKEN_PATIENCE_SECONDS = 1.0
+"""How long the failure of a leg waits for an earlier leg's token, which may end the answer."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed. culprit: the worker whose leg failed. suspects: workers that may be at fault."""
+
+    error: KvbatonError
+    culprit: AttachedWorker
+    suspects: frozenset[AttachedWorker]
+
+    def after(self, earlier: "Failure") -> "Failure":
+        """Return this failure with the suspects of an earlier one of the same attempt."""
+        return replace(self, suspects=self.suspects | earlier.suspects)
+
+
+class PostponedFailure:
+    """The failure of a leg whose part of the answer may not be needed. ``on_late`` ends the attempt with it.
+
+    is_last_token: the token that is still to come is the whole rest of the answer, so that it is waited for without limit.
+    """
+
+    def __init__(
+        self, failure: Failure, leg: Leg, on_late: Callable[[Failure], None], *, is_last_token: bool
+    ) -> None:
+        self.failure = failure
+        self.leg = leg
+        self._timer: asyncio.TimerHandle | None = None
+        if not is_last_token:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_FIRST_TOKEN_PATIENCE_SECONDS, on_late, failure)
+
+    def cancel(self) -> None:
+        """Stop the timer."""
+        if self._timer:
+            self._timer.cancel()

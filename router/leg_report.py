@@ -1,0 +1,30 @@
+"""What the workers report about one answer beside its tokens."""
+
+from dataclasses import dataclass, field
+
+from contract.requests import EngineOutput, TokenLogprobs, TransferReport
+
+
+@dataclass
+class LegReport:
+    """What the workers measured: seconds, prompt tokens that nobody computed, the prompt's log probabilities."""
+
+    prefill_seconds: float = 0.0
+    transfer: TransferReport = field(default_factory=TransferReport)
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, output: EngineOutput, *, has_transfer: bool) -> None:
+        """Note what a worker measured. has_transfer: the output's leg waited for the KV before token 1.
+
+        A replay's part counts only within the wait for token 0, or for token 1.
+        """
+        if output.first_index == 0 and output.num_cached_tokens is not None:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.timings is not None:
+            if output.first_index == 0:
+                self.prefill_seconds = output.timings.prefill_seconds
+            if has_transfer:
+                self.transfer = output.timings.transfer

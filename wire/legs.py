@@ -1,0 +1,82 @@
+"""Translates the calls that start a leg on a worker, and the call that cancels a request there.
+
+A leg's message holds the task and where its KV goes to or comes from; ``EngineRequest`` holds both.
+"""
+
+from contract.errors import InvalidRequestError
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from protos import worker_pb2 as pb
+from wire.tasks import task_from_proto, task_to_proto
+
+
+def prefill_to_proto(request: EngineRequest, session: str) -> pb.PrefillRequest:
+    """Translate a prefill leg. Raises TypeError for a request that sends no KV."""
+    if not isinstance(request.transfer, SendTransfer):
+        raise TypeError(f"a prefill leg has a SendTransfer, not {request.transfer!r}")
+    return pb.PrefillRequest(task=task_to_proto(request, session), transfer_id=request.transfer.transfer_id)
+
+
+def prefill_from_proto(message: pb.PrefillRequest) -> EngineRequest:
+    """Translate a prefill leg. Raises InvalidRequestError without a ``transfer_id``, or for a bad task."""
+    if not message.transfer_id:
+        raise InvalidRequestError("a prefill leg needs a transfer_id")
+    return task_from_proto(message.task, SendTransfer(message.transfer_id))
+
+
+def decode_to_proto(request: EngineRequest, session: str) -> pb.DecodeRequest:
+    """Translate a decode leg. Raises TypeError for a request that sends KV."""
+    if isinstance(request.transfer, SendTransfer):
+        raise TypeError(f"a decode leg has a ReceiveTransfer or none, not {request.transfer!r}")
+    source = None if request.transfer is None else source_to_proto(request.transfer)
+    return pb.DecodeRequest(task=task_to_proto(request, session), source=source)
+
+
+def decode_from_proto(message: pb.DecodeRequest) -> EngineRequest:
+    """Translate a decode leg. Raises InvalidRequestError for an incomplete source or a bad task."""
+    source = source_from_proto(message.source) if message.HasField("source") else None
+    return task_from_proto(message.task, source)
+
+
+def source_to_proto(transfer: ReceiveTransfer) -> pb.TransferSource:
+    """Translate where the KV of a decode leg comes from."""
+    return pb.TransferSource(
+        transfer_id=transfer.transfer_id,
+        worker_id=transfer.peer_worker_id,
+        boot_id=transfer.peer_boot_id,
+        control_address=transfer.peer_control,
+    )
+
+
+def source_from_proto(message: pb.TransferSource) -> ReceiveTransfer:
+    """Translate where the KV of a decode leg comes from.
+
+    Raises InvalidRequestError without a ``transfer_id`` or a ``control_address``.
+    """
+    if not message.transfer_id or not message.control_address:
+        raise InvalidRequestError("the source of a decode leg needs a transfer_id and a control_address")
+    return ReceiveTransfer(
+        transfer_id=message.transfer_id,
+        peer_worker_id=message.worker_id,
+        peer_boot_id=message.boot_id,
+        peer_control=message.control_address,
+    )
+
+
+def embed_to_proto(request: EngineRequest, session: str) -> pb.EmbedLegRequest:
+    """Translate an embedding. How to pool is not sent: the worker reads it from its model's folder."""
+    return pb.EmbedLegRequest(task=task_to_proto(request, session))
+
+
+def embed_from_proto(message: pb.EmbedLegRequest, pooling: PoolingParams) -> EngineRequest:
+    """Translate an embedding that is pooled by ``pooling``. Raises InvalidRequestError for a task without id or prompt."""
+    return task_from_proto(message.task, pooling=pooling)
+
+
+def cancel_to_proto(request_id: str, attempt: int, choice: int | None) -> pb.CancelRequest:
+    """Translate a cancel of the attempts up to this one, of one choice or (None) of all."""
+    return pb.CancelRequest(request_id=request_id, attempt=attempt, choice=choice)
+
+
+def cancel_from_proto(message: pb.CancelRequest) -> tuple[str, int, int | None]:
+    """Translate a cancel. Return the request id, the last attempt, and the choice or None for all."""
+    return message.request_id, message.attempt, message.choice if message.HasField("choice") else None

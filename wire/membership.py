@@ -1,0 +1,107 @@
+"""Translates what a worker and its router exchange about themselves: registration, welcome, load and credit."""
+
+from contract.layout import KVLayout
+from contract.membership import Credit, Load, Registration, Welcome
+from protos import worker_pb2 as pb
+
+
+def registration_to_proto(registration: Registration) -> pb.Registration:
+    """Translate a worker's description of itself."""
+    return pb.Registration(
+        protocol_min=registration.protocol_min,
+        protocol_max=registration.protocol_max,
+        worker_id=registration.worker_id,
+        boot_id=registration.boot_id,
+        role=registration.role,
+        address=registration.address,
+        control_address=registration.control_address,
+        model_name=registration.model_name,
+        model_fingerprint=registration.model_fingerprint,
+        kv_layout=None if registration.kv_layout is None else layout_to_proto(registration.kv_layout),
+        max_model_len=registration.max_model_len,
+        num_blocks=registration.num_blocks,
+        vocab_size=registration.vocab_size,
+        admin_address=registration.admin_address,
+        pid=registration.pid,
+        embeds_only=registration.embeds_only,
+    )
+
+
+def registration_from_proto(message: pb.Registration) -> Registration:
+    """Translate a worker's description of itself, complete or not: the registry checks it."""
+    return Registration(
+        protocol_min=message.protocol_min,
+        protocol_max=message.protocol_max,
+        worker_id=message.worker_id,
+        boot_id=message.boot_id,
+        role=message.role,
+        address=message.address,
+        control_address=message.control_address,
+        model_name=message.model_name,
+        model_fingerprint=message.model_fingerprint,
+        kv_layout=layout_from_proto(message.kv_layout) if message.HasField("kv_layout") else None,
+        max_model_len=message.max_model_len,
+        num_blocks=message.num_blocks,
+        vocab_size=message.vocab_size,
+        admin_address=message.admin_address,
+        pid=message.pid,
+        embeds_only=message.embeds_only,
+    )
+
+
+def layout_to_proto(layout: KVLayout) -> pb.KvLayout:
+    """Translate the shape of a KV block."""
+    return pb.KvLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+    )
+
+
+def layout_from_proto(message: pb.KvLayout) -> KVLayout:
+    """Translate the shape of a KV block."""
+    return KVLayout(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+        dtype=message.dtype,
+    )
+
+
+def welcome_to_proto(welcome: Welcome) -> pb.Welcome:
+    """Translate the answer to a registration."""
+    return pb.Welcome(protocol=welcome.protocol, router_id=welcome.router_id, session=welcome.session)
+
+
+def welcome_from_proto(message: pb.Welcome) -> Welcome:
+    """Translate the answer to a registration."""
+    return Welcome(protocol=message.protocol, router_id=message.router_id, session=message.session)
+
+
+def load_to_proto(load: Load) -> pb.Load:
+    """Translate how busy a worker is."""
+    return pb.Load(
+        num_running=load.num_running, num_waiting=load.num_waiting, kv_cache_usage=load.kv_cache_usage
+    )
+
+
+def load_from_proto(message: pb.Load) -> Load:
+    """Translate how busy a worker is."""
+    return Load(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        kv_cache_usage=message.kv_cache_usage,
+    )
+
+
+def credit_to_proto(credit: Credit) -> pb.Credit:
+    """Translate how much a worker takes on."""
+    return pb.Credit(max_requests=credit.max_requests, max_tokens=credit.max_tokens)
+
+
+def credit_from_proto(message: pb.Credit) -> Credit:
+    """Translate how much a worker takes on."""
+    return Credit(max_requests=message.max_requests, max_tokens=message.max_tokens)

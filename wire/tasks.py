@@ -1,0 +1,59 @@
+"""Translates ``EngineRequest``: what a worker computes for one choice, or several choices of one prompt."""
+
+from contract.errors import InvalidRequestError
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SamplingParams, SendTransfer
+from protos import worker_pb2 as pb
+from wire.sampling import sampling_from_proto, sampling_to_proto
+
+
+def task_to_proto(request: EngineRequest, session: str) -> pb.Task:
+    """Translate a request. ``session`` names the stream on which the router expects the tokens.
+
+    The leg's own message holds the transfer. An embedding's task has no sampling; how to pool is not sent either, since
+    the worker reads it from its model's folder. ``client_index``, ``arrival_time``, ``lora_request`` and
+    ``multi_modal_inputs`` are not part of the protocol.
+    """
+    return pb.Task(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        choice=request.choice,
+        num_choices=request.num_choices,
+        first_index=request.first_index,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=None if request.pooling_params else sampling_to_proto(request.sampling),
+        eos_token_ids=request.eos_token_ids,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        tenant=request.tenant,
+        deadline_seconds=request.deadline_seconds,
+        session=session,
+    )
+
+
+def task_from_proto(
+    task: pb.Task,
+    transfer: SendTransfer | ReceiveTransfer | None = None,
+    pooling: PoolingParams | None = None,
+) -> EngineRequest:
+    """Translate a task into the engine's request for one leg; with ``pooling`` into that for an embedding.
+
+    Raises InvalidRequestError for a task without id or prompt, or with an unknown kind of grammar.
+    """
+    if not task.request_id or not task.prompt_token_ids:
+        raise InvalidRequestError("a task needs a request id and a prompt")
+    return EngineRequest(
+        request_id=task.request_id,
+        prompt_token_ids=list(task.prompt_token_ids),
+        sampling=SamplingParams() if pooling else sampling_from_proto(task.sampling),
+        eos_token_ids=tuple(task.eos_token_ids),
+        attempt=task.attempt,
+        choice=task.choice,
+        num_choices=max(1, task.num_choices),
+        first_index=task.first_index,
+        priority=task.priority,
+        cache_salt=task.cache_salt,
+        tenant=task.tenant,
+        deadline_seconds=task.deadline_seconds,
+        transfer=transfer,
+        pooling_params=pooling,
+    )

@@ -1,0 +1,114 @@
+"""Translates what a worker's engine emits: ``EngineOutput`` with log probabilities and timings."""
+
+from collections.abc import Iterable
+
+from contract.membership import Load
+from contract.requests import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
+from protos import worker_pb2 as pb
+from wire.membership import load_to_proto
+
+
+def step_to_proto(outputs: Iterable[EngineOutput], load: Load | None) -> pb.StepOutput:
+    """Translate all outputs of one step, with the load if it has changed.
+
+    The router translates back entry by entry (``output_from_proto``), once it knows that a request waits for it.
+    """
+    return pb.StepOutput(
+        entries=[output_to_proto(output) for output in outputs],
+        load=None if load is None else load_to_proto(load),
+    )
+
+
+def output_to_proto(output: EngineOutput) -> pb.TokenEntry:
+    """Translate one choice's new tokens of one step. ``is_leg_finished`` is the worker's own and not sent."""
+    return pb.TokenEntry(
+        request_id=output.request_id,
+        choice=output.choice,
+        attempt=output.attempt,
+        first_index=output.first_index,
+        token_ids=output.token_ids,
+        logprobs=[logprobs_to_proto(entry) for entry in output.logprobs or ()],
+        prompt_logprobs=[logprobs_to_proto(entry) for entry in output.prompt_logprobs or ()],
+        finish_reason=output.finish_reason.value if output.finish_reason else "",
+        stop_reason=output.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
+        timings=None if output.timings is None else timings_to_proto(output.timings),
+        error_kind=output.error_kind or "",
+        error_message=output.error_message or "",
+        error_param=output.error_param or "",
+        pooled=output.pooled or (),
+    )
+
+
+def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
+    """Translate one choice's new tokens of one step; what is empty on the wire becomes None.
+
+    Raises ValueError for an unknown finish reason.
+    """
+    return EngineOutput(
+        request_id=entry.request_id,
+        choice=entry.choice,
+        attempt=entry.attempt,
+        first_index=entry.first_index,
+        token_ids=list(entry.token_ids),
+        logprobs=[logprobs_from_proto(one) for one in entry.logprobs] or None,
+        prompt_logprobs=[logprobs_from_proto(one) for one in entry.prompt_logprobs] or None,
+        finish_reason=FinishReason(entry.finish_reason) if entry.finish_reason else None,
+        stop_reason=entry.stop_reason if entry.HasField("stop_reason") else None,
+        num_cached_tokens=entry.num_cached_tokens if entry.HasField("num_cached_tokens") else None,
+        timings=timings_from_proto(entry.timings) if entry.HasField("timings") else None,
+        error_kind=entry.error_kind or None,
+        error_message=entry.error_message or None,
+        error_param=entry.error_param or None,
+        pooled=list(entry.pooled) or None,
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.PositionLogprobs:
+    """Translate the log probabilities at one position."""
+    return pb.PositionLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def logprobs_from_proto(message: pb.PositionLogprobs) -> TokenLogprobs:
+    """Translate the log probabilities at one position."""
+    return TokenLogprobs(
+        token_id=message.token_id,
+        logprob=message.logprob,
+        rank=message.rank,
+        top_token_ids=tuple(message.top_token_ids),
+        top_logprobs=tuple(message.top_logprobs),
+    )
+
+
+def timings_to_proto(timings: RequestTimings) -> pb.LegTimings:
+    """Translate what one worker spent on a request."""
+    return pb.LegTimings(
+        queue_seconds=timings.queue_seconds,
+        prefill_seconds=timings.prefill_seconds,
+        transfer_exposed_seconds=timings.transfer.exposed_seconds,
+        transfer_hidden_seconds=timings.transfer.hidden_seconds,
+        transfer_bytes=timings.transfer.num_bytes,
+        transfer_pieces=timings.transfer.num_pieces,
+        transfer_copying_seconds=timings.transfer.copying_seconds,
+    )
+
+
+def timings_from_proto(message: pb.LegTimings) -> RequestTimings:
+    """Translate what one worker spent on a request."""
+    return RequestTimings(
+        queue_seconds=message.queue_seconds,
+        prefill_seconds=message.prefill_seconds,
+        transfer=TransferReport(
+            exposed_seconds=message.transfer_exposed_seconds,
+            hidden_seconds=message.transfer_hidden_seconds,
+            num_bytes=message.transfer_bytes,
+            num_pieces=message.transfer_pieces,
+            copying_seconds=message.transfer_copying_seconds,
+        ),
+    )
