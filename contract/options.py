@@ -4,11 +4,11 @@ A process's settings, the settings of ``kvbaton up`` and what an engine or a con
 new setting is one edit: its flag, variable, TOML key, help text and row in docs/settings.md follow from the declaration.
 """
 
-from collections.abc import Mapping
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from contract.errors import SettingError
 
@@ -53,7 +53,10 @@ class PeerOptions(Options):
 
 
 class PartSettings(Options):
-    """What one part of a process receives. Raises SettingError with the name, the value and the allowed range."""
+    """What one part of a process receives. Raises SettingError with the name, the value and the allowed range.
+
+    A check of several settings raises SettingError itself, with the one that is to blame.
+    """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -61,11 +64,11 @@ class PartSettings(Options):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _as_setting_error(type(self).model_fields, error) from error
-
-    def changed(self, **values: Any) -> Self:
-        """Return a copy with other values. Raises SettingError."""
-        return type(self)(**{**self.values_in(self), **values})
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            field = type(self).model_fields.get(name)
+            is_secret = field is not None and not field.repr
+            raise SettingError(describe(first, field, is_secret=is_secret), param=name) from error
 
 
 def bounds(field: FieldInfo) -> list[str]:
@@ -87,17 +90,15 @@ def allowed(field: FieldInfo | None) -> str:
     return f", allowed: {listed}" if listed else ""
 
 
-def _as_setting_error(fields: Mapping[str, FieldInfo], error: ValidationError) -> SettingError:
-    first, *_ = error.errors(include_url=False)
-    reason = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:
-        return SettingError(reason, param=_named_in(reason, fields))
-    name = str(first["loc"][0])
-    field = fields.get(name)
-    shown = repr(first["input"]) if field is None or field.repr else "***"
-    return SettingError(f"{name} is {shown}: {reason}{allowed(field)}", param=name)
+def describe(problem: ErrorDetails, field: FieldInfo | None, *, is_secret: bool) -> str:
+    """Return what is wrong with one value, as "NAME is VALUE: REASON, allowed: RANGE"; a secret is not shown."""
+    name = str(problem["loc"][0])
+    if problem["type"] == "missing":
+        return f"{name} is not set"
+    value = "***" if is_secret else repr(problem["input"])
+    return f"{name} is {value}: {reason_of(problem)}{allowed(field)}"
 
 
-def _named_in(reason: str, fields: Mapping[str, FieldInfo]) -> str | None:
-    """Return the setting that a check of several settings names first."""
-    return next((word for word in reason.replace(":", " ").split() if word in fields), None)
+def reason_of(problem: ErrorDetails) -> str:
+    """Return why a value, or several together, were refused."""
+    return problem["msg"].removeprefix("Value error, ")

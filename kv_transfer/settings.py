@@ -5,12 +5,13 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from contract.errors import SettingError
 from contract.identity import Role
 from contract.options import PartSettings, PeerOptions
 from kv_transfer.data.staging import DEFAULT_STAGING_BYTES
 from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.nixl.library import why_missing
+from kv_transfer.transports.nixl.binding import why_missing
 from kv_transfer.transports.shm.folder import why_unsupported
 from kv_transfer.transports.transport import ReceiverTransport
 
@@ -52,13 +53,17 @@ class TransferSettings(TransferOptions, PortOptions, PeerOptions, PartSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.host in ("0.0.0.0", "::") and self.advertise_host is None:
-            raise ValueError(f"host is {self.host}, which nobody can dial; set advertise_host too")
+            raise SettingError(
+                f"host is {self.host}, an address that no peer can dial; set advertise_host too", param="host"
+            )
         if self.role is Role.ROUTER:
-            raise ValueError("role is router; a router moves no KV")
+            raise SettingError("role is router; a router moves no KV", param="role")
         missing = why_missing() if self.transport == "nixl" else None
         if missing is not None:
-            raise ValueError(f"transport nixl: {missing}")
+            raise SettingError(missing, param="transport")
         why_not = why_unsupported() if self.transport == "shm" else None
         if why_not is not None:
-            raise ValueError(f"transport shm is not possible here: {why_not}; choose auto or tcp")
+            raise SettingError(
+                f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
+            )
         return self

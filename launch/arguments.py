@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import CLI_SUPPRESS, CliApp, CliSettingsSource, EnvSettingsSource, SettingsError
 
 from contract.errors import SettingError
-from contract.options import allowed
+from contract.options import allowed, describe, reason_of
 from launch.command_settings import NEVER_IN_A_FILE, all_setting_names, setting_names
 from launch.settings import refuse_unknown_variables, variable
 from serving.settings import FLAG, Settings, Sources
@@ -131,19 +131,18 @@ def _flag(name: str, value: object) -> Iterable[str]:
 def _explain(settings_class: type[Settings], error: ValidationError, origins: Mapping[str, str]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
-        reason = problem["msg"].removeprefix("Value error, ")
         if not problem["loc"]:
-            lines.append(reason)
+            lines.append(reason_of(problem))
             continue
         name = str(problem["loc"][0])
         field = settings_class.model_fields.get(name)
+        line = describe(problem, field, is_secret=is_secret(name))
         how = _how_to_set(name, field)
         if problem["type"] == "missing":
-            lines.append(f"{name} is not set; give {how}")
+            lines.append(f"{line}; give {how}")
             continue
         place = origins.get(name, "")
-        value = "***" if is_secret(name) else repr(problem["input"])
-        lines.append(f"{name} is {value}: {reason}{allowed(field)} ({how if place in ('', FLAG) else place})")
+        lines.append(f"{line} ({how if place in ('', FLAG) else place})")
     return "; ".join(lines)
 
 

@@ -15,6 +15,7 @@ from kv_transfer.connector import TransferFactory
 from kv_transfer.links.framing import HEADER, FrameBuffer, encode_frame, format_address, parse_address
 from kv_transfer.options import TransportName
 from kv_transfer.protocol.reads import LeaseName, ReadRequest
+from kv_transfer.settings import TransferSettings
 from kv_transfer.testing import CorruptingReceiver
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import AUTO, open_transport, transport_names
@@ -50,6 +51,14 @@ def test_a_hub_is_the_transport_of_one_process() -> None:
 
 def test_the_secret_is_not_printed() -> None:
     assert SECRET not in repr(settings_for("p", Role.PREFILL))
+
+
+def test_a_setting_that_is_missing_is_named_and_the_others_are_not_shown() -> None:
+    """Pydantic's word for a missing value holds all that were given, the secret among them."""
+    given: dict[str, Any] = {"worker_id": "p", "role": Role.PREFILL, "secret": SECRET}
+    with pytest.raises(SettingError, match="^boot_id is not set$") as caught:
+        TransferSettings(**given)
+    assert caught.value.param == "boot_id"
 
 
 def test_a_wrong_transport_name_gets_the_right_ones() -> None:
