@@ -103,7 +103,6 @@ class EngineCore:
     ) -> None:
         self.executor, num_blocks = start(settings)
         self._has_news = False
-        self._stages = stages
         self._under_way: _Begun | None = None
         self._clock = clock
         self._wake = wake
@@ -116,7 +115,7 @@ class EngineCore:
         with ExitStack() as undo:
             undo.callback(self.close)
             self._connect(connector_factory, settings.tensor_parallel_size, self._on_connector_news)
-            self.info, self.scheduler = self._schedule_with(settings, num_blocks, wake)
+            self.info, self.scheduler = self._schedule_with(settings, num_blocks, wake, stages)
             self.executor.watch(wake)
             undo.pop_all()
 
@@ -217,7 +216,7 @@ class EngineCore:
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def add_request(self, request: EngineRequest) -> None:
-        """Enqueue tokenized input. A bad one is answered with an error output, so that nobody waits."""
+        """Queue a tokenized request. A bad one is answered with an error output."""
         try:
             request.check(self.info.vocab_size)
             if request.pooling_params is None and not self.info.has_head:
@@ -286,7 +285,11 @@ class EngineCore:
         self.executor.join_ranks(joined.ranks)
 
     def _schedule_with(
-        self, settings: EngineSettings, num_blocks: int, wake: Callable[[], None]
+        self,
+        settings: EngineSettings,
+        num_blocks: int,
+        wake: Callable[[], None],
+        stages: Sequence[WaitStage],
     ) -> tuple[EngineInfo, Scheduler]:
         model = self.executor.model_info
         connector = self._connector
@@ -315,7 +318,7 @@ class EngineCore:
             grammars=Grammars(
                 self._grammars, settings.max_grammar_bytes, settings.grammar_timeout_seconds, wake
             ),
-            stages=self._stages,
+            stages=stages,
             clock=self._clock,
         )
         return info, scheduler

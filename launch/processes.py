@@ -44,7 +44,7 @@ def local_processes(
     own_cores = iter(_cores_of_each(cores, num_threads, num_workers) if settings.pin_cores else ())
     worker_flags = {
         **shared,
-        **_given_options(settings, Role.PREFILL),
+        **_given_options(settings),
         "workers_on_host": num_workers,
         "num_threads": num_threads,
         "admin": _LOOPBACK,
@@ -104,17 +104,19 @@ def _router_command(
         asked = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
         earlier = {name: known[ROUTER][name] for name in asked} if ROUTER in known else {}
         files_dir = settings.files_dir if settings.keeps_files else None
-        options = _given_options(settings, Role.ROUTER)
+        known_here = command_setting_names(Role.ROUTER)
+        options = {name: value for name, value in _given_options(settings).items() if name in known_here}
         own = {**shared, **options, "drain_seconds": settings.drain_seconds, "files_dir": files_dir}
         return _python(Role.ROUTER, {**_without({**own, **asked}, given), **earlier})
 
     return command
 
 
-def _given_options(settings: LocalSettings, role: Role) -> dict[str, Any]:
-    """Return the options of workers that were set and that a process of this role has too; it knows the defaults itself."""
-    names = WorkerOptions.names() & settings.model_fields_set & command_setting_names(role.value)
-    return {name: getattr(settings, name) for name in sorted(names)}
+def _given_options(settings: LocalSettings) -> dict[str, Any]:
+    """Return the options of workers that were set; a worker knows the defaults of the others itself."""
+    return {
+        name: getattr(settings, name) for name in sorted(WorkerOptions.names() & settings.model_fields_set)
+    }
 
 
 def _without(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

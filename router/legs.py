@@ -7,11 +7,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contract.requests import EngineRequest
-from router.worker_calls import WorkerCalls
 from wire.legs import decode_to_proto, embed_to_proto, prefill_to_proto
+
+if TYPE_CHECKING:  # policies are pure, and need no gRPC
+    from router.worker_calls import WorkerCalls
 
 PREFILL = "prefill"
 """Computes the prompt, sends its KV, and emits the first token."""
@@ -67,7 +69,7 @@ class Result(Enum):
     EMBEDDING = auto()
 
 
-StartLeg = Callable[[WorkerCalls, EngineRequest, str], Coroutine[Any, Any, None]]
+StartLeg = Callable[["WorkerCalls", EngineRequest, str], Coroutine[Any, Any, None]]
 """Makes the call that starts a leg in a worker's session. The call returns when the worker has accepted the leg."""
 
 
@@ -81,15 +83,15 @@ class LegKind:
     num_tokens_before: int = 0
 
 
-def _start_prefill(calls: WorkerCalls, request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
+def _start_prefill(calls: "WorkerCalls", request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
     return calls.prefill(prefill_to_proto(request, session))
 
 
-def _start_decode(calls: WorkerCalls, request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
+def _start_decode(calls: "WorkerCalls", request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
     return calls.decode(decode_to_proto(request, session))
 
 
-def _start_embed(calls: WorkerCalls, request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
+def _start_embed(calls: "WorkerCalls", request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
     return calls.embed(embed_to_proto(request, session))
 
 

@@ -6,6 +6,7 @@ of them is ready for the batch.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,13 +83,11 @@ class Waits:
     def start(self, request: Request) -> bool:
         """Enter the stages that a request needs, all or none; return whether it needs any. Raises what a stage raises."""
         needed = [stage for stage in self._stages if stage.needs_wait(request)]
-        for number, stage in enumerate(needed):
-            try:
+        with ExitStack() as undo:
+            for stage in needed:
                 stage.start(request)
-            except BaseException:
-                for entered in needed[:number]:
-                    entered.give_up(request)
-                raise
+                undo.callback(stage.give_up, request)
+            undo.pop_all()
         if needed:
             self._pending[request.key] = needed
             self._enter_first(request)

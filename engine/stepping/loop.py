@@ -66,9 +66,11 @@ class StepLoop:
         self._process_all()
         while not self._is_stopping:
             delay = self._core.seconds_to_start()
+            if delay == 0:
+                return True
             if delay is None:
                 self._wait_idle()
-            elif delay == 0 or (not self._wait(limit := min(delay, self._idle_seconds)) and delay == limit):
+            elif not self._wait(min(delay, self._idle_seconds)) and delay <= self._idle_seconds:
                 return True
         return False
 

@@ -4,26 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "cli",
-    "contract",
-    "decode_service",
-    "engine",
-    "kv_transfer",
-    "launch",
-    "native",
-    "prefill_service",
-    "protos",
-    "router",
-    "serving",
-    "text",
-    "tools",
-    "wire",
-    "worker",
-)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = (*PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], "tools")
 DECLARATION = '''
     max_made_up: int = Field(default=7, ge=1, le=99)
     """A setting that only a test has."""
