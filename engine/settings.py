@@ -21,6 +21,6 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
     device: str = "cpu"
     """Where the model runs: auto, cpu, cuda or cuda:INDEX."""
     cores: tuple[int, ...] = ()
-    """The cores that compute threads are kept to, one each; empty: any. The process is kept there by whoever starts it."""
+    """The cores that compute threads are kept to, one each; empty: any. The caller pins the process itself."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0)
     """Silence of a rank within a step, after which the engine ends."""

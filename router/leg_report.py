@@ -7,7 +7,7 @@ from contract.requests import EngineOutput, TokenLogprobs, TransferReport
 
 @dataclass
 class LegReport:
-    """What the workers measured: seconds, prompt tokens that nobody computed, the prompt's log probabilities."""
+    """What the workers measured: seconds, prompt tokens found in a cache, the prompt's log probabilities."""
 
     prefill_seconds: float = 0.0
     transfer: TransferReport = field(default_factory=TransferReport)

@@ -18,7 +18,7 @@ ProgressOf = Callable[[], dict[str, int]]
 """The counts of the threads that work, from any thread, without waiting for any of them."""
 
 
-def _nobody(progress: ProgressOf) -> None:
+def _unwatched(progress: ProgressOf) -> None:
     """Do nothing: the progress is not watched."""
 
 
@@ -44,7 +44,7 @@ class EnginePlan:
 
 
 def run_engine(
-    plan: EnginePlan, inbox: Inbox, emit: Emit, watched_by: Callable[[ProgressOf], None] = _nobody
+    plan: EnginePlan, inbox: Inbox, emit: Emit, watched_by: Callable[[ProgressOf], None] = _unwatched
 ) -> bool:
     """Build a core, say so, run it until Shutdown. True when it ended as asked.
 

@@ -76,7 +76,7 @@ def ended_by_error(kind: str, message: str, param: str | None = None) -> Ending:
 
 
 def ended_by(error: KvbatonError) -> Ending:
-    """The same, for this error."""
+    """Return how a request ends by this error."""
     return ended_by_error(error.kind, error.message, error.param)
 
 

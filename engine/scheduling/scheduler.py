@@ -211,27 +211,27 @@ class Scheduler:
     # Questions.
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have not ended."""
+        """Return how many requests have not ended."""
         return len(self.requests)
 
     def has_unfinished_requests(self) -> bool:
-        """True while a request has not ended."""
+        """Return whether a request has not ended."""
         return bool(self.requests)
 
     def has_finished_requests(self) -> bool:
-        """True while the runner has not been told of a request that ended."""
+        """Return whether a request has ended that the runner was not told to forget."""
         return bool(self.live.finished_req_ids)
 
     def has_requests(self) -> bool:
-        """True while a request has not ended, or the runner has not been told."""
+        """Return whether a request has not ended, or the runner was not told to forget it."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
     def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting); waiting for KV from another worker counts as waiting."""
+        """Return (running, waiting); a request that waits for KV from another worker counts as waiting."""
         return len(self.batcher.running), len(self.requests) - len(self.batcher.running)
 
     def needs_step(self) -> bool:
-        """True when a step could change something; False while all wait for events, for blocks or for deadlines."""
+        """Return whether a step could change something: False while all wait for events, blocks or deadlines."""
         return bool(self.batcher.running) or self._has_any_news()
 
     def _has_any_news(self) -> bool:

@@ -1,7 +1,8 @@
 """The control half (``SchedulerConnector``): what is sent and what is fetched, over one I/O thread.
 
 Called from the step thread (the scheduler's verbs), from the I/O thread (links and time) and from the data half
-(reports). ``SendTransfers`` and ``FetchTransfers`` own all state; this class only says who hears what.
+(reports). ``SendTransfers`` and ``FetchTransfers`` own all state; this class only forwards calls and
+reports to them.
 """
 
 import logging

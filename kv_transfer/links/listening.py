@@ -47,7 +47,7 @@ class Listener:
     def accept_some(self) -> Iterator[socket.socket]:
         """Yield a few connections, then rest for three times as long as they took the caller.
 
-        So who is connected already is heard before there are too many, and a burst leaves the process to others.
+        Connections that are open are read before there are too many, and a burst leaves the process to other threads.
         """
         began = time.monotonic()
         for _ in range(_ACCEPTS_AT_ONCE):

@@ -31,23 +31,23 @@ class RunningDigests:
         self._digests = [xxhash.xxh3_64(seed=seed) for seed in seeds]
 
     def go_on(self, parts: Iterable[memoryview], start: int = 0) -> None:
-        """These bytes follow in the blocks from ``start`` on, one part for each."""
+        """Add the next bytes of the blocks from ``start`` on, one part for each."""
         for digest, part in zip(self._digests[start:], parts, strict=False):
             update(digest, part)
 
     def values(self, start: int, end: int) -> tuple[int, ...]:
-        """As far as they have come, of the blocks ``start``..``end`` - 1."""
+        """Return the digests of the blocks ``start``..``end`` - 1 over the bytes that were added so far."""
         return tuple(int(digest.intdigest()) for digest in self._digests[start:end])
 
 
 def update(digest: xxhash.xxh3_64, content: memoryview) -> None:
-    """Go on with a digest. Python's lock can be had by others after every mebibyte."""
+    """Add content to a digest. Other threads can take Python's lock after every mebibyte."""
     for start in range(0, content.nbytes, _DIGESTED_AT_ONCE):
         digest.update(content[start : start + _DIGESTED_AT_ONCE])
 
 
 def digest_of(block: memoryview, seed: int) -> int:
-    """What a block is announced and verified with."""
+    """Return the digest with which a block is announced and verified."""
     if block.nbytes <= _DIGESTED_AT_ONCE:
         return int(xxhash.xxh3_64_intdigest(block, seed=seed))
     digest = xxhash.xxh3_64(seed=seed)
@@ -56,7 +56,7 @@ def digest_of(block: memoryview, seed: int) -> int:
 
 
 def digests_of(blocks: Sequence[memoryview], seeds: Sequence[int]) -> tuple[int, ...]:
-    """``digest_of`` each, one block at least; all have one size."""
+    """Return ``digest_of`` each block; there is one at least, and all have one size."""
     if blocks[0].nbytes > _DIGESTED_AT_ONCE:
         return tuple(map(digest_of, blocks, seeds))
     return tuple(map(xxhash.xxh3_64_intdigest, blocks, seeds))  # no Python for each of thousands

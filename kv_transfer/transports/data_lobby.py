@@ -1,4 +1,4 @@
-"""Who has dialed a data port and proved nothing yet. One thread hears them all: each costs a socket and a few bytes."""
+"""Connections to a data port that have proved nothing yet. One thread reads all: each costs a socket and a few bytes."""
 
 import math
 import selectors
@@ -13,13 +13,13 @@ from kv_transfer.transports.data_wire import DataHello, DataProve, DataStatus
 
 _MAX_UNAUTHENTICATED = 64
 _MAX_GREETING_BYTES = 1024
-"""Of one frame of a greeting, which holds three short strings."""
+"""The longest frame of a greeting, which holds three short strings."""
 
 
 class UnauthenticatedConnection:
-    """One connection that is being greeted. has_spoken: it has named a session that is open, which nobody else can.
+    """One connection that is being greeted. has_spoken: it has named an open session, which takes its token.
 
-    heard_at, due_at: when it came, and until when it may say who it is (monotonic seconds).
+    heard_at, due_at: when it was accepted, and the deadline of its greeting (monotonic seconds).
     """
 
     def __init__(self, sock: socket.socket, lending: Lending, heard_at: float, due_at: float) -> None:
@@ -30,7 +30,7 @@ class UnauthenticatedConnection:
         self._lending = lending
         self._frames = FrameBuffer(_MAX_GREETING_BYTES)
 
-    def hear(self) -> str | None:
+    def receive(self) -> str | None:
         """Take in what has arrived; return the session's token once it is proved.
 
         Raises OSError (closed), TransferError (not a greeting), UnauthenticatedError (not a session of ours).
@@ -94,12 +94,12 @@ class Lobby:
         return connection.sock
 
     def dismiss_late(self, now: float) -> float:
-        """Dismiss who did not say who it is in time; return when the next one will be late, inf for nobody."""
+        """Dismiss the connections whose deadline has passed; return the next deadline, inf if there is none."""
         for connection in [one for one in self._unauthenticated if one.due_at <= now]:
             self.dismiss(connection)
         return min((one.due_at for one in self._unauthenticated), default=math.inf)
 
     def close(self) -> None:
-        """Dismiss everybody."""
+        """Dismiss all connections."""
         for connection in list(self._unauthenticated):
             self.dismiss(connection)

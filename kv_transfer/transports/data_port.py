@@ -1,6 +1,6 @@
-"""A data port: peers dial it, prove the session of their control link, and are spoken with, one thread per connection.
+"""A data port: peers dial it, prove the session of their control link, and are served by one thread per connection.
 
-A connection has a thread from when it has proved a session; until then one thread hears all of them.
+A connection has a thread from when it has proved a session; until then one thread reads all of them.
 """
 
 import logging
@@ -110,7 +110,7 @@ class DataPort:
     def _run(self) -> None:
         try:
             self._accept()
-        except Exception as error:  # the boundary of the thread: without it nobody is let in any more
+        except Exception as error:  # the boundary of the thread: without it no connection is accepted
             logger.exception("the data port has failed")
             self._on_failed(self._thread.name, error)
 
@@ -127,14 +127,14 @@ class DataPort:
                 if any(key.fileobj is self._wake_in for key in ready):
                     return
                 for unauthenticated in [key.data for key in ready if key.data is not None]:
-                    self._hear(lobby, unauthenticated)
+                    self._greet(lobby, unauthenticated)
                 if any(key.data is None for key in ready):
                     for sock in self._listener.accept_some():
                         lobby.let_in(sock, Lending(self._sessions, self._transport))
 
-    def _hear(self, lobby: Lobby, unauthenticated: UnauthenticatedConnection) -> None:
+    def _greet(self, lobby: Lobby, unauthenticated: UnauthenticatedConnection) -> None:
         try:
-            token = unauthenticated.hear()
+            token = unauthenticated.receive()
         except (OSError, TransferError, UnauthenticatedError) as error:
             logger.debug("%s: an unauthenticated connection ended: %s", self._name, error)
             lobby.dismiss(unauthenticated)
@@ -203,7 +203,7 @@ def leave_unpaced(sock: socket.socket) -> None:
     BBR sends no faster than the bandwidth that it has estimated, and a machine has none to itself: a third slower.
     """
     if sys.platform == "linux" and sock.getsockname()[0] == sock.getpeername()[0]:
-        with suppress(OSError):  # a system without Reno, or that allows it to nobody
+        with suppress(OSError):  # a system without Reno, or that does not allow it
             chosen = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _MAX_NAME_BYTES)
             if chosen.startswith(b"bbr"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

@@ -80,7 +80,7 @@ class DataStream:
         return read_frame(self._sock, message_type, MAX_DATA_FRAME_BYTES)
 
     def hear_question(self, message_type: type[_T]) -> _T:
-        """The same, taken from as many as there are, by one call: for who is sent nothing but frames."""
+        """Receive a frame, reading all that have arrived by one call: for streams that carry nothing but frames."""
         while not self._unread:
             data = self._sock.recv(MAX_DATA_FRAME_BYTES)
             if not data:

@@ -23,7 +23,7 @@ def _open_shm(context: TransportContext) -> Transport:
 
 
 def _open_nixl(context: TransportContext) -> Transport:
-    from kv_transfer.transports.nixl.library import load
+    from kv_transfer.transports.nixl.binding import load
     from kv_transfer.transports.nixl.nixl_thread import NixlThread
     from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
     from kv_transfer.transports.nixl.sender import NixlSender

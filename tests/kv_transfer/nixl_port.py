@@ -18,7 +18,7 @@ from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nixl.library import NixlLibrary, load
+from kv_transfer.transports.nixl.binding import NixlLibrary, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
 from kv_transfer.transports.nixl.sender import NixlSender

@@ -23,7 +23,7 @@ from kv_transfer.transports.block_grants import encode_grant
 from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.data_wire import DataStatus
 from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable
-from kv_transfer.transports.nixl.library import load
+from kv_transfer.transports.nixl.binding import load
 from kv_transfer.transports.nixl.memory import ID_TYPE, HostMemory, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import agent_name

@@ -9,7 +9,7 @@ from contract.errors import SettingError
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_views import BlockViews, address_of
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nixl.library import load, why_missing
+from kv_transfer.transports.nixl.binding import load, why_missing
 from kv_transfer.transports.nixl.memory import Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import agent_name

@@ -19,7 +19,7 @@ from kv_transfer.protocol.orders import CommitJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nixl.library import load
+from kv_transfer.transports.nixl.binding import load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.registry import open_transport
 from kv_transfer.transports.tcp.sender import TcpSender

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from contract.errors import KvbatonError, PeerUnreachableError, SettingError, TransferError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.nixl.library import NixlLibrary
+from kv_transfer.transports.nixl.binding import NixlLibrary
 from kv_transfer.transports.nixl.memory import Region
 
 logger = logging.getLogger(__name__)

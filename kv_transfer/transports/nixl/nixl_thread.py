@@ -25,7 +25,7 @@ from typing import TypeVar
 from contract.errors import KvbatonError, TransferError
 from engine.mailbox import Mailbox
 from kv_transfer.transports.nixl.agent import DescribedRegion, NixlAgent
-from kv_transfer.transports.nixl.library import NixlLibrary
+from kv_transfer.transports.nixl.binding import NixlLibrary
 from kv_transfer.transports.nixl.memory import Region
 from kv_transfer.transports.nixl.peer import RemotePool
 from kv_transfer.transports.nixl.read import NixlRead
