@@ -15,7 +15,7 @@ import grpc.aio
 from benchmarks.servers import in_time, started
 from benchmarks.settings import service_environment
 from contract.membership import Registration
-from protos import PROTOCOL_MAX, worker_pb2_grpc
+from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.worker_calls import WorkerCalls, open_worker_calls
 from serving.cluster_tls import router_tls
@@ -40,7 +40,7 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
     ) -> AsyncIterator[pb.RouterMessage]:
         """See MembershipServicer in ``router.membership``."""
         first = await anext(request_iterator)
-        welcome = pb.Welcome(protocol=PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
+        welcome = pb.Welcome(protocol=WORKER_PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
         yield pb.RouterMessage(welcome=welcome)
         self.attached.set_result(registration_from_proto(first.registration))
         async for message in request_iterator:
