@@ -1,4 +1,4 @@
-"""The settings of a connector that users give, in groups; see ``contract.options``. It imports nothing that moves KV."""
+"""The settings of a connector, in groups; see ``contract.options``. Imports no transport."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,25 +12,25 @@ TransportName = Literal["auto", "shm", "nixl", "nccl", "tcp"]
 
 
 class TransferOptions(Options):
-    """How KV travels, and how long it is lent."""
+    """The settings of transfers and leases."""
 
     transport: TransportName = "auto"
-    """How KV blocks travel: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers can do."""
+    """Transport of KV blocks: shm (workers on one machine), nixl, nccl, tcp; auto: the best that both workers support."""
     shm_dir: Path | None = None
-    """Folder of the sockets of transport shm; containers share it by a volume. Unset: a fresh private one in /tmp."""
+    """Folder of the sockets of transport shm; containers share it as a volume. Unset: a new private folder in /tmp."""
     lease_seconds: float = Field(default=30.0, gt=0)
-    """How long computed KV is lent to a decode worker that gives no sign of life."""
+    """Time after which the lease on a prompt's KV expires if the decode worker does not renew it."""
 
 
 class PortOptions(Options):
-    """Where other workers reach a worker."""
+    """The settings of a worker's internal ports."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Interface that the worker's internal ports bind to; other workers and the router must reach it."""
+    """Interface to which the worker's internal ports are bound; other workers and the router must be able to reach it."""
     advertise_host: str | None = None
-    """Host that the router and other workers dial; needed where host is a wildcard such as 0.0.0.0."""
+    """Host name or address that the router and other workers connect to; required if host is a wildcard such as 0.0.0.0."""
     control_port: int = Field(default=0, ge=0, le=65535)
     """Port of the control link to other workers; 0 picks a free one."""
     data_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the KV data that other workers fetch by transport tcp (or nixl or nccl); 0 picks a free one. Each further
-    rank has the next one."""
+    """Port of the KV data that other workers fetch by transport tcp, nixl or nccl; 0 picks a free one. Each further rank
+    uses the next port."""

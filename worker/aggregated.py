@@ -21,5 +21,5 @@ class AggregatedServicer(WorkerServicer):
         return await self._accept(decode_from_proto, request, context)
 
     async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Accept a prompt whose embedding is wanted."""
+        """Accept a prompt for an embedding."""
         return await self._accept_embedding(request, context)

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class Attachment:
     """One Attach call. Owns the messages that the router has not read yet.
 
-    session: the router's name for this stream; empty until the router accepts the worker. has_router_left: the router said
-    that it is stopping. num_unread_bytes: size of the unread messages; above ``max_unread_bytes`` the call is cancelled.
+    session: the router's name for this stream; empty until the router accepts the worker. has_router_left: the router has
+    sent goodbye. num_unread_bytes: size of the unread messages; above ``max_unread_bytes`` the call is cancelled.
     """
 
     def __init__(self, registration: pb.Registration, credit: pb.Credit, max_unread_bytes: int) -> None:

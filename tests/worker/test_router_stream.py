@@ -96,7 +96,7 @@ async def test_a_router_that_reads_nothing_is_lost() -> None:
 
 
 async def test_the_requests_of_a_lost_router_are_aborted_before_the_next_registration() -> None:
-    """Law 5: the next router does not know them, or has started them elsewhere."""
+    """Law 5: the next router has no record of them, or has started them elsewhere."""
     lost: list[None] = []
 
     async def on_lost() -> None:
