@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import InvalidRequestError, KvbatonError
 from contract.requests import Grammar
-from contract.schema_patterns import respelled
+from contract.schema_patterns import rust_pattern
 from tests.engine_grammar.answers import allowed_by, asking, matcher_of, outcome_of
 from tests.text.tiny_model import END, byte_ids, write_model
 
@@ -226,4 +226,4 @@ def test_patterns_mean_what_ecma_says(model: Path, number: int) -> None:
 @pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in PATTERNS])
 def test_patterns_are_respelled_once(pattern: str) -> None:
     """Routers and workers reduce a schema one after the other."""
-    assert respelled(respelled(pattern)) == respelled(pattern)
+    assert rust_pattern(rust_pattern(pattern)) == rust_pattern(pattern)

@@ -114,5 +114,7 @@ def test_types_of_other_languages_are_those_that_are_meant() -> None:
     found = json.loads(grammar.text)["$defs"]["f"]
     assert found["type"] == "object"
     assert found["properties"] == {"a": {"type": "number"}, "b": {"type": ["string", "null"]}, "c": {}}
-    with pytest.raises(InvalidRequestError, match="#/properties/a/type: 'float' is no type of JSON Schema"):
+    with pytest.raises(
+        InvalidRequestError, match="#/properties/a/type: 'float' is not a type of JSON Schema"
+    ):
         grammar_for([tool("f", parameters, strict=True)])

@@ -205,7 +205,7 @@ def test_annotations_are_bounded_too() -> None:
     """F13: they count for nothing up to a size that is cheap to read."""
     fits = Grammar("json_schema", json.dumps({"title": "x" * (MAX_SCHEMA_BYTES - 100), "enum": [1]}))
     assert reduced(fits).text == '{"enum":[1]}'
-    with pytest.raises(InvalidRequestError, match="with its annotations; it may have 1048576 at most"):
+    with pytest.raises(InvalidRequestError, match="with its annotations; the limit is 1048576"):
         reduced(Grammar("json_schema", json.dumps({"title": "x" * MAX_SCHEMA_BYTES})))
 
 
