@@ -223,9 +223,9 @@ def test_blocks_leave_no_blank_lines() -> None:
     ("source", "words"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[5].content + 1 }}", "refuses these messages"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages[5].content + 1 }}", "rejects these messages"),
+        ("{{ messages.append(1) }}", "rejects these messages"),
+        ("{{ ''.__class__.__mro__ }}", "rejects these messages"),
     ],
 )
 def test_a_template_that_refuses_is_the_clients_error(source: str, words: str) -> None:

@@ -91,7 +91,7 @@ def test_the_process_ends_with_its_renderer() -> None:
     renderer = bounded({DEFAULT: "{{ x }}{{ raise_exception('no') if not x }}"})
     (child,) = set(psutil.Process().children()) - before
     assert renderer.render(DEFAULT, {"x": "é\ud800"}) == "é\ud800"
-    with pytest.raises(InvalidRequestError, match="refuses these messages: no"):
+    with pytest.raises(InvalidRequestError, match="rejects these messages: no"):
         renderer.render(DEFAULT, {"x": None})
     child.kill()
     child.wait()

@@ -100,10 +100,10 @@ def test_bytes_of_a_byte_level_token(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(SettingError, match=r"contains no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SettingError, match="is no tokenizer"):
+    with pytest.raises(SettingError, match="is not a valid tokenizer"):
         Tokenizer.from_folder(tmp_path)
     write_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
