@@ -1,4 +1,4 @@
-"""Many prompts through one pipeline: all are checked before the first is sent."""
+"""Runs many prompts through one pipeline; all are checked before the first is sent."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Question:
-    """A request that can be sent, its prompt as token ids. text: the prompt's own, None where it came as token ids."""
+    """A checked request, with its prompt as token ids. text: the prompt's text; None if it was given as token ids."""
 
     request: GenerationRequest
     prompt_token_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Question:
 def check_all(
     pipeline: Pipeline, card: ModelCard, asked: Iterable[Callable[[], GenerationRequest]]
 ) -> list[Question]:
-    """Make every request and check it as the pipeline does. Raises InvalidRequestError that names the first bad prompt."""
+    """Make and check every request. Raises InvalidRequestError that names the first invalid prompt."""
     questions = []
     for index, make in enumerate(asked):
         try:
@@ -54,7 +54,7 @@ def check_all(
 
 
 def _text(request: GenerationRequest, token_ids: tuple[int, ...], tokenizer: Tokenizer) -> str | None:
-    """What the model reads: of a chat that is its template, filled."""
+    """Return the text that the model reads; of a chat the rendered template."""
     if isinstance(request.prompt, Chat):
         return tokenizer.decode(token_ids, skip_special_tokens=False)
     return request.prompt if isinstance(request.prompt, str) else None
@@ -63,7 +63,7 @@ def _text(request: GenerationRequest, token_ids: tuple[int, ...], tokenizer: Tok
 def check_embeddings(
     pipeline: Pipeline, asked: Iterable[Callable[[], EmbeddingRequest]]
 ) -> list[EmbeddingRequest]:
-    """The same for embeddings, with their prompts as token ids."""
+    """Make and check every embedding request, with its prompt as token ids."""
     requests = []
     for index, make in enumerate(asked):
         try:
@@ -78,9 +78,9 @@ def check_embeddings(
 async def ask_all(
     pipeline: Pipeline, tokenizer: Tokenizer, questions: Sequence[Question], on_answer: Callable[[], None]
 ) -> list[RequestOutput]:
-    """The answers in the order of the questions; ``on_answer`` is called after each.
+    """Return the answers in the order of the questions; call ``on_answer`` after each.
 
-    Raises the first error, which names the prompt, and ends the others.
+    Raises the first error, which names the prompt, and cancels the others.
     """
     return await _all_of(questions, partial(_ask, pipeline, tokenizer), on_answer)
 
@@ -88,7 +88,7 @@ async def ask_all(
 async def embed_all(
     pipeline: Pipeline, requests: Sequence[EmbeddingRequest], on_answer: Callable[[], None]
 ) -> list[EmbeddingRequestOutput]:
-    """The same for embeddings."""
+    """Return the embeddings in the order of the requests; call ``on_answer`` after each."""
     return await _all_of(requests, partial(_embed, pipeline), on_answer)
 
 

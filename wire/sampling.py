@@ -1,4 +1,4 @@
-"""Translates sampling parameters and grammars."""
+"""Converts sampling parameters and grammars."""
 
 import msgspec
 
@@ -67,6 +67,4 @@ def grammar_from_proto(message: pb.Grammar) -> Grammar:
     try:
         return msgspec.convert({"kind": message.kind, "text": message.text}, Grammar)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(
-            f"this worker knows no grammar of kind {message.kind!r}", param="grammar"
-        ) from error
+        raise InvalidRequestError(f"unknown kind of grammar {message.kind!r}", param="grammar") from error

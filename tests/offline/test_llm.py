@@ -179,7 +179,7 @@ def test_bad_input_costs_nothing_and_a_closed_llm_says_so(llm: LLM) -> None:
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidRequestError, match="priority has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], priority=[1])
-    with pytest.raises(InvalidRequestError, match="lora_request is not served"):
+    with pytest.raises(InvalidRequestError, match="lora_request is not supported"):
         llm.generate("a", lora_request="x")  # type: ignore[arg-type]
     answers = llm.generate(["a", "b"], SamplingParams(ignore_eos=True), priority=[1, 2])
     assert [len(answer.outputs[0].token_ids) for answer in answers] == [16, 16]
@@ -208,7 +208,7 @@ def test_a_bad_argument_is_named() -> None:
         LLM(max_model_len=1)
     with pytest.raises(SettingError, match="prefill is 1 but decode is 0"):
         LLM(prefill=1)
-    with pytest.raises(SettingError, match="no such folder"):
+    with pytest.raises(SettingError, match="neither an existing folder"):
         LLM("/no/such/model")
 
 

@@ -48,7 +48,7 @@ def test_a_grammar_arrives_as_it_was_sent() -> None:
 
 
 def test_a_kind_that_is_not_known_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequestError, match="no grammar of kind 'xml'") as refusal:
+    with pytest.raises(InvalidRequestError, match="unknown kind of grammar 'xml'") as refusal:
         task_from_proto(task(grammar=pb.Grammar(kind="xml")))
     assert refusal.value.param == "grammar"
 
