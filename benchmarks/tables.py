@@ -1,7 +1,7 @@
 """``python -m benchmarks.tables``: writes the tables of ``docs/performance.md`` from ``results``; ``--check`` compares.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, where NAME is a file of the results. What has not been
-measured yet says so.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``, where NAME is a file of the results. A table without
+results is marked as not measured.
 """
 
 import json
@@ -25,32 +25,34 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def main(arguments: list[str], page: Path = PAGE, results: Path = RESULTS) -> int:
-    """Write the page, or with ``--check`` only compare; the exit code says whether it is what the results say."""
+    """Write the page, or with ``--check`` only compare; return 1 if it does not match the results."""
     wanted = filled(page.read_text(), results)
     if arguments != ["--check"]:
         page.write_text(wanted)
     is_same = page.read_text() == wanted
     if not is_same:
         print(
-            f"docs/{page.name} is not what the results say: run `python -m benchmarks.tables`",
+            f"docs/{page.name} does not match the results: run `python -m benchmarks.tables`",
             file=sys.stderr,
         )
     return 0 if is_same else 1
 
 
 def filled(text: str, results: Path) -> str:
-    """The page's text with every table as the results have it. Raises KeyError for a kind of table that nobody writes."""
+    """Return the page's text with all tables from the results. Raises KeyError for an unknown kind of table."""
     return _TABLE.sub(lambda match: match[1] + _table(match[2], match[3], results) + match[4], text)
 
 
 def _table(kind: str, rest: str, results: Path) -> str:
-    write, file = _WRITERS[kind], results / f"{kind}_{rest}.json"
+    write = _WRITERS[kind]
+    file = results / f"{kind}_{rest}.json"
     if not file.exists():
         return "\nNot measured yet.\n\n"
     found = json.loads(file.read_text())
-    figures, machine = found["figures"], found["machine"]
-    told = f"{machine['cpu']}, {machine['cores']} cores, {found['date']}, commit {found['commit']}"
-    return f"\n`{figures['command']}` ({told})\n\n{write(figures)}\n\n"
+    figures = found["figures"]
+    machine = found["machine"]
+    origin = f"{machine['cpu']}, {machine['cores']} cores, {found['date']}, commit {found['commit']}"
+    return f"\n`{figures['command']}` ({origin})\n\n{write(figures)}\n\n"
 
 
 if __name__ == "__main__":
