@@ -1,4 +1,4 @@
-"""Whole runs of the benchmarks at the smallest size; nothing is said of how fast anything is."""
+"""Complete runs of the benchmarks at the smallest size, without checks of speed."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -79,7 +79,7 @@ def test_what_would_take_too_long_to_compare_stays_one_of() -> None:
 
 
 def test_properties_of_properties_are_looked_at_within_the_budget() -> None:
-    """Each of the properties that all branches have may tell them apart, by each of its own, and so on."""
+    """Each common property of the branches may distinguish them, by its own properties, and so on."""
     inner: Any = {}
     for name in "abcdefgh":
         inner = {"type": "object", "required": [f"{name}{i}" for i in range(40)]}

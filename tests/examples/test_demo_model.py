@@ -1,4 +1,4 @@
-"""The demo model: its data is what it says, its training is reproducible and resumes, and it recalls."""
+"""The demo model: its data, its reproducible and resumable training, and its recall."""
 
 import json
 from pathlib import Path

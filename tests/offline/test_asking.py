@@ -22,7 +22,7 @@ REQUEST_IDS = count()
 
 
 def echoing(task: worker_pb2.Task) -> Script:
-    """Says the prompt's last token, then ends."""
+    """Repeats the prompt's last token, then ends."""
     last = task.prompt_token_ids[-1]
     logprobs = {BOS: -0.25, END: -0.5} if task.sampling.HasField("logprobs") else {}
     return Script(tokens=[last, END], logprobs=logprobs, num_cached_tokens=len(task.prompt_token_ids) - 1)

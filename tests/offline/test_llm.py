@@ -51,7 +51,7 @@ def llm() -> Iterator[LLM]:
 
 
 def told(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
-    """What must be the same however the questions were asked."""
+    """Return the parts that must not depend on the batching of the prompts."""
     return [
         (answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason)
         for output in outputs
@@ -158,7 +158,7 @@ async def test_the_answers_are_those_of_the_service(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_worker_that_dies_is_a_pause(llm: LLM) -> None:
-    """As in the service: the answer goes on behind the tokens that were there."""
+    """An answer is continued after its delivered tokens, like in the service."""
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     expected = told(llm.generate(PROMPTS * 4, params))
     worker = next(child for child in psutil.Process().children() if "both" in child.cmdline())

@@ -1,4 +1,4 @@
-"""The list of mutants fits the code as it is, and the tool tells a law that is guarded from one that is not."""
+"""The list of mutants matches the code, and the tool distinguishes a guarded law from an unguarded one."""
 
 import ast
 import subprocess
@@ -80,7 +80,7 @@ def test_a_mutant_that_does_not_break_its_law_alone_is_a_problem(
 
 
 def test_one_that_lives_fails_the_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first one is seen, and mended again before the second one's turn."""
+    """The first one is detected, and repaired before the second one runs."""
     seen = LIST.format(name="guarded", old="min(", new="max(")
     (tiny / "tests" / "mutants.toml").write_text(seen + LIST.format(name="open", old="# the law", new="#"))
     assert main([], tiny) == 1

@@ -175,7 +175,7 @@ def test_a_bad_message_is_named_by_its_index(messages: Any, param: str, words: s
     ],
 )
 def test_an_answer_of_nothing_or_of_reasoning_is_history(message: dict[str, Any]) -> None:
-    """F10: clients that do not know reasoning send ``content: null`` back, and nothing else."""
+    """F10: clients without support for reasoning send back only ``content: null``."""
     (parsed,) = parse_messages([{"role": "assistant", **message}])
     assert not parsed.get("content") and "tool_calls" not in parsed
 
@@ -188,7 +188,7 @@ def test_a_refusal_is_the_content_where_there_is_no_other() -> None:
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
 def test_an_assistant_message_with_tool_calls_needs_no_content(content: Any) -> None:
-    """F2: null, empty and missing contents stay what they are."""
+    """F2: null, empty and missing contents stay distinct."""
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     sent = {"role": "assistant", **content, "tool_calls": calls}
     (message,) = parse_messages([sent])
@@ -252,7 +252,7 @@ def test_a_broken_template_is_a_setting_error() -> None:
     "arguments", ['{"a": ', "[1]", "7", '{"a": "\\ud800"}', '["A"]', '{"a": NaN}', '{"a": 1,}']
 )
 def test_arguments_of_a_call_stay_the_clients_text(arguments: str) -> None:
-    """F10: whatever a model wrote as arguments is accepted in a conversation."""
+    """F10: any arguments of a model are accepted in a conversation."""
     calls = [{"function": {"name": "f"}}, {"function": {"name": "a b", "arguments": arguments}}]
     (message,) = parse_messages([{"role": "assistant", "tool_calls": calls}])
     assert message["tool_calls"][1] == calls[1]

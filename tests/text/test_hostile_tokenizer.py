@@ -1,4 +1,4 @@
-"""tokenizer.json files that are made to harm: an error that names the file, instead of the end of the process."""
+"""Hostile tokenizer.json files: an error names the file, and the process survives."""
 
 import json
 from collections.abc import Callable
@@ -71,7 +71,7 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 def test_a_hostile_tokenizer_is_refused_by_name(
     tmp_path: Path, harm: Callable[[dict[str, Any]], object], words: str
 ) -> None:
-    """L8: a panic of the library is no Exception, and what it cannot allocate ends the process."""
+    """L8: a panic of the library is not an Exception, and a failed allocation ends the process."""
     with pytest.raises(SettingError, match=words) as caught:
         Tokenizer.from_folder(folder_with(tmp_path, harm))
     assert "tokenizer.json" in caught.value.message

@@ -1,4 +1,4 @@
-"""What is read of a model folder."""
+"""The facts that are read from a model folder."""
 
 import json
 from pathlib import Path

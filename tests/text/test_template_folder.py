@@ -1,4 +1,4 @@
-"""The chat templates of a model folder, in every layout that it is written in."""
+"""The chat templates of a model folder, in every layout."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Hostile chat templates: what they may take, and that the process which renders them is replaced."""
+"""Limits of hostile chat templates, and the replacement of their process."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""Text to token ids as transformers does it, and the bytes of single tokens."""
+"""Token ids equal to those of transformers, and the bytes of single tokens."""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
-    """Threads that want the GIL wait for a tenth of a millisecond only, where its holder can be interrupted."""
+    """Set a short switch interval: threads that wait for the GIL get it within 0.1 ms if its holder is interruptible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
