@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu_shapes import Ceilings, ModelShape
 from contract.errors import SettingError
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.attention.backend import create_backend
 from engine.attention.choice import choose_backend
 from engine.compute.batch import InputBatch

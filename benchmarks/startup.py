@@ -21,7 +21,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.facts import run_facts, write_result
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
 

@@ -27,7 +27,8 @@ from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.others import watch_use
 from benchmarks.samples import sample, summary
 from contract.errors import SettingError
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.kernels.binding import Kernels
 from engine.settings import EngineSettings

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from router.answer import Answer
 from router.delivery import Arrival, Token
 from router.limits import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS

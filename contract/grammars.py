@@ -2,7 +2,7 @@
 
 from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schema
-from contract.requests import MAX_GRAMMAR_BYTES, Grammar
+from contract.sampling import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_BYTES
 """Size limit of a JSON schema with its annotations."""

@@ -31,7 +31,8 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from contract.layout import KVLayout, Side
-from contract.requests import EngineRequest, TokenLogprobs, TransferReport
+from contract.outputs import TokenLogprobs, TransferReport
+from contract.requests import EngineRequest
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import msgspec
 
 from contract.errors import KvbatonError, NotFoundError, SettingError, UnsupportedFieldError
 from contract.layout import KVLayout, Side
-from contract.requests import EngineOutput, EngineRequest
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
 from engine.connector import (
     ConnectorFactory,
     ConnectorPair,

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from contract.options import Options, PeerOptions
-from contract.requests import MAX_GRAMMAR_BYTES
+from contract.sampling import MAX_GRAMMAR_BYTES
 
 
 class ModelOptions(Options):

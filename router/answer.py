@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from contract.requests import FinishReason, TokenLogprobs
+from contract.outputs import FinishReason, TokenLogprobs
 from router.delivery import Arrival, Token
 from router.request import PreparedRequest
 from router.timings import Timings

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Self
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
-from contract.requests import EngineOutput, FinishReason
+from contract.outputs import EngineOutput, FinishReason
 from protos import worker_pb2 as pb
 from router.bound_leg import Leg, start
 from router.delivery import Arrival, Delivery, Token, tokens_of

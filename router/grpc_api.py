@@ -12,7 +12,9 @@ import msgspec
 
 from contract.errors import CancelledError, InternalError, InvalidRequestError, KvbatonError
 from contract.grammars import reduced
-from contract.requests import FinishReason, Grammar, check_token_ids
+from contract.outputs import FinishReason
+from contract.requests import check_token_ids
+from contract.sampling import Grammar
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.answer import Delta

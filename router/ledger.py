@@ -15,7 +15,7 @@ from contract.errors import (
     OverloadedError,
     UnavailableError,
 )
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.admission import has_slot
 from router.answer import Delta, Usage
 from router.leg_report import LegReport

@@ -26,7 +26,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from contract.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
 from router.ledger import Ledger
 from router.limits import MAX_PROMPT_TOKENS, check_cache_salt, check_limits, check_repeated

@@ -10,14 +10,8 @@ from typing import TypeVar
 from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
-from contract.requests import (
-    MAX_CHOICES,
-    EngineRequest,
-    Grammar,
-    SamplingParams,
-    check_token_ids,
-    choice_seed,
-)
+from contract.requests import MAX_CHOICES, EngineRequest, check_token_ids
+from contract.sampling import Grammar, SamplingParams, choice_seed
 from text.chat import Chat
 from text.length_bound import check_length_fits, check_text_fits
 from text.model_card import ModelCard

@@ -13,7 +13,7 @@ import grpc.aio
 
 from contract.errors import KvbatonError
 from contract.identity import Role, new_boot_id
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.tasks import TaskSet

@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.errors import InvalidRequestError, SettingError
 from contract.model_folder import check_entries, end_token_ids
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.attempt import Prompt
 from text.templates.chat_template import ChatTemplate

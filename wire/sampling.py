@@ -3,7 +3,7 @@
 import msgspec
 
 from contract.errors import InvalidRequestError
-from contract.requests import Grammar, SamplingParams
+from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
 
 

@@ -1,7 +1,8 @@
 """Converts ``EngineRequest``, the task of a worker for one or several choices of one prompt."""
 
 from contract.errors import InvalidRequestError
-from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SamplingParams, SendTransfer
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.sampling import SamplingParams
 from protos import worker_pb2 as pb
 from wire.sampling import sampling_from_proto, sampling_to_proto
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from contract.membership import Load
-from contract.requests import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
+from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
 from wire.membership import load_to_proto
 

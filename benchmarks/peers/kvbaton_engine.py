@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.work import Generate, Load, Prompts, run_peer
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.settings import EngineSettings
 

@@ -21,7 +21,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError, OverloadedError
 from contract.json_schema import plain_schema
-from contract.requests import MAX_GRAMMAR_BYTES, EngineRequest, Grammar
+from contract.requests import EngineRequest
+from contract.sampling import MAX_GRAMMAR_BYTES, Grammar
 from engine.grammar.cache import Compiled, CompiledGrammars
 from engine.grammar.gbnf import gbnf_to_lark
 from engine.grammar.json_schema import with_closed_objects

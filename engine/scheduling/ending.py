@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 
 
 class RequestStatus(Enum):

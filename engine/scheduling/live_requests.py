@@ -1,6 +1,6 @@
 """The requests that have not ended: how they come to be known, and the one way in which all of them end."""
 
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines

@@ -5,15 +5,8 @@ from functools import cached_property
 
 from contract.block_hash import BlockHash, block_hash, full_block_hashes
 from contract.errors import ErrorKind
-from contract.requests import (
-    EngineOutput,
-    EngineRequest,
-    ReceiveTransfer,
-    RequestTimings,
-    SendTransfer,
-    TokenLogprobs,
-    TransferReport,
-)
+from contract.outputs import EngineOutput, RequestTimings, TokenLogprobs, TransferReport
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Received
 from engine.grammar.matcher import GrammarMatcher
 from engine.outputs import LogprobsLists

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contract.errors import TransferError
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken
 from engine.outputs import ModelRunnerOutput
 from engine.scheduling.batching import Batcher

@@ -1,6 +1,6 @@
 """From what the runner drew in a step to the tokens of one request."""
 
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken
 from engine.outputs import LogprobsLists, ModelRunnerOutput
 

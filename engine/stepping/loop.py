@@ -10,7 +10,7 @@ from queue import Empty
 from typing import Literal
 
 from contract.errors import ErrorKind, KvbatonError
-from contract.requests import EngineOutput
+from contract.outputs import EngineOutput
 from engine.core import EngineCore
 from engine.hosting.messages import (
     Abort,

@@ -10,7 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from contract.errors import InternalError
-from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
+from contract.outputs import TransferReport
+from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Failed, Published, Received, TransferEvent
 from kv_transfer.control.arrival_estimates import ArrivalEstimates
 from kv_transfer.control.incoming_transfer import IncomingTransfer, WireKey

@@ -4,7 +4,8 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from contract.requests import MAX_CHOICES
+from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from router.http.body import Body
 from router.http.grammars import grammar_fields
 from router.http.strictness import check_ignored

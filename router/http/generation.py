@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 from contract.errors import InvalidRequestError
-from contract.requests import MAX_LOGPROBS
+from contract.sampling import MAX_LOGPROBS
 from router.http.body import Body
 from router.http.chat_fields import CHAT_FIELDS, chat_of, forced_calls
 from router.http.echo import prompt_view, without_answer

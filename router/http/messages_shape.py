@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Delta, Usage
 from router.http.messages_blocks import Block, TextBlock, ThinkingBlock, ToolUseBlock
 from router.http.shapes import AnswerOptions

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.errors import InvalidRequestError
-from contract.requests import MAX_LOGPROBS
+from contract.sampling import MAX_LOGPROBS
 from router.http.body import Body, Json
 from router.http.fields import NEUTRAL, refuse_unserved
 from router.http.thinking import check_choice

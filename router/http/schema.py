@@ -6,7 +6,8 @@ one, and ``/openapi.json`` shows them. A new field is one line.
 
 from typing import Any
 
-from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
+from contract.requests import MAX_CHOICES
+from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
 from router.http.body import UNSERVED, Json
 from router.http.fields import NEUTRAL
 from router.http.response_fields import INCLUDABLE, RESPONSE_NEUTRAL, SUMMARIES, TRUNCATIONS

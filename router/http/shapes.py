@@ -7,7 +7,7 @@ from functools import reduce
 from operator import add
 from typing import Any, Protocol
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Delta, Usage
 from router.http.echo import PromptView
 from router.http.logprobs import ChatLogprobs, LegacyLogprobs, LogprobsShape, merged, prompt_logprobs

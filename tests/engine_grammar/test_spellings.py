@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from contract.errors import InvalidRequestError, KvbatonError
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from contract.schema_patterns import rust_pattern
 from tests.engine_grammar.answers import allowed_by, asking, matcher_of, outcome_of
 from tests.text.tiny_model import END, byte_ids, write_model

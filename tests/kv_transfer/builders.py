@@ -7,7 +7,8 @@ from typing import Any
 
 from contract.identity import Role, new_boot_id
 from contract.layout import KVLayout
-from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from contract.sampling import SamplingParams
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings

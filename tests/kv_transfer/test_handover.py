@@ -5,7 +5,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken
 from kv_transfer.protocol.orders import TransferMetadata
 from kv_transfer.testing import CorruptingReceiver

@@ -2,7 +2,7 @@
 
 from contract.errors import ErrorKind, error_from_kind
 from contract.identity import Role
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.delivery import Delivery, Token
 from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
 from router.legs import PREFILL, Placement

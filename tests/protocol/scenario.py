@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 
 from contract.block_hash import full_block_hashes
-from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from contract.sampling import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
 from kv_transfer.control.fetching import FetchTransfers

@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schema
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from router.http.body import Body
 from router.http.chat_fields import chat_of, forced_calls
 

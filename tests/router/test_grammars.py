@@ -9,7 +9,7 @@ import pytest
 from contract.errors import InvalidRequestError
 from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.identity import Role
-from contract.requests import MAX_GRAMMAR_BYTES, Grammar
+from contract.sampling import MAX_GRAMMAR_BYTES, Grammar
 from protos import inference_pb2 as pb
 from router.testing import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from contract.errors import ErrorKind, UnavailableError
 from contract.identity import Role, new_boot_id
-from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory

@@ -6,15 +6,9 @@ import pytest
 
 from contract.errors import InvalidRequestError
 from contract.membership import Registration
-from contract.requests import (
-    EngineOutput,
-    EngineRequest,
-    Grammar,
-    PoolingParams,
-    ReceiveTransfer,
-    SamplingParams,
-    SendTransfer,
-)
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
 from wire.legs import (
     cancel_from_proto,
