@@ -73,7 +73,7 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"unexpected 1 tensors: model\.layers\.0\.moe\.weight"):
         load_on_cpu(folder)
     save_file(weights | {"model.norm.weight": torch.ones(2)}, folder / "model.safetensors")
-    with pytest.raises(SettingError, match=r"model\.norm\.weight is \[2\]; config\.json asks for \[64\]"):
+    with pytest.raises(SettingError, match=r"model\.norm\.weight is \[2\]; config\.json requires \[64\]"):
         load_on_cpu(folder)
 
 
