@@ -99,11 +99,11 @@ class Scene:
         before = self._limit(row)
         with runner.turn(), watch_use() as use:
             value = row.sample(lambda order: float(runner.run(order)["seconds"]), sizes, rng)
-        behind = self._limit(row)
+        after = self._limit(row)
         found = sample(value, use)
-        limit = (before + behind) / 2
+        limit = (before + after) / 2
         return found | {
-            "is_quiet": found["is_quiet"] and _are_alike(before, behind),
+            "is_quiet": found["is_quiet"] and _are_alike(before, after),
             "round": self.number,
             "limit": limit,
             "share_of_limit": row.over(value, limit),

@@ -63,7 +63,7 @@ class Watch:
         self._is_under_way = False
 
     def take(self) -> list[tuple[float, float, float, float]]:
-        """Return the times and start anew; call it while no step runs."""
+        """Return the times and reset; call it while no step runs."""
         steps = self._steps
         self._steps = []
         self._launched = None
@@ -178,7 +178,7 @@ def table(figures: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     threads = figures["num_threads"]
     head = (
-        f"| threads: {threads} | a step, ms | the model stands still, ms | share | of it drawing, ms"
+        f"| threads: {threads} | a step, ms | model idle, ms | share | of it sampling, ms"
         " | Python, ms | of the step | of all threads' time |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )

@@ -19,7 +19,7 @@ def pooling_of(folder: Path) -> PoolingParams:
     """Return the model's pooling: the last token's state, or the mean if ``1_Pooling/config.json`` asks for it.
 
     The vector is normalized to length 1 with or without ``2_Normalize``. Raises UnsupportedFieldError for another kind of
-    pooling, for several at once, and for further modules behind it.
+    pooling, for several at once, and for further modules after it.
     """
     _check_modules(folder)
     try:

@@ -55,7 +55,7 @@ def test_a_good_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("{% if %}", "cannot be compiled"),
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "2 s of processor time",
+            "2 s of CPU time",
         ),
     ],
 )

@@ -128,7 +128,7 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
         (None, "messages", "at least one message"),
         ([], "messages", "at least one message"),
         ("hi", "messages", "at least one message"),
-        ([{"role": "user", "content": "a"}, "hi"], "messages[1]", "no object"),
+        ([{"role": "user", "content": "a"}, "hi"], "messages[1]", "must be an object"),
         ([{"role": "wizard", "content": "a"}], "messages[0].role", "'wizard'"),
         ([{"content": "a"}], "messages[0].role", "None"),
         ([{"role": "user"}], "messages[0].content", "missing"),
@@ -149,7 +149,7 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
             "string",
         ),
         ([{"role": "assistant", "tool_calls": 7}], "messages[0].tool_calls", "list of calls"),
-        ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0]", "no call"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0]", "must be a call"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}],
             "messages[0].tool_calls[0].function.name",

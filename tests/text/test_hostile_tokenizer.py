@@ -40,10 +40,10 @@ def steps(name: str, *each: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
 
 HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (steps("normalizer", *[TEN_OF_ONE] * 9), "its normalizer can turn one character into more than 4096"),
-    (steps("normalizer", {"type": "Sequence", "normalizers": [TEN_OF_ONE] * 4}), "its normalizer can make"),
-    (steps("normalizer", LONG), "its normalizer can make"),
-    (steps("pre_tokenizer", *[{"type": "ByteLevel"}] * 50), "its pre_tokenizer can make"),
-    (steps("decoder", TEN_OF_ONE | {"content": "y" * 5000}), "its decoder can make"),
+    (steps("normalizer", {"type": "Sequence", "normalizers": [TEN_OF_ONE] * 4}), "its normalizer can turn"),
+    (steps("normalizer", LONG), "its normalizer can turn"),
+    (steps("pre_tokenizer", *[{"type": "ByteLevel"}] * 50), "its pre_tokenizer can turn"),
+    (steps("decoder", TEN_OF_ONE | {"content": "y" * 5000}), "its decoder can turn"),
     (
         lambda spec: spec.update(post_processor=COPIES),
         "its post_processor can turn one character into more than 16",
