@@ -89,7 +89,7 @@ def test_the_log_shows_the_source_of_each_setting(file: Path, caplog: pytest.Log
             r"\[decode\]: 'max_nm_seqs' is no setting .*did you mean max_num_seqs",
         ),
         ("config = 'other'\n", "'config' is not a setting of any command"),
-        ("prefill = 1\n[prefill]\n", "the sizes of up's pools belong into"),
+        ("prefill = 1\n[prefill]\n", "put the numbers of workers for up into"),
         ("[up]\nprefill = 1\n", "prefill is 1 but decode is 0"),
         ("[up.x]\n", "'x' is not a setting of up"),
     ],
