@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
-from cli.batch_asking import Asker
+from cli.batch_client import BatchClient
 from cli.batch_files import (
     BadLine,
+    BatchRequest,
     Problem,
-    Question,
     Result,
     answered,
     appending,
@@ -95,9 +95,9 @@ class Batch:
             advance = opened.enter_context(progress_bar("Requests", self.num_lines))
             lines = read_lines(settings.input)
             async with endpoint.open_session(settings.max_concurrency) as session:
-                asker = Asker(session, endpoint.url, settings.max_retries)
+                client = BatchClient(session, endpoint.url, settings.max_retries)
                 tasks = [
-                    asyncio.create_task(self._work(asker, lines, write, advance))
+                    asyncio.create_task(self._work(client, lines, write, advance))
                     for _ in range(min(settings.max_concurrency, self.num_lines))
                 ]
                 try:
@@ -110,24 +110,24 @@ class Batch:
 
     async def _work(
         self,
-        asker: Asker,
-        lines: Iterator[Question | BadLine],
+        client: BatchClient,
+        lines: Iterator[BatchRequest | BadLine],
         write: Callable[[Result], None],
         advance: Callable[[], None],
     ) -> None:
         for line in lines:
-            if isinstance(line, Question) and line.custom_id in self._answered:
+            if isinstance(line, BatchRequest) and line.custom_id in self._answered:
                 self._num_earlier += 1
             else:
-                found = await _result(asker, line)
+                found = await _result(client, line)
                 write(found)
                 self._num_answered += found.is_answer
                 self.num_failed += not found.is_answer
             advance()
 
 
-async def _result(asker: Asker, line: Question | BadLine) -> Result:
-    if isinstance(line, Question):
-        return result(line.custom_id, await asker.ask(line))
+async def _result(client: BatchClient, line: BatchRequest | BadLine) -> Result:
+    if isinstance(line, BatchRequest):
+        return result(line.custom_id, await client.send(line))
     problem = Problem("invalid_line", f"line {line.number}: {line.reason}", line.number)
     return result(line.custom_id, error=problem)

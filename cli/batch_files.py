@@ -17,7 +17,7 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/respo
 
 
 @dataclass(frozen=True)
-class Question:
+class BatchRequest:
     """A valid line of the input. body: its JSON, unchanged."""
 
     number: int
@@ -91,7 +91,7 @@ def count_lines(path: Path) -> int:
         return sum(not line.isspace() for line in file)
 
 
-def read_lines(path: Path) -> Iterator[Question | BadLine]:
+def read_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
     """Yield every line that is not blank; a line that repeats an earlier custom_id is invalid."""
     seen: dict[str, int] = {}
     with _reading(path, "input") as file:
@@ -99,33 +99,33 @@ def read_lines(path: Path) -> Iterator[Question | BadLine]:
             if line.isspace():
                 continue
             found = _read(number, line.removeprefix(codecs.BOM_UTF8))
-            if isinstance(found, Question):
+            if isinstance(found, BatchRequest):
                 first = seen.setdefault(found.custom_id, number)
                 if first != number:
                     found = BadLine(number, found.custom_id, f"custom_id is also that of line {first}")
             yield found
 
 
-def _read(number: int, line: bytes) -> Question | BadLine:
+def _read(number: int, line: bytes) -> BatchRequest | BadLine:
     try:
-        asked = msgspec.json.decode(line, type=_Line)
+        parsed = msgspec.json.decode(line, type=_Line)
         raw = msgspec.json.decode(line, type=_Raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return BadLine(number, _custom_id(line), f"not a valid request: {error}")
-    reason = _refusal(asked)
+    reason = _refusal(parsed)
     return (
-        BadLine(number, asked.custom_id, reason)
+        BadLine(number, parsed.custom_id, reason)
         if reason
-        else Question(number, asked.custom_id, asked.url, bytes(raw.body))
+        else BatchRequest(number, parsed.custom_id, parsed.url, bytes(raw.body))
     )
 
 
-def _refusal(asked: _Line) -> str | None:
-    if asked.method != "POST":
-        return f"method is {asked.method!r}; it must be 'POST'"
-    if asked.url not in PATHS:
-        return f"url is {asked.url!r}; it must be one of {', '.join(PATHS)}"
-    if bytes(asked.body.get("stream", b"")) == b"true":
+def _refusal(line: _Line) -> str | None:
+    if line.method != "POST":
+        return f"method is {line.method!r}; it must be 'POST'"
+    if line.url not in PATHS:
+        return f"url is {line.url!r}; it must be one of {', '.join(PATHS)}"
+    if bytes(line.body.get("stream", b"")) == b"true":
         return "body.stream is true; a batch returns complete answers only"
     return None
 

@@ -109,8 +109,8 @@ class Chat:
 
 
 def _body(settings: ChatSettings, model: str) -> dict[str, Any]:
-    asked = {"max_tokens": settings.max_tokens, "seed": settings.seed}
-    given = {name: value for name, value in asked.items() if value is not None}
+    options = {"max_tokens": settings.max_tokens, "seed": settings.seed}
+    given = {name: value for name, value in options.items() if value is not None}
     return {"model": model, "temperature": settings.temperature, **given}
 
 

@@ -8,9 +8,9 @@ from os import PathLike, fspath
 from typing import Any, Literal, Self
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from kvbaton.asking import ask_all, check_all, check_embeddings, embed_all
 from kvbaton.outputs import EmbeddingRequestOutput, RequestOutput
 from kvbaton.prompts import Prompt, PromptType, parse_conversations, parse_prompts
+from kvbaton.requests import check_all, check_embeddings, embed_all, run_all
 from kvbaton.sampling import SamplingParams
 from kvbaton.service import OfflineService
 from kvbaton.settings import LLMSettings
@@ -114,8 +114,8 @@ class LLM:
         _refuse_lora(lora_request)
         parsed = parse_prompts(prompts)
         service = self._service
-        asked = (partial(self._embedding_request, prompt) for prompt in parsed)
-        requests = check_embeddings(service.pipeline, asked)
+        makers = (partial(self._embedding_request, prompt) for prompt in parsed)
+        requests = check_embeddings(service.pipeline, makers)
         with progress_bar("Processed prompts", len(parsed), is_shown=use_tqdm) as advance:
             return service.run(lambda: embed_all(service.pipeline, requests, advance))
 
@@ -133,10 +133,10 @@ class LLM:
         params = _one_each("sampling_params", SamplingParams() if sampling is None else sampling, each)
         priorities = _one_each("priority", 0 if priority is None else priority, each)
         each_prompt = zip(prompts, params, priorities, strict=True)
-        asked = (partial(self._request, *one) for one in each_prompt)
-        questions = check_all(service.pipeline, service.card, asked)
+        makers = (partial(self._request, *one) for one in each_prompt)
+        requests = check_all(service.pipeline, service.card, makers)
         with progress_bar("Processed prompts", each, is_shown=use_tqdm) as advance:
-            return service.run(lambda: ask_all(service.pipeline, service.card.tokenizer, questions, advance))
+            return service.run(lambda: run_all(service.pipeline, service.card.tokenizer, requests, advance))
 
     def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> GenerationRequest:
         name = str(next(self._request_ids))

@@ -101,13 +101,13 @@ def _router_command(
     settings: LocalSettings, shared: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Facts]], list[str]]:
     def command(known: Mapping[str, Facts]) -> list[str]:
-        asked = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
-        earlier = {name: known[ROUTER][name] for name in asked} if ROUTER in known else {}
+        addresses = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
+        earlier = {name: known[ROUTER][name] for name in addresses} if ROUTER in known else {}
         files_dir = settings.files_dir if settings.keeps_files else None
         known_here = command_setting_names(Role.ROUTER)
         options = {name: value for name, value in _given_options(settings).items() if name in known_here}
         own = {**shared, **options, "drain_seconds": settings.drain_seconds, "files_dir": files_dir}
-        return _python(Role.ROUTER, {**_without({**own, **asked}, given), **earlier})
+        return _python(Role.ROUTER, {**_without({**own, **addresses}, given), **earlier})
 
     return command
 

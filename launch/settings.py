@@ -115,11 +115,11 @@ def refuse_unknown_variables(own: Collection[str], every: Callable[[], Collectio
 
     own: names of this command's settings. every: returns those of all commands; called only if needed.
     """
-    asked = {name[len(PREFIX) :].lower() for name in os.environ if name.upper().startswith(PREFIX)}
-    if not (asked := asked - set(own)):
+    found = {name[len(PREFIX) :].lower() for name in os.environ if name.upper().startswith(PREFIX)}
+    if not (found := found - set(own)):
         return
     known = set(every())
-    if unknown := sorted(asked - known):
+    if unknown := sorted(found - known):
         names = ", ".join(variable(name) for name in unknown)
         near = nearest(variable(unknown[0]), [variable(name) for name in known])
         raise SettingError(f"unknown setting {names} in the environment{near}; see `kvbaton COMMAND --help`")
@@ -141,8 +141,8 @@ def child_environment(
     """
     own = {name: value for name, value in os.environ.items() if name.upper() != variable("config")}
     if names is not None:
-        wanted = {variable(name) for name in names}
-        own = {name: value for name, value in own.items() if name.upper() in wanted or not _is_private(name)}
+        needed = {variable(name) for name in names}
+        own = {name: value for name, value in own.items() if name.upper() in needed or not _is_private(name)}
     taken = {name.upper() for name in own}
     given = {variable(name): _as_variable(value) for name, value in (settings or {}).items()}
     return {

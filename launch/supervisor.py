@@ -91,8 +91,8 @@ class Supervisor:
             raise SettingError(f"{name} cannot be retired: {', '.join(needing)} needs it; retire that first")
         await wait_for(self._retire([name]))
 
-    async def reconcile(self, wanted: Sequence[ProcessSpec]) -> None:
-        """Start the missing processes, retire those that are not in ``wanted``, and leave the others unchanged.
+    async def reconcile(self, desired: Sequence[ProcessSpec]) -> None:
+        """Start the missing processes, retire those that are not in ``desired``, and leave the others unchanged.
 
         Names are compared, not specs: a running process keeps its spec. A call takes effect at once, even while an earlier
         call still waits. It returns when the processes that it retired have ended; ``wait_ready`` waits for those that it
@@ -101,10 +101,10 @@ class Supervisor:
         """
         present = {name: process.spec for name, process in self._processes.items()}
         self._refuse_while_stopping()
-        check_specs([present.get(spec.name, spec) for spec in wanted])
-        names = {spec.name for spec in wanted}
+        check_specs([present.get(spec.name, spec) for spec in desired])
+        names = {spec.name for spec in desired}
         ended = self._retire([name for name in present if name not in names])
-        self._add_all([spec for spec in wanted if spec.name not in present])
+        self._add_all([spec for spec in desired if spec.name not in present])
         await wait_for(ended)
 
     async def run(self, stopped: asyncio.Event, at_once: asyncio.Event | None = None) -> None:

@@ -26,15 +26,15 @@ class ConnectionCaps:
 def raise_descriptor_limit() -> int:
     """Raise the soft limit on open descriptors to the hard one (at most 131,072); return the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, _MAX_LIMIT) if hard != resource.RLIM_INFINITY else _MAX_LIMIT
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    target = min(hard, _MAX_LIMIT) if hard != resource.RLIM_INFINITY else _MAX_LIMIT
+    if soft == resource.RLIM_INFINITY or soft >= target:
         return _MAX_LIMIT if soft == resource.RLIM_INFINITY else soft
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     except (OSError, ValueError) as error:
-        logger.warning("the limit of %d open descriptors cannot be raised to %d: %s", soft, wanted, error)
+        logger.warning("the limit of %d open descriptors cannot be raised to %d: %s", soft, target, error)
         return soft
-    return wanted
+    return target
 
 
 def num_open_descriptors() -> int:

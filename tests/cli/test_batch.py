@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cli.batch_asking import retry_after_seconds
+from cli.batch_client import retry_after_seconds
 from contract.identity import Role
 from protos import worker_pb2
 from router.testing import Script

@@ -111,9 +111,9 @@ def _assistant(message: Message, form: Form) -> list[Message]:
         return [message]
     if not content_text(message["content"]).strip():
         return [_set_absent(message, form.call_contents[0])]
-    said = {key: value for key, value in message.items() if key != "tool_calls"}
-    called = {key: value for key, value in message.items() if not key.startswith("reasoning")}
-    return [said, _set_absent(called, form.call_contents[0])]
+    text_message = {key: value for key, value in message.items() if key != "tool_calls"}
+    call_message = {key: value for key, value in message.items() if not key.startswith("reasoning")}
+    return [text_message, _set_absent(call_message, form.call_contents[0])]
 
 
 def _with_reasoning(message: Message, form: Form) -> Message:

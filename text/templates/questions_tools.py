@@ -93,16 +93,16 @@ def _ask_calls(probe: Probe) -> None:
     key = word()
     value = word()
     arguments = f'{{"{key}": "{value}"}}'
-    asked = _calling(None, _call(arguments))
+    messages = _calling(None, _call(arguments))
     tools = (
         _tool(
-            asked[1]["tool_calls"][0]["function"]["name"],
+            messages[1]["tool_calls"][0]["function"]["name"],
             description=word(),
             parameters={"type": "object", "properties": {}},
         ),
     )
-    short = chat(*asked, tools=tools)
-    long = chat(*asked, message_of("assistant"), message_of("user"), tools=tools)
+    short = chat(*messages, tools=tools)
+    long = chat(*messages, message_of("assistant"), message_of("user"), tools=tools)
 
     def num_blemishes(text: str) -> int:
         return text.count(f"'{key}': ") + text.count(f'\\"{key}') + text.count("None")
@@ -110,7 +110,7 @@ def _ask_calls(probe: Probe) -> None:
     for chats in ([short, long], [short]):
         if probe.choose("calls", _call_forms(probe.form), chats, num_blemishes):
             _ask_call_contents(probe, short)
-            _ask_result_parts(probe, asked, tools)
+            _ask_result_parts(probe, messages, tools)
             return
     form = probe.form
     in_text = replace(form, calls="text")
@@ -150,11 +150,11 @@ def _ask_call_contents(probe: Probe, conversation: Chat) -> None:
     probe.keep(replace(probe.form, call_contents=(chosen, *(one for one in allowed if one != chosen))))
 
 
-def _ask_result_parts(probe: Probe, asked: list[Message], tools: tuple[Tool, ...]) -> None:
+def _ask_result_parts(probe: Probe, messages: list[Message], tools: tuple[Tool, ...]) -> None:
     """Find out whether a result's parts give the same output as their text in a string."""
     if "tool" in probe.form.parts or probe.form.results == "user":
         return
-    *before, result = asked
+    *before, result = messages
     text = result["content"]
     kept = replace(probe.form, keeps_parts=probe.form.keeps_parts | {"tool"})
     one, two = ([part(one) for one in texts] for texts in ([text], [text, word()]))
@@ -162,7 +162,7 @@ def _ask_result_parts(probe: Probe, asked: list[Message], tools: tuple[Tool, ...
         probe.written(chat(*before, {**result, "content": content}, tools=tools), kept)
         for content in (one, two)
     ]
-    if None not in written and written[0] == probe.written(chat(*asked, tools=tools), probe.form):
+    if None not in written and written[0] == probe.written(chat(*messages, tools=tools), probe.form):
         probe.keep(kept)
 
 
