@@ -86,7 +86,7 @@ def test_the_log_shows_the_source_of_each_setting(file: Path, caplog: pytest.Log
         ),
         (
             "[decode]\nmax_nm_seqs = 1\n",
-            r"\[decode\]: 'max_nm_seqs' is no setting .*did you mean max_num_seqs",
+            r"\[decode\]: 'max_nm_seqs' is not a setting .*did you mean max_num_seqs",
         ),
         ("config = 'other'\n", "'config' is not a setting of any command"),
         ("prefill = 1\n[prefill]\n", "put the numbers of workers for up into"),
