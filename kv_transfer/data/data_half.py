@@ -36,7 +36,7 @@ from kv_transfer.protocol.reads import (
     may_heal,
 )
 from kv_transfer.transports.block_views import BlockViews, KeptViews, is_flat, read_views, write_views
-from kv_transfer.transports.lending import Lending
+from kv_transfer.transports.senders import Senders
 from kv_transfer.transports.transport import ReceiverTransport
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class DataHalf:
         for name in ("transfer_digest_mismatches_total", "transfer_converted_blocks_total"):
             counters.add(name, 0)
 
-    def attach(self, lending: Lending, reports: DataReports) -> None:
+    def attach(self, lending: Senders, reports: DataReports) -> None:
         """Say who lends and who listens; called once, before ``start``."""
         self._lending, self._reports = lending, reports
 

@@ -16,12 +16,12 @@ from contract.layout import KVLayout
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_views import write_views
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nixl.binding import NixlLibrary, load
+from kv_transfer.transports.nixl.agent import NixlLibrary, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
 from kv_transfer.transports.nixl.sender import NixlSender
+from kv_transfer.transports.transport import TransportContext
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="float32")

@@ -21,7 +21,7 @@ from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.lending import IdleTogether
+from kv_transfer.transports.senders import IdleTogether
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -53,7 +53,7 @@ def test_on_one_machine_it_is_shm(caplog: pytest.LogCaptureFixture) -> None:
         hand_over(pair, "again")
         assert moved(pair) == {"shm": 6, "tcp": 0}
         assert chosen(pair) == {"transfer_transport_chosen_total{reason=probed,transport=shm}": 1}
-    assert "worker p is read over shm: it was tried and works" in caplog.text
+    assert "worker p is read over shm: its probe succeeded" in caplog.text
 
 
 def test_where_no_folder_is_shared_it_falls_back_to_tcp_which_is_counted_and_logged(
@@ -108,7 +108,7 @@ def test_auto_does_without_shm_where_its_folder_will_not_do(
     with pair_of(Sides(prefill={"shm_dir": tmp_path / "file"}), transport="auto") as pair:
         hand_over(pair, "r")
         assert moved(pair) == {"shm": 0, "tcp": 3}
-    assert "transport auto does without shm" in caplog.text
+    assert "transport auto leaves shm out" in caplog.text
 
 
 @pytest.mark.parametrize("port", ["data_port", "control_port"])
@@ -134,14 +134,14 @@ def test_a_lease_is_idle_once_every_sender_says_so() -> None:
     idle: list[LeaseName] = []
     name, other = LeaseName("t", 0, "a"), LeaseName("t", 0, "b")
     together = IdleTogether(("shm", "tcp"), idle.append)
-    together.say("shm", name)
-    together.say("shm", name)
-    together.say("shm", other)
+    together.report("shm", name)
+    together.report("shm", name)
+    together.report("shm", other)
     assert idle == []
-    together.say("tcp", name)
+    together.report("tcp", name)
     assert idle == [name]
-    together.say("tcp", name)
-    together.say("tcp", other)
+    together.report("tcp", name)
+    together.report("tcp", other)
     assert idle == [name, name, other]
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from kv_transfer.links.framing import ShortReadError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks, vectors_behind
 from kv_transfer.transports.block_views import BlockViews
+from kv_transfer.transports.tcp.stream import SocketBlocks, socket_blocks, vectors_after
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 64
 CONTENT = random.Random(3).randbytes(BLOCK_BYTES * NUM_BLOCKS)
@@ -85,5 +85,5 @@ def test_what_is_left_of_a_call_that_ended_early(count: int) -> None:
     """Byte by byte: every address that was not reached, in order."""
     vectors = [(100, 20), (500, 1), (300, 39)]
     everything = [address + at for address, size in vectors for at in range(size)]
-    rest = vectors_behind(np.array(vectors, np.uint64), count) if count else np.array(vectors, np.uint64)
+    rest = vectors_after(np.array(vectors, np.uint64), count) if count else np.array(vectors, np.uint64)
     assert [int(address) + at for address, size in rest for at in range(int(size))] == everything[count:]

@@ -24,10 +24,9 @@ from kv_transfer.protocol.reads import (
 from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transports import block_views
 from kv_transfer.transports.block_views import BlockViews, KeptViews, read_views, write_views
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.transport import Transport
+from kv_transfer.transports.transport import Transport, TransportContext
 
 WAIT = 30.0
 NAME, OTHER = LeaseName("t", 0, "lease"), LeaseName("u", 0, "other")

@@ -12,13 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.links.framing import encode_frame, parse_address, read_frame, write_frame
+from kv_transfer.links.framing import encode_frame, listen_on, parse_address, read_frame, write_frame
 from kv_transfer.links.listening import Listener
 from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, Seldom, giving_way
 from kv_transfer.protocol.reads import Source
-from kv_transfer.transports.data_greeting import Reading
-from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.data_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
+from kv_transfer.transports.connection_cache import dial, unconnected
+from kv_transfer.transports.data_handshake import (
+    MAX_DATA_FRAME_BYTES,
+    DataChallenge,
+    DataReply,
+    DataStatus,
+    ReaderProofs,
+)
 from tests.kv_transfer.builders import hand_over, pair_of
 from tests.kv_transfer.test_strangers import WAIT, data_port, silent_links
 
@@ -84,8 +89,8 @@ def test_room_is_made_by_the_address_that_holds_the_most_and_by_the_silent_first
 def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
     """L7: on the data ports a stranger cannot name a session."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
-        reading = Reading(Source("p", "b", sender.address, "token"))
+        sender._port._context.sessions.begin("token")
+        reading = ReaderProofs(Source("p", "b", sender.address, "token"))
         (honest,) = silent_links(sender.address, 1, stack)
         write_frame(honest, reading.hello, MAX_DATA_FRAME_BYTES)
         challenge = read_frame(honest, DataChallenge, MAX_DATA_FRAME_BYTES)
@@ -98,7 +103,7 @@ def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
 def test_a_stranger_on_a_data_port_has_no_thread() -> None:
     """L7: 60 connections that say nothing started 60 threads. Who has proved its session has one."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
+        sender._port._context.sessions.begin("token")
         source = Source("p", "b", sender.address, "token")
         before = threading.active_count()
         silent_links(sender.address, 60, stack)
@@ -111,7 +116,7 @@ def test_a_stranger_on_a_data_port_has_no_thread() -> None:
 def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: bytes) -> None:
     """So is who ends its side; who is good comes in behind it."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
+        sender._port._context.sessions.begin("token")
         (stranger,) = silent_links(sender.address, 1, stack)
         stranger.sendall(beginning)
         stranger.shutdown(socket.SHUT_WR)
@@ -124,8 +129,8 @@ def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: byte
 def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
     """It cannot know whether its session is open still."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
-        reading = Reading(Source("p", "b", sender.address, "token"))
+        sender._port._context.sessions.begin("token")
+        reading = ReaderProofs(Source("p", "b", sender.address, "token"))
         (hasty,) = silent_links(sender.address, 1, stack)
         write_frame(hasty, reading.hello, MAX_DATA_FRAME_BYTES)
         challenge = read_frame(hasty, DataChallenge, MAX_DATA_FRAME_BYTES)
@@ -137,7 +142,7 @@ def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
 
 def test_a_listener_rests_after_a_few_connections() -> None:
     """L7: who is connected is heard between them, and the step of an engine goes on."""
-    listener = Listener("127.0.0.1", 0)
+    listener = Listener(listen_on("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         stack.callback(listener.close)
         silent_links(f"127.0.0.1:{listener.port}", 10, stack)

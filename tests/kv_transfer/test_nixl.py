@@ -19,15 +19,14 @@ from kv_transfer.protocol.reads import (
     StaleLeaseError,
 )
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.block_grants import encode_grant
+from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.data_wire import DataStatus
-from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable
-from kv_transfer.transports.nixl.binding import load
+from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
+from kv_transfer.transports.nixl.agent import load
 from kv_transfer.transports.nixl.memory import ID_TYPE, HostMemory, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import agent_name
-from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, NixlWelcome
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlWelcome
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
     BEHIND_POST,
@@ -351,10 +350,10 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
             "liar",
             "adding kvbaton-liar failed",
         ),
-        (lambda welcome: msgspec.structs.replace(welcome, address=0), "liar", "are no memory"),
-        (lambda welcome: msgspec.structs.replace(welcome, table_address=0), "liar", "are no memory"),
-        (lambda welcome: msgspec.structs.replace(welcome, block_bytes=2**62), "liar", "are no memory"),
-        (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**31), "liar", "are no memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, address=0), "liar", "are not memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, table_address=0), "liar", "are not memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, block_bytes=2**62), "liar", "are not memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**31), "liar", "are not memory"),
         (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**20), "liar", "failed"),
         (lambda welcome: welcome, "another", "is kvbaton-liar; it should be kvbaton-another"),
         (

@@ -24,8 +24,8 @@ from kv_transfer.protocol.reads import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.connection_cache import dial, unconnected
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
 from tests.kv_transfer.nixl_port import (

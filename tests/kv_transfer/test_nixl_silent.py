@@ -10,7 +10,7 @@ import pytest
 from contract.errors import KvbatonError
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting
 from tests.kv_transfer.nixl_port import NAME, NUM_BLOCKS, NixlPort, Reader, context_for
 
 MAX_BUSY_CONNECTS = 5

@@ -10,18 +10,15 @@ import pytest
 from contract.errors import TransferError
 from kv_transfer.links.framing import HEADER, ShortReadError, encode_frame
 from kv_transfer.protocol.reads import LeaseName, ReadRequest
-from kv_transfer.transports.block_vectors import socket_blocks
-from kv_transfer.transports.data_port import leave_unpaced
-from kv_transfer.transports.data_stream import DataStream
-from kv_transfer.transports.data_wire import (
+from kv_transfer.transports.data_handshake import (
     ALIGNMENT,
     MAX_DATA_FRAME_BYTES,
-    OK_FRAME,
-    STALE_FRAME,
     DataReply,
     DataStatus,
     reply_frame,
 )
+from kv_transfer.transports.data_port import leave_unpaced, limit_waits
+from kv_transfer.transports.tcp.stream import OK_FRAME, STALE_FRAME, DataStream, socket_blocks
 
 WAIT = 30.0
 Ends = tuple[DataStream, socket.socket]
@@ -36,7 +33,7 @@ def ends() -> Iterator[Ends]:
         listener.accept()[0] as peer,
     ):
         stream = DataStream(sock)
-        stream.wait_at_most(WAIT, WAIT)
+        limit_waits(sock, WAIT, WAIT)
         peer.settimeout(WAIT)
         yield stream, peer
 
@@ -55,9 +52,9 @@ def test_words_and_blocks_arrive_in_order_however_they_are_cut(ends: Ends) -> No
     for part in (b"wor", b"dsabc", b"de", b"fghij", b"klend"):
         peer.sendall(part)
     words, blocks = bytearray(5), [memoryview(bytearray(4)) for _ in range(3)]
-    stream.fill_blocks(words, socket_blocks(blocks), 0, 3)
+    stream.receive_blocks(words, socket_blocks(blocks), 0, 3)
     assert [bytes(each) for each in (words, *blocks)] == [b"words", b"abcd", b"efgh", b"ijkl"]
-    assert stream.take(3) == b"end"
+    assert stream.receive_bytes(3) == b"end"
 
 
 def test_questions_are_taken_as_they_come(ends: Ends) -> None:
@@ -65,12 +62,12 @@ def test_questions_are_taken_as_they_come(ends: Ends) -> None:
     asked = [ReadRequest(LeaseName("t", 0, "l"), number, 1) for number in range(3)]
     frames = b"".join(encode_frame(each, MAX_DATA_FRAME_BYTES) for each in asked)
     peer.sendall(frames[:-3])
-    assert [stream.hear_question(ReadRequest) for _ in range(2)] == asked[:2]
+    assert [stream.receive_request(ReadRequest) for _ in range(2)] == asked[:2]
     peer.sendall(frames[-3:])
-    assert stream.hear_question(ReadRequest) == asked[2]
+    assert stream.receive_request(ReadRequest) == asked[2]
     peer.close()
     with pytest.raises(ShortReadError):
-        stream.hear_question(ReadRequest)
+        stream.receive_request(ReadRequest)
 
 
 def test_blocks_go_out_behind_their_words(ends: Ends) -> None:
@@ -85,15 +82,15 @@ def test_blocks_go_out_behind_their_words(ends: Ends) -> None:
 
 def test_a_peer_that_says_nothing_or_takes_nothing_is_waited_for_so_long_and_no_longer(ends: Ends) -> None:
     stream, peer = ends
-    stream.wait_at_most(0.05, 0.05)
+    limit_waits(stream._sock, 0.05, 0.05)
     block = memoryview(bytearray(8))
     with pytest.raises(TimeoutError):
-        stream.hear(DataReply)
+        stream.receive_bytes(8)
     with pytest.raises(TimeoutError):
-        stream.fill_blocks(bytearray(), socket_blocks([block]), 0, 1)
+        stream.receive_blocks(bytearray(), socket_blocks([block]), 0, 1)
     peer.sendall(b"half")
     with pytest.raises(TimeoutError):
-        stream.fill_blocks(bytearray(), socket_blocks([block]), 0, 1)
+        stream.receive_blocks(bytearray(), socket_blocks([block]), 0, 1)
     assert bytes(block[:4]) == b"half"
     with pytest.raises(TimeoutError):
         stream.send_blocks(b"", socket_blocks([memoryview(bytes(2**26))]), 0, 1)
@@ -102,9 +99,9 @@ def test_a_peer_that_says_nothing_or_takes_nothing_is_waited_for_so_long_and_no_
 def test_the_shortest_patience_is_no_eternity(ends: Ends) -> None:
     """The kernel takes 0 for ever; what is nearly 0 must not become it."""
     stream, _peer = ends
-    stream.wait_at_most(1e-9, 1e-9)
+    limit_waits(stream._sock, 1e-9, 1e-9)
     with pytest.raises(TimeoutError):
-        stream.take(1)
+        stream.receive_bytes(1)
 
 
 def test_a_stream_that_ends_early_says_how_far_it_came(ends: Ends) -> None:
@@ -112,12 +109,12 @@ def test_a_stream_that_ends_early_says_how_far_it_came(ends: Ends) -> None:
     peer.sendall(b"12345")
     peer.close()
     with pytest.raises(ShortReadError) as caught:
-        stream.fill_blocks(
+        stream.receive_blocks(
             bytearray(2), socket_blocks([memoryview(bytearray(4)), memoryview(bytearray(4))]), 0, 2
         )
     assert caught.value.num_bytes == 5
     with pytest.raises(TransferError, match="closed after 0 of 8 bytes"):
-        stream.hear(DataReply)
+        stream.receive_bytes(8)
 
 
 @pytest.mark.parametrize(("first_block", "num_blocks"), [(0, 0), (3, -1), (-1, 2)])

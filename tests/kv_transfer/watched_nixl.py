@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.transports.nixl.binding import NixlLibrary, load
+from kv_transfer.transports.nixl.agent import NixlLibrary, load
 
 
 @dataclass
