@@ -35,7 +35,7 @@ from kv_transfer.protocol.reads import (
     grants_within,
     may_heal,
 )
-from kv_transfer.transports.block_views import BlockViews, KeptViews, is_flat, read_views, write_views
+from kv_transfer.transports.block_views import BlockViews, ViewCache, is_flat, read_views, write_views
 from kv_transfer.transports.senders import Senders
 from kv_transfer.transports.transport import ReceiverTransport
 
@@ -81,7 +81,7 @@ class DataHalf:
     def start(self, memory: KVMemory) -> None:
         """Begin to work on ``memory``."""
         self._memory = memory
-        self._kept_views = KeptViews(memory) if is_flat(memory) else None
+        self._kept_views = ViewCache(memory) if is_flat(memory) else None
         jobs = PassJobs(self._jobs.put, self._publish_layers, self._publish, self._foresee)
         self._listeners = PassListeners(memory, jobs)
         self._lending.start(memory)
@@ -393,7 +393,7 @@ class DataHalf:
         """The same blocks, by views that are kept where these are whole blocks of a flat pool."""
         if self._kept_views is None or not isinstance(views, BlockViews) or views.part is not None:
             return views
-        return self._kept_views.of(views.block_ids)
+        return self._kept_views.views(views.block_ids)
 
     def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
         self._memory.commit(list(job.block_ids))

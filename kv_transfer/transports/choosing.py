@@ -120,7 +120,7 @@ class Alternatives:
 
 @dataclass
 class _Probe:
-    """A choice that is under way; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``."""
+    """A choice that is being made; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``."""
 
     candidates: list[Source]
     on_chosen: Callable[[Source, Source], bool]
@@ -197,7 +197,7 @@ class Chooser:
         self._receivers[source.transport].fetch(source, request, views, read)
 
     def forget(self, source: Source) -> None:
-        """Forget every source of the same link, and end its probe."""
+        """Drop every source of the same link, and end its probe."""
         with self._lock:
             probe = self._probes.get(source)
             self._chosen.pop(source, None)

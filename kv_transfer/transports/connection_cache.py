@@ -39,7 +39,7 @@ class Cached(Protocol):
         """Make its user fail soon. Called from any thread; does not block, and closes nothing."""
 
     def close(self) -> None:
-        """Release everything. Called exactly once, when nobody uses it."""
+        """Release everything. Called exactly once, when it is not in use."""
 
 
 _C = TypeVar("_C", bound=Cached)
@@ -129,7 +129,7 @@ class ConnectionCache(Generic[_C]):
         cached.close()
 
     def close(self) -> None:
-        """Forget all sources, and make no connection any more. Idempotent."""
+        """Drop all connections, and make no more. Idempotent."""
         with self._lock:
             self._is_closed = True
             sources = list(self._cached)

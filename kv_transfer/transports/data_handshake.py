@@ -59,7 +59,7 @@ class DataHello(msgspec.Struct, frozen=True):
 
 
 class DataChallenge(msgspec.Struct, frozen=True):
-    """The sender's nonce, and its proof over both nonces. DENIED: without them; ``message`` says why."""
+    """The sender's nonce, and its proof over both nonces. DENIED: without them; ``message`` has the reason."""
 
     status: DataStatus
     message: str = ""
@@ -151,7 +151,7 @@ def prove_session(sock: socket.socket, source: Source) -> None:
 
 
 class UnauthenticatedConnection:
-    """The sender's end of one connection whose handshake is under way.
+    """The sender's end of one connection whose handshake is not complete.
 
     heard_at, due_at: when it was accepted, and its deadline (monotonic seconds). has_spoken: it has named an open session.
     """

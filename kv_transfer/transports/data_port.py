@@ -57,7 +57,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def leave_unpaced(sock: socket.socket) -> None:
-    """Within one machine, use Reno where the system's choice is BBR; else change nothing.
+    """Use Reno within one machine where the system's choice is BBR; else change nothing.
 
     BBR sends no faster than the bandwidth that it has estimated, which on a busy machine is a third too low.
     """
@@ -86,7 +86,7 @@ class Connection:
 
     @contextmanager
     def receiving_on(self) -> Iterator[None]:
-        """Within, go on receiving after the end of the session. Raises TransferError at the exit if it is over."""
+        """Keep receiving within, also after the end of the session. Raises TransferError at the exit if it is over."""
         with self._lock:
             self._receives_on = True
         try:

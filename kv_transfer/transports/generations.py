@@ -36,7 +36,7 @@ _N = TypeVar("_N", np.int64, np.int32)
 
 
 def seal(memfd: int) -> None:
-    """Forbid resizing the file, and writing to it except through existing mappings.
+    """Prevent resizing the file, and writing to it except through existing mappings.
 
     Raises OSError if the file was made without sealing, or the system does not support it.
     """

@@ -1,4 +1,4 @@
-"""Who may read what, on the sender's side: leases with counted readers, and the sessions of live control links."""
+"""The sender's record of who may read what: leases with counted readers, and the sessions of live control links."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from kv_transfer.transports.block_views import BlockViews, flat_views, is_flat, 
 
 @dataclass
 class _Lease:
-    """Lent blocks of ``memory``. num_revokes: calls of ``revoke`` that wait for the readers. views: of a flat pool."""
+    """Blocks of ``memory``. num_revokes: calls of ``revoke`` that wait for the readers. views: of a flat pool."""
 
     memory: KVMemory
     block_ids: npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ class LeaseBook:
             lease.extend(block_ids)
 
     def revoke(self, name: LeaseName) -> None:
-        """End the lease; ``on_idle`` is called once for each call, as soon as nobody reads."""
+        """End the lease; ``on_idle`` is called once for each call, as soon as it has no reader."""
         with self._lock:
             lease = self._leases.get(name)
             if lease is not None and lease.num_readers:

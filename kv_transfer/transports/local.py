@@ -74,7 +74,7 @@ class LocalReceiver:
         """Copy block by block; the lease is checked before each block and after the last byte."""
         sender = self._hub.find(source)
         if source.token not in sender.sessions:
-            raise StaleLeaseError(f"worker {source.worker_id} knows no such session")
+            raise StaleLeaseError(f"worker {source.worker_id} has no such session")
         for number, view in enumerate(views, request.first_block):
             read.check()
             with sender.book.reading(ReadRequest(request.name, number, 1, part=request.part)) as (block,):

@@ -2,8 +2,8 @@
 
 To add a transport: copy the folder of one that is like it (``tcp`` is the smallest) and fulfil ``SenderTransport``
 and ``ReceiverTransport`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
-Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the contract "No
-transport knows another one" in ``pyproject.toml``. Shared parts: ``leases.py`` and ``data_port.py`` for a sender that
+Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import contract of
+the transports in ``pyproject.toml``. Shared parts: ``leases.py`` and ``data_port.py`` for a sender that
 answers requests, ``generations.py`` for one that is read without a request, ``connection_cache.py`` for a receiver.
 """
 
@@ -100,7 +100,7 @@ def auto_names(can_nixl_be_best: bool) -> tuple[str, ...]:
 
 
 def open_transport(name: str, context: TransportContext) -> Transport:
-    """Open a transport by name. Raises SettingError, which lists the valid names or says why it cannot be opened."""
+    """Open a transport by name. Raises SettingError, with the valid names or the reason."""
     opener = _TRANSPORTS.get(name)
     if opener is None:
         raise SettingError(

@@ -11,7 +11,7 @@ from kv_transfer.transports.transport import Conditional, SenderTransport
 
 
 class IdleTogether:
-    """Calls ``on_idle`` once per release, when every sender has reported that nobody reads any more. Thread-safe."""
+    """Calls ``on_idle`` once per release, when every sender has reported that it has no reader any more. Thread-safe."""
 
     def __init__(self, senders: Sequence[str], on_idle: Callable[[LeaseName], None]) -> None:
         self._on_idle = on_idle

@@ -11,7 +11,7 @@ import pytest
 from kv_transfer.links.framing import ShortReadError
 from kv_transfer.protocol.reads import BlockPart
 from kv_transfer.transports.block_views import BlockViews
-from kv_transfer.transports.tcp.stream import SocketBlocks, socket_blocks, vectors_after
+from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks, vectors_after
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 64
 CONTENT = random.Random(3).randbytes(BLOCK_BYTES * NUM_BLOCKS)

@@ -14,8 +14,7 @@ from kv_transfer.testing import ByteMemory, GatedMemory
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, reply_frame
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.receiver import TcpReceiver
-from kv_transfer.transports.tcp.sender import TcpSender
-from kv_transfer.transports.tcp.stream import OK_FRAME
+from kv_transfer.transports.tcp.sender import OK_FRAME, TcpSender
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, pair_of, prompt_of, settings_for, worker
 from tests.kv_transfer.greetings import prove_lending, prove_reading

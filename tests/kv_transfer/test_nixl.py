@@ -26,7 +26,7 @@ from kv_transfer.transports.nixl.agent import load
 from kv_transfer.transports.nixl.memory import ID_TYPE, HostMemory, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import agent_name
-from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlWelcome
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlPoolInfo
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
     BEHIND_POST,
@@ -312,12 +312,12 @@ def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reade
         reader.fetch(port.source, range(1), port.grants[NAME])
 
 
-def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort:
+def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPort:
     """A data port that welcomes with something else than the truth about ``port``'s pool."""
     table = GenerationTable()
     other = NixlThread(load("127.0.0.1"), agent_name("liar"))
     pool = HostMemory(LAYOUT.block_bytes, 4)
-    truth = NixlWelcome(
+    truth = NixlPoolInfo(
         DataStatus.OK,
         agent=other.register(pool.region, Region(table.address, SLOT_BYTES, NUM_SLOTS)),
         address=pool.region.address,
@@ -357,7 +357,7 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
         (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**20), "liar", "failed"),
         (lambda welcome: welcome, "another", "is kvbaton-liar; it should be kvbaton-another"),
         (
-            lambda welcome: NixlWelcome(DataStatus.DENIED, "no pool"),
+            lambda welcome: NixlPoolInfo(DataStatus.DENIED, "no pool"),
             "liar",
             "lends nothing over nixl: no pool",
         ),
@@ -365,7 +365,7 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
     ids=["nonce", "metadata", "null", "no table", "huge", "many", "unregistered", "stranger", "denied"],
 )
 def test_a_welcome_that_is_not_true_is_refused(
-    port: NixlPort, reader: Reader, lie: Callable[[NixlWelcome], NixlWelcome], boot_id: str, words: str
+    port: NixlPort, reader: Reader, lie: Callable[[NixlPoolInfo], NixlPoolInfo], boot_id: str, words: str
 ) -> None:
     liar = lying(port, lie)
     try:

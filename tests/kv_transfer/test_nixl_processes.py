@@ -25,7 +25,7 @@ from kv_transfer.protocol.reads import (
     StaleLeaseError,
 )
 from kv_transfer.transports.connection_cache import dial, unconnected
-from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlPoolInfo, NixlResting
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
 from tests.kv_transfer.nixl_port import (
@@ -119,7 +119,7 @@ def test_a_lane_that_seems_to_need_no_help_is_helped_late_also_when_the_session_
     """The sender is kept busy while the reader finds out, and rests when it reads: nothing lands by itself."""
     with sender_process("boot") as sender, unconnected(sender.source, 30.0) as busy:
         dial(busy, sender.source)
-        read_frame(busy, NixlWelcome, MAX_NIXL_FRAME_BYTES)
+        read_frame(busy, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
         reader.receiver.probe(sender.source, Read())
 
         def rest() -> None:

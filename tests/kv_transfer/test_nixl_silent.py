@@ -37,7 +37,7 @@ def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> N
     has_left = threading.Event()
 
     def talk(connection: Connection) -> None:
-        write_frame(connection.sock, port.sender.welcome, MAX_NIXL_FRAME_BYTES)
+        write_frame(connection.sock, port.sender.pool_info, MAX_NIXL_FRAME_BYTES)
         port.nixl_thread.begin_serving()
         with suppress(KvbatonError, OSError):  # it leaves
             while True:

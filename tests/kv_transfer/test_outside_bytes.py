@@ -27,9 +27,9 @@ from kv_transfer.transports.data_handshake import (
     DataStatus,
 )
 from kv_transfer.transports.generations import BlockGrant, decode_grant
-from kv_transfer.transports.nccl.sender import NcclWelcome
-from kv_transfer.transports.nixl.sender import NixlAsk, NixlWelcome
-from kv_transfer.transports.shm.sender import ShmWelcome
+from kv_transfer.transports.nccl.sender import NcclPoolInfo
+from kv_transfer.transports.nixl.sender import NixlAsk, NixlPoolInfo
+from kv_transfer.transports.shm.sender import ShmPoolInfo
 from tests.kv_transfer.shm_port import NAME, NUM_BLOCKS, Reader, ShmPort
 
 WAIT = 30.0
@@ -39,10 +39,10 @@ _BODIES = (
     DataProve,
     DataReply,
     ReadRequest,
-    NcclWelcome,
+    NcclPoolInfo,
     NixlAsk,
-    NixlWelcome,
-    ShmWelcome,
+    NixlPoolInfo,
+    ShmPoolInfo,
 )
 _DECODERS: list[Callable[[bytes], Any]] = [
     decode_message,

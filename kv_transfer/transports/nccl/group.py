@@ -111,7 +111,7 @@ def _distributed() -> Any:
 
 
 class GroupPool:
-    """This worker's pool, for a group. backend, device: see ``NcclWelcome``. place: where the bytes of a group are."""
+    """This worker's pool, for a group. backend, device: see ``NcclPoolInfo``. place: where the bytes of a group are."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory

@@ -14,7 +14,7 @@ from kv_transfer.transports.connection_cache import ConnectionCache, dial, uncon
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.nccl.group import RECEIVER, GroupPool, PairGroup, join
-from kv_transfer.transports.nccl.sender import NcclSender, NcclWelcome
+from kv_transfer.transports.nccl.sender import NcclPoolInfo, NcclSender
 
 
 class _Peer:
@@ -44,10 +44,10 @@ class _Peer:
         if self._group is not None:
             return self._group
         dial(self._sock, self._source)
-        welcome = read_frame(self._sock, NcclWelcome, MAX_DATA_FRAME_BYTES)
-        check_welcome(welcome, pool, self._who)
-        self._block_bytes = welcome.block_bytes
-        store = join(welcome.store, self._timeout_seconds)
+        info = read_frame(self._sock, NcclPoolInfo, MAX_DATA_FRAME_BYTES)
+        check_info(info, pool, self._who)
+        self._block_bytes = info.block_bytes
+        store = join(info.store, self._timeout_seconds)
         self._group = PairGroup(pool.backend, store, RECEIVER, self._host, self._timeout_seconds)
         return self._group
 
@@ -115,13 +115,13 @@ class NcclReceiver:
         return _Peer(source, self._host, self._timeout_seconds)
 
 
-def check_welcome(welcome: NcclWelcome, pool: GroupPool, who: str) -> None:
+def check_info(info: NcclPoolInfo, pool: GroupPool, who: str) -> None:
     """Raise TransferError if no group can connect the two pools."""
-    if welcome.status is not DataStatus.OK:
-        raise TransferError(f"{who} lends nothing over nccl: {welcome.message}")
-    if welcome.backend != pool.backend:
-        raise TransferError(f"{who} moves bytes by {welcome.backend}, this worker by {pool.backend}")
-    if welcome.device and welcome.device == pool.device:
+    if info.status is not DataStatus.OK:
+        raise TransferError(f"{who} lends nothing over nccl: {info.message}")
+    if info.backend != pool.backend:
+        raise TransferError(f"{who} moves bytes by {info.backend}, this worker by {pool.backend}")
+    if info.device and info.device == pool.device:
         raise TransferError(
             f"{who} is on the same GPU ({pool.device}), and NCCL takes no two ranks there; choose nixl or shm"
         )

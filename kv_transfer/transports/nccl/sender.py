@@ -1,6 +1,6 @@
 """The ``nccl`` transport's sender: gathers lent blocks and sends them by a group of two, one group per connection.
 
-After the handshake on the data port (``data_handshake``) the sender sends NcclWelcome; then both join a group of two
+After the handshake on the data port (``data_handshake``) the sender sends NcclPoolInfo; then both join a group of two
 at its store. Per piece: ReadRequest, DataReply, the blocks side by side by the group if the reply is OK, and a second
 DataReply: the lease was valid after the last byte, or the piece is STALE.
 """
@@ -24,8 +24,8 @@ from kv_transfer.transports.transport import TransportContext
 logger = logging.getLogger(__name__)
 
 
-class NcclWelcome(msgspec.Struct, frozen=True):
-    """Where the group meets, and the pool that the sender lends from.
+class NcclPoolInfo(msgspec.Struct, frozen=True):
+    """The sender's pool, and where the group meets.
 
     store: "host:port". backend: the library that moves the bytes. device: the GPU's identity; empty in host memory.
     """
@@ -76,18 +76,18 @@ class NcclSender:
         pool = self.pool
         timeout_seconds = self._context.read_timeout_seconds
         if pool is None:
-            denied = NcclWelcome(DataStatus.DENIED, "the pool is not allocated yet")
+            denied = NcclPoolInfo(DataStatus.DENIED, "the pool is not allocated yet")
             write_frame(connection.sock, denied, MAX_DATA_FRAME_BYTES)
             raise TransferError(denied.message)
         meeting = Meeting(self._context.host, self._context.advertise_host, timeout_seconds)
-        welcome = NcclWelcome(
+        info = NcclPoolInfo(
             DataStatus.OK,
             store=meeting.address,
             backend=pool.backend,
             device=pool.device,
             block_bytes=pool.block_bytes,
         )
-        write_frame(connection.sock, welcome, MAX_DATA_FRAME_BYTES)
+        write_frame(connection.sock, info, MAX_DATA_FRAME_BYTES)
         host = self._context.advertise_host or self._context.host
         try:
             group = PairGroup(pool.backend, meeting.store, SENDER, host, timeout_seconds)

@@ -8,15 +8,14 @@ import importlib
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from contract.errors import KvbatonError, PeerUnreachableError, SettingError, TransferError
+from contract.errors import PeerUnreachableError, SettingError, TransferError
 from kv_transfer.protocol.reads import BlockPart
 from kv_transfer.transports.nixl.memory import Region
 from kv_transfer.transports.nixl.settings import prepare_ucx
@@ -107,14 +106,12 @@ class NixlAgent:
 
     def register(self, region: Region) -> Any:
         """Register a region for this agent to read into, and for peers that get ``metadata`` from now on to read."""
-        with self._translating("registering memory"):
-            row = (region.address, region.num_bytes, region.device_id, "")
-            return self._agent.register_memory([row], region.memory_type)
+        row = (region.address, region.num_bytes, region.device_id, "")
+        return self._call("registering memory", self._agent.register_memory, [row], region.memory_type)
 
     def deregister(self, registration: Any) -> None:
         """End a registration."""
-        with self._translating("deregistering memory"):
-            self._agent.deregister_memory(registration)
+        self._call("deregistering memory", self._agent.deregister_memory, registration)
 
     def metadata(self) -> bytes:
         """Return what a peer needs to read the regions that are registered now."""
@@ -126,87 +123,69 @@ class NixlAgent:
 
         It takes one strided row if the library supports that, else a row for each block.
         """
-        with self._translating("describing memory"):
-            try:
-                return self._agent.prep_xfer_dlist(peer, region.strided_row(part), region.memory_type)
-            except (TypeError, ValueError, AttributeError):
-                return self._agent.prep_xfer_dlist(peer, region.rows(part), region.memory_type)
+        what = "describing memory"
+        describe = self._agent.prep_xfer_dlist
+        try:
+            return self._call(what, describe, peer, region.strided_row(part), region.memory_type)
+        except (TypeError, ValueError, AttributeError):
+            return self._call(what, describe, peer, region.rows(part), region.memory_type)
 
     def undescribe(self, blocks: Any) -> None:
         """Release a description."""
-        with self._translating("releasing descriptors"):
-            self._agent.release_dlist_handle(blocks)
+        self._call("releasing descriptors", self._agent.release_dlist_handle, blocks)
 
     def add_peer(self, metadata: bytes, name: str) -> None:
         """Add a peer, which must have this name. Does not wait for it. Each call needs a ``remove_peer``."""
-        with self._translating(f"adding {name}"):
-            found = self._agent.add_remote_agent(metadata)
-            found = found.decode() if isinstance(found, bytes) else found
-            if found != name:
-                raise TransferError(f"the peer's agent is {found}; it should be {name}")
-            self._num_users[name] += 1
-            self._agent.make_connection(name)
+        what = f"adding {name}"
+        found = self._call(what, self._agent.add_remote_agent, metadata)
+        found = found.decode() if isinstance(found, bytes) else found
+        if found != name:
+            raise TransferError(f"the peer's agent is {found}; it should be {name}")
+        self._num_users[name] += 1
+        self._call(what, self._agent.make_connection, name)
 
     def remove_peer(self, name: str) -> None:
         """Undo one ``add_peer``; the last one disconnects the peer."""
         self._num_users[name] -= 1
-        if self._num_users[name]:
-            return
-        del self._num_users[name]
-        with self._translating(f"removing {name}"):
-            self._agent.remove_remote_agent(name)
+        if not self._num_users[name]:
+            del self._num_users[name]
+            self._call(f"removing {name}", self._agent.remove_remote_agent, name)
 
     def prepare(
         self, local: Any, local_ids: npt.NDArray[np.int32], remote: Any, remote_ids: npt.NDArray[np.int32]
     ) -> Any:
         """Prepare a read of remote blocks into local ones, to be posted."""
-        try:
-            return self._agent.make_prepped_xfer("READ", local, local_ids, remote, remote_ids)
-        except self._library.errors as error:
-            raise self._failed("preparing a read", error) from error
+        make = self._agent.make_prepped_xfer
+        return self._call("preparing a read", make, "READ", local, local_ids, remote, remote_ids)
 
     def post(self, handle: Any) -> bool:
         """Begin a read; return True if it is done already."""
-        try:
-            return _is_done(self._agent.transfer(handle))
-        except self._library.errors as error:
-            raise self._failed("a read", error) from error
+        return _is_done(self._call("a read", self._agent.transfer, handle))
 
     def is_done(self, handle: Any) -> bool:
         """Let a posted read progress; return True when every byte is in place."""
-        try:
-            return _is_done(self._agent.check_xfer_state(handle))
-        except self._library.errors as error:
-            raise self._failed("a read", error) from error
+        return _is_done(self._call("a read", self._agent.check_xfer_state, handle))
 
     def release(self, handle: Any) -> None:
         """Release the handle of a terminal read."""
-        try:
-            self._agent.release_xfer_handle(handle)
-        except self._library.errors as error:
-            raise self._failed("releasing a read", error) from error
+        self._call("releasing a read", self._agent.release_xfer_handle, handle)
 
     def progress(self) -> None:
         """Let the reads of peers progress."""
-        with self._translating("serving peers"):
-            self._agent.get_new_notifs()
+        self._call("serving peers", self._agent.get_new_notifs)
 
     def close(self) -> None:
         """End the library's agent, the last call: nothing that was posted can land any more."""
         self._agent = None
 
-    @contextmanager
-    def _translating(self, what: str) -> Iterator[None]:
-        """Within, replace the library's errors by ours. Calls that every read makes do without a generator."""
+    def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the library, and replace its errors by ours."""
         try:
-            yield
+            return function(*arguments)
+        except self._library.disconnected as error:
+            raise PeerUnreachableError(f"nixl: {what} failed: the peer is gone") from error
         except self._library.errors as error:
-            raise self._failed(what, error) from error
-
-    def _failed(self, what: str, error: Exception) -> KvbatonError:
-        if isinstance(error, self._library.disconnected):
-            return PeerUnreachableError(f"nixl: {what} failed: the peer is gone")
-        return TransferError(f"nixl: {what} failed: {error!r}")
+            raise TransferError(f"nixl: {what} failed: {error!r}") from error
 
 
 def _is_done(state: str) -> bool:

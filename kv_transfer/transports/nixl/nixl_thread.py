@@ -5,7 +5,7 @@ thread at a time in any case: from this one, or, while that has nothing to do, f
 the processor copies within the post, such a read wakes no other thread. Device memory, which ties a thread to a context, is
 this thread's alone.
 
-The library has no blocking wait, so this thread polls while a read is posted here, or a peer says that it reads from here
+The library has no blocking wait, so this thread polls while a read is posted here, or a peer reports that it reads from here
 (``AgentDriver.pause_seconds``). With nothing to drive it blocks.
 """
 
@@ -75,7 +75,7 @@ class NixlThread:
         self._ask(partial(self._driver.connect, pool, metadata))
 
     def disconnect(self, pool: RemotePool) -> None:
-        """Forget a peer's pool, as soon as no read of it is posted. Does not block."""
+        """Remove a peer's pool, as soon as no read of it is posted. Does not block."""
         self._tell(partial(self._driver.disconnect, pool))
 
     def post(self, read: NixlRead) -> None:

@@ -161,7 +161,7 @@ class AgentDriver:
         self._pools.add(pool)
 
     def disconnect(self, pool: RemotePool) -> None:
-        """Forget a peer's pool, as soon as no read of it is posted."""
+        """Remove a peer's pool, as soon as no read of it is posted."""
         self._pools.discard(pool)
         _logging_failure(pool.leave)
 

@@ -31,7 +31,7 @@ from kv_transfer.transports.nixl.memory import ID_TYPE, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.reads import Ids, NixlRead, ReadStep, SlotsStep
 from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, DescribedRegion, RemotePool
-from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlPoolInfo, NixlResting
 
 logger = logging.getLogger(__name__)
 _MAX_POST_BYTES = 64 * 2**20
@@ -157,7 +157,7 @@ class _Peer:
     def interrupt(self) -> None:
         """End a wait for the peer's messages at once, and a posted read when it is terminal: the link is gone.
 
-        Until then the connection stays open, so that the peer knows that something is read.
+        Until then the connection stays open, so that the peer goes on helping.
         """
         with self._lock:
             self._is_interrupted = True
@@ -179,13 +179,13 @@ class _Peer:
             return self._pool
         with read.interruptible(lambda: shut_down(self._sock)):
             dial(self._sock, self._source)
-            welcome = read_frame(self._sock, NixlWelcome, MAX_NIXL_FRAME_BYTES)
-        if welcome.status is not DataStatus.OK:
-            raise TransferError(f"{self._who} lends nothing over nixl: {welcome.message}")
-        pool = _remote_pool(welcome, agent_name(self._source.boot_id), self._who)
-        self._nixl_thread.connect(pool, welcome.agent)
+            info = read_frame(self._sock, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
+        if info.status is not DataStatus.OK:
+            raise TransferError(f"{self._who} lends nothing over nixl: {info.message}")
+        pool = _remote_pool(info, agent_name(self._source.boot_id), self._who)
+        self._nixl_thread.connect(pool, info.agent)
         self._pool = pool
-        if self._lane.read_nonce(pool, read) != welcome.nonce:
+        if self._lane.read_nonce(pool, read) != info.nonce:
             raise TransferError(f"nixl reads other memory than that of {self._who}")
         self._lane.run_bounded(pool, [_into_bounce(pool, np.zeros(1, np.int32))], read)
         self._lane.find_out(pool, read)
@@ -308,12 +308,10 @@ class NixlReceiver:
         return _Peer(source, self._nixl_thread, self._timeout_seconds)
 
 
-def _remote_pool(welcome: NixlWelcome, agent: str, who: str) -> RemotePool:
-    """Return the pool of a welcome. Raises TransferError for one that names no memory."""
-    pool = Region(
-        welcome.address, welcome.block_bytes, welcome.num_blocks, welcome.is_device, welcome.device_id
-    )
-    return RemotePool(agent, who, pool, Region(welcome.table_address, SLOT_BYTES, NUM_SLOTS))
+def _remote_pool(info: NixlPoolInfo, agent: str, who: str) -> RemotePool:
+    """Return the described pool. Raises TransferError for numbers that cannot be memory."""
+    pool = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
+    return RemotePool(agent, who, pool, Region(info.table_address, SLOT_BYTES, NUM_SLOTS))
 
 
 def _into_bounce(pool: RemotePool, block_ids: Ids, part: BlockPart | None = None) -> ReadStep:

@@ -1,8 +1,8 @@
-"""The ``nixl`` transport's sender: tells peers how to read the pool, and ends leases by a table of generations.
+"""The ``nixl`` transport's sender: describes the pool to peers, and ends leases by a table of generations.
 
 It moves no bytes. Its thread only drives the library on if a reader's lane needs that.
 
-After the handshake on the data port (``data_handshake``) the sender sends NixlWelcome and drives the library on. The
+After the handshake on the data port (``data_handshake``) the sender sends NixlPoolInfo and drives the library on. The
 receiver reads slot 0 of the table of generations and block 0 of the pool, sends a NixlAsk to PAUSE, and after the
 NixlResting reads slot 0 once more: so it finds out if the lanes between the two need the sender's help.
 
@@ -34,8 +34,8 @@ _HELP_ON_SECONDS = 60.0
 """After the end of its connection a peer is helped for so long: a read may be open, and it cannot ask for help any more."""
 
 
-class NixlWelcome(msgspec.Struct, frozen=True):
-    """How to read the sender's pool.
+class NixlPoolInfo(msgspec.Struct, frozen=True):
+    """The sender's pool, and how to read it.
 
     agent: the library's own description of the agent, its ports and its memory. is_device, device_id: the pool is in
     that GPU's memory. table_address: the table of generations, in host memory. nonce: the value of its slot 0.
@@ -75,13 +75,13 @@ class NixlSender:
     """Owns the data port and the table of its leases; closes ``nixl_thread``, whose agent it shares with the receiver.
 
     why_not_offered: None when peers may read over ``nixl``; ``auto`` offers it only where ``tcp`` is not faster.
-    welcome: the first message to a reader.
+    pool_info: the first message to a reader.
     """
 
     def __init__(self, context: TransportContext, nixl_thread: NixlThread) -> None:
         """Open the port."""
         self.why_not_offered: str | None = "the pool is not allocated yet"
-        self.welcome = NixlWelcome(DataStatus.DENIED, self.why_not_offered)
+        self.pool_info = NixlPoolInfo(DataStatus.DENIED, self.why_not_offered)
         self._nixl_thread = nixl_thread
         self._is_auto = context.is_auto
         self._on_idle = context.on_idle
@@ -99,7 +99,7 @@ class NixlSender:
         except KvbatonError as error:
             self.why_not_offered = f"the KV pool cannot be registered: {error.message}"
             return
-        self.welcome = NixlWelcome(
+        self.pool_info = NixlPoolInfo(
             DataStatus.OK,
             agent=agent,
             address=pool.address,
@@ -114,7 +114,7 @@ class NixlSender:
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
         """Return the grant of these blocks. Raises TransferError for too many leases."""
-        if self.welcome.status is not DataStatus.OK:
+        if self.pool_info.status is not DataStatus.OK:
             return None
         return encode_grant(*self._table.open(name), block_ids, ID_TYPE)
 
@@ -134,11 +134,11 @@ class NixlSender:
         self._table.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Send the welcome, and help the reader as it asks."""
+        """Send the pool's description, and help the reader as it asks."""
         with connection.receiving_on():
             try:
-                write_frame(connection.sock, self.welcome, MAX_NIXL_FRAME_BYTES)
-                if self.welcome.status is DataStatus.OK:
+                write_frame(connection.sock, self.pool_info, MAX_NIXL_FRAME_BYTES)
+                if self.pool_info.status is DataStatus.OK:
                     self._help(connection)
             finally:
                 self._nixl_thread.serve_on(_HELP_ON_SECONDS)

@@ -1,4 +1,4 @@
-"""Where the ``shm`` transport's sockets lie, and whether this system can do what the transport needs."""
+"""The folder of the ``shm`` transport's sockets, and a check of what the transport needs of the system."""
 
 import os
 import socket
@@ -80,7 +80,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _is_volume(path: Path) -> bool:
-    """Containers share a folder by mounting it, often with open permissions that they cannot change."""
+    """Return True for a mounted folder: containers share one so, often with permissions that they cannot change."""
     return path.is_mount()
 
 

@@ -26,23 +26,23 @@ from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStat
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.generations import TABLE_BYTES, granted_blocks
 from kv_transfer.transports.shm.block_copy import PieceCopier
-from kv_transfer.transports.shm.sender import ID_TYPE, NUM_DESCRIPTORS, ShmWelcome
+from kv_transfer.transports.shm.sender import ID_TYPE, NUM_DESCRIPTORS, ShmPoolInfo
 
 
 class _MappedPool:
     """A sender's pool and table of generations, mapped read-only. who: the sender, in error texts."""
 
-    def __init__(self, who: str, welcome: ShmWelcome, pool: int, table: int) -> None:
-        """Map the descriptors' files. Raises TransferError if they are not those of the welcome."""
+    def __init__(self, who: str, info: ShmPoolInfo, pool: int, table: int) -> None:
+        """Map the descriptors' files. Raises TransferError if they do not fit ``info``."""
         self._who = who
-        self.block_bytes = welcome.block_bytes
+        self.block_bytes = info.block_bytes
         with ExitStack() as undo:
             self._undo = undo
-            self._pool = self._map(pool, welcome.num_blocks * welcome.block_bytes)
+            self._pool = self._map(pool, info.num_blocks * info.block_bytes)
             self._pool_address = address_of(self._pool)
             self._generations = self._map(table, TABLE_BYTES).cast("Q")
             undo.callback(self._generations.release)
-            if self._generations[0] != welcome.nonce:
+            if self._generations[0] != info.nonce:
                 raise TransferError(f"the mapping shows other bytes than {who} has written")
             self._undo = undo.pop_all()
 
@@ -66,7 +66,7 @@ class _MappedPool:
     def _map(self, descriptor: int, num_bytes: int) -> memoryview:
         try:
             mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except (ValueError, OverflowError) as error:  # the file is smaller than the welcome says
+        except (ValueError, OverflowError) as error:  # the file is smaller than its description
             raise TransferError(f"the pool of {self._who} cannot be mapped: {error}") from error
         self._undo.callback(mapping.close)
         view = memoryview(mapping)
@@ -137,14 +137,14 @@ class _Peer:
                 " its shm_dir is not visible to this worker (containers share one by a volume)"
             ) from error
         prove_session(self._sock, self._source)
-        welcome, descriptors = _receive_welcome(self._sock)
+        info, descriptors = _receive_info(self._sock)
         try:
-            if welcome.status is not DataStatus.OK:
-                raise PeerUnreachableError(f"{self._who} refused to share its pool: {welcome.message}")
+            if info.status is not DataStatus.OK:
+                raise PeerUnreachableError(f"{self._who} refused to share its pool: {info.message}")
             if len(descriptors) != NUM_DESCRIPTORS:
                 raise TransferError(f"{self._who} sent {len(descriptors)} descriptors, not {NUM_DESCRIPTORS}")
             pool_file, table_file, pidfd = descriptors
-            pool = _MappedPool(self._who, welcome, pool_file, table_file)
+            pool = _MappedPool(self._who, info, pool_file, table_file)
             self._undo.callback(pool.close)
             kept_pidfd = os.dup(pidfd)
             self._undo.callback(os.close, kept_pidfd)
@@ -205,7 +205,7 @@ class ShmReceiver:
         return _Peer(source, self._timeout_seconds, PieceCopier(self._copy_blocks, self._cache_bytes))
 
 
-def _receive_welcome(sock: socket.socket) -> tuple[ShmWelcome, list[int]]:
+def _receive_info(sock: socket.socket) -> tuple[ShmPoolInfo, list[int]]:
     """Receive the message, and the descriptors that came with its first byte."""
     header, descriptors, _, _ = socket.recv_fds(sock, HEADER.size, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
@@ -214,7 +214,7 @@ def _receive_welcome(sock: socket.socket) -> tuple[ShmWelcome, list[int]]:
         body = bytearray(length_in(header, MAX_DATA_FRAME_BYTES))
         receive_all(sock, [memoryview(body)])
         check_body(header, body)
-        return decode_body(body, ShmWelcome), descriptors
+        return decode_body(body, ShmPoolInfo), descriptors
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)

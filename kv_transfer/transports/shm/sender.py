@@ -2,7 +2,7 @@
 
 It copies nothing. A reader that is stopped cannot hold a lease: the sender never waits for it.
 
-Both ends prove their session on a Unix socket (``data_handshake``). The sender then sends ShmWelcome; with an OK come
+Both ends prove their session on a Unix socket (``data_handshake``). The sender then sends ShmPoolInfo; with an OK come
 three descriptors by SCM_RIGHTS: the pool and the table of generations, both read-only, and a pidfd of the sender's
 process. No more is sent: the connection stays open as long as the session, and its end is the end of all reads. The
 receiver finds the lent blocks by a BlockGrant per published range, copies them, and compares the generation before
@@ -34,7 +34,7 @@ ID_TYPE = np.dtype(np.int64)
 """The copy takes 64-bit block ids as they are."""
 
 
-class ShmWelcome(msgspec.Struct, frozen=True):
+class ShmPoolInfo(msgspec.Struct, frozen=True):
     """The sender's only message: the pool's shape, or why it is not shared. nonce: the value of slot 0 of the table."""
 
     status: DataStatus
@@ -88,7 +88,7 @@ class ShmSender:
             return
         self._undo.callback(os.close, pool)
         self._descriptors = [pool, self._table.descriptor, self._pidfd]
-        self._welcome = ShmWelcome(
+        self._info = ShmPoolInfo(
             DataStatus.OK,
             nonce=self._table.nonce,
             num_blocks=memory.num_blocks,
@@ -114,14 +114,14 @@ class ShmSender:
 
     def _refuse(self, why: str) -> None:
         self.why_not_offered = why
-        self._welcome = ShmWelcome(DataStatus.DENIED, why)
+        self._info = ShmPoolInfo(DataStatus.DENIED, why)
 
     def _serve(self, connection: Connection) -> None:
-        """Send the welcome, then wait for the end of the connection."""
-        welcome = self._welcome  # once, before the descriptors: ``start`` sets them first
-        data = encode_frame(welcome, MAX_DATA_FRAME_BYTES)
-        descriptors = self._descriptors if welcome.status is DataStatus.OK else []
+        """Send the pool's description, then wait for the end of the connection."""
+        info = self._info  # once, before the descriptors: ``start`` sets them first
+        data = encode_frame(info, MAX_DATA_FRAME_BYTES)
+        descriptors = self._descriptors if info.status is DataStatus.OK else []
         if socket.send_fds(connection.sock, [data], descriptors) != len(data):
-            raise TransferError("the reader does not take the welcome")
+            raise TransferError("the reader does not take the description of the pool")
         if connection.sock.recv(1):
             raise TransferError("the reader sent data after its handshake")

@@ -1,16 +1,18 @@
 """The ``tcp`` transport's receiver: reads lent blocks straight into their destination, one connection per peer."""
 
 import select
+import socket
 from collections.abc import Sequence
 
 from contract.errors import PeerUnreachableError, TransferError
-from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body
+from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import bytes_of_each
 from kv_transfer.transports.connection_cache import ConnectionCache, dial, unconnected
-from kv_transfer.transports.data_handshake import ALIGNMENT, DataReply, DataStatus
+from kv_transfer.transports.data_handshake import ALIGNMENT, MAX_DATA_FRAME_BYTES, DataReply, DataStatus
 from kv_transfer.transports.data_port import limit_waits, shut_down
-from kv_transfer.transports.tcp.stream import OK_FRAME, DataStream, SocketBlocks, socket_blocks
+from kv_transfer.transports.tcp.sender import OK_FRAME
+from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks
 
 _REPORT_BYTES = 2**20
 """A read that is followed reports its progress after so many bytes."""
@@ -26,7 +28,6 @@ class _Connection:
         self.sock = unconnected(source, timeout_seconds)
         self._poll = select.poll()  # not select.select: it takes no descriptor above 1023
         self._poll.register(self.sock, select.POLLIN)
-        self._stream = DataStream(self.sock)
 
     def has_ended(self) -> bool:
         """Test if the peer has closed it: an idle connection becomes readable only by its end."""
@@ -49,10 +50,15 @@ class _Connection:
         self.is_connected = True
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Send one request, and receive its pieces."""
-        self._stream.send(
-            ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
-        )
+        """Send one request, and receive its pieces. Raises TimeoutError if the peer is silent."""
+        try:
+            self._fetch(request, views, read)
+        except BlockingIOError as error:  # the kernel's word for a wait that was too long (``limit_waits``)
+            raise TimeoutError("timed out") from error
+
+    def _fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        named = ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
+        write_frame(self.sock, named, MAX_DATA_FRAME_BYTES)
         view_bytes = bytes_of_each(views)
         blocks = socket_blocks(views)
         pieces = list(request.pieces(view_bytes))
@@ -80,7 +86,7 @@ class _Connection:
         try:
             for at in range(start, end, step):
                 last = min(at + step, end)
-                self._stream.receive_blocks(answers if at == start else bytearray(), blocks, at, last)
+                blocks.receive(self.sock, answers if at == start else bytearray(), at, last)
                 if at == start:
                     _expect_ok(answers, piece)
                     left_out = 0
@@ -92,14 +98,16 @@ class _Connection:
             raise PeerUnreachableError(
                 f"short read in block {block} of {_name(piece)}: {error.message}"
             ) from error
-        except TimeoutError as error:
+        except BlockingIOError as error:
             raise PeerSilentError(f"no byte for {self.timeout_seconds} s in {_blocks(piece)}") from error
 
     def _receive_last_answer(self, piece: ReadRequest) -> None:
+        answer = bytearray(ALIGNMENT)
         try:
-            _expect_ok(self._stream.receive_bytes(ALIGNMENT), piece)
+            receive_all(self.sock, [memoryview(answer)], socket.MSG_WAITALL)
         except ShortReadError as error:
             raise PeerUnreachableError(f"short read after {_blocks(piece)}: {error.message}") from error
+        _expect_ok(answer, piece)
 
 
 def _expect_ok(answers: bytearray, piece: ReadRequest) -> None:

@@ -3,15 +3,6 @@
 A piece of a read crosses in one system call at each end (a blocking ``sendmsg`` here, ``MSG_WAITALL`` there), and
 Python runs between pieces only. For blocks of a flat pool these calls get lists of addresses that numpy makes:
 Python's own functions take a list of views, which costs more than the call for the small blocks of small models.
-
-Per read the receiver sends ReadRequest. For each of its pieces (``ReadRequest.pieces``, which both sides cut alike)
-the sender sends an answer, the blocks in order if it is OK, and a second answer: the lease was valid after the last
-byte. After an answer that is STALE the sender closes the connection. Closing the connection makes a read terminal on
-the receiver's side.
-
-An answer is a DataReply without a message, in a frame of ALIGNMENT bytes. So a receiver takes answers and blocks by
-one call, and blocks lie in the stream as in memory: the kernel copies them a tenth faster than at odd offsets
-(x86-64).
 """
 
 import ctypes
@@ -19,30 +10,15 @@ import errno
 import os
 import socket
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.links.framing import (
-    FrameBuffer,
-    ShortReadError,
-    decode_body,
-    encode_frame,
-    receive_all,
-    send_all,
-)
+from kv_transfer.links.framing import ShortReadError, receive_all, send_all
 from kv_transfer.transports.block_views import BlockViews
-from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, reply_frame
 
-OK_FRAME = reply_frame(DataStatus.OK)
-STALE_FRAME = reply_frame(DataStatus.STALE)
-"""The answers among blocks: ALIGNMENT bytes each."""
-_T = TypeVar("_T")
-_P = ParamSpec("_P")
 _MAX_VECTORS = 1024
 """Linux's IOV_MAX."""
 _Vectors = npt.NDArray[np.uint64]
@@ -163,64 +139,3 @@ def _call(function: Any, sock: socket.socket, vectors: _Vectors, flags: int) -> 
         if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, os.strerror(code))
     return count
-
-
-def _in_time(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Raise TimeoutError where the kernel reports a wait that was too long as a socket that would block."""
-
-    @wraps(method)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return method(*args, **kwargs)
-        except BlockingIOError as error:
-            raise TimeoutError("timed out") from error
-
-    return call
-
-
-class DataStream:
-    """The bytes of one data connection. One thread uses it; others may shut the socket down.
-
-    Every method raises TimeoutError if no byte passed for as long as ``limit_waits`` allows, OSError for a broken
-    connection, TransferError for a malformed message.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._requests = FrameBuffer(MAX_DATA_FRAME_BYTES)
-        self._unread: deque[bytes] = deque()
-
-    def send(self, message: Any) -> None:
-        """Send a message in a frame."""
-        self.send_frames(encode_frame(message, MAX_DATA_FRAME_BYTES))
-
-    @_in_time
-    def send_frames(self, frames: bytes) -> None:
-        """Send encoded frames."""
-        self._sock.sendall(frames)
-
-    @_in_time
-    def send_blocks(self, frames: bytes, blocks: SocketBlocks, start: int, end: int) -> None:
-        """Send encoded frames, then the blocks ``start``..``end`` - 1."""
-        blocks.send(self._sock, frames, start, end)
-
-    def receive_request(self, message_type: type[_T]) -> _T:
-        """Receive a message, with all that have arrived in one call: for streams that carry nothing but frames."""
-        while not self._unread:
-            data = self._sock.recv(MAX_DATA_FRAME_BYTES)
-            if not data:
-                raise ShortReadError(0, 1)
-            self._unread.extend(self._requests.feed(data))
-        return decode_body(self._unread.popleft(), message_type)
-
-    @_in_time
-    def receive_bytes(self, num_bytes: int) -> bytearray:
-        """Receive so many bytes. Raises ShortReadError."""
-        data = bytearray(num_bytes)
-        receive_all(self._sock, [memoryview(data)], socket.MSG_WAITALL)
-        return data
-
-    @_in_time
-    def receive_blocks(self, frames: bytearray, blocks: SocketBlocks, start: int, end: int) -> None:
-        """Receive until ``frames``, then the blocks ``start``..``end`` - 1 are full. Raises ShortReadError."""
-        blocks.receive(self._sock, frames, start, end)
