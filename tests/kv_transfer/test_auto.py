@@ -1,4 +1,4 @@
-"""Which transport two workers agree on, and that the choice is real, counted and logged."""
+"""The transport that two workers agree on: the choice is real, counted and logged."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ from tests.kv_transfer.builders import (
 
 
 def chosen(pair: Pair) -> dict[str, float]:
-    """What the decode worker counted about its choices."""
+    """Return what the decode worker counted about its choices."""
     counters = pair.decode.driver.scheduler.counters()
     return {name: value for name, value in counters.items() if name.startswith("transfer_transport_chosen")}
 
@@ -59,7 +59,7 @@ def test_on_one_machine_it_is_shm(caplog: pytest.LogCaptureFixture) -> None:
 def test_where_no_folder_is_shared_it_falls_back_to_tcp_which_is_counted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As between two machines: the address of the other's socket leads nowhere here."""
+    """The address of the peer's socket does not exist here, like between two machines."""
     caplog.set_level(logging.INFO, "kv_transfer")
     folder = tmp_path / "p"
     with pair_of(Sides(prefill={"shm_dir": folder}), transport="auto") as pair:
@@ -92,7 +92,7 @@ def test_two_different_forced_names_are_refused() -> None:
 
 
 def test_a_pool_that_cannot_be_mapped_goes_over_tcp() -> None:
-    """As on a device: shm is not offered at all."""
+    """A pool on a device is not offered over shm at all."""
     memory = ByteMemory(LAYOUT, 64)
     memory.memfd = None
     with pair_of(transport="auto", memory=memory) as pair:
@@ -146,7 +146,7 @@ def test_a_lease_is_idle_once_every_sender_says_so() -> None:
 
 
 class Shelf:
-    """A receiver that remembers what it was asked; a probe waits for ``gate`` and then fails if told so."""
+    """A receiver that records its calls; a probe waits for ``gate`` and may fail then."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.gate, self.error = threading.Event(), error

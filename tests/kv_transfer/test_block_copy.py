@@ -38,7 +38,7 @@ def copied(
     part: BlockPart | None,
     block_bytes: int = BLOCK_BYTES,
 ) -> bytes:
-    """The target pool after a copy in two pieces, out of a pool that nobody may write to."""
+    """Return the target pool after a copy in two pieces, out of a read-only pool."""
     target, middle = bytearray(len(CONTENT)), len(source_ids) // 3
     copy = copying(
         BlockViews(memoryview(CONTENT), block_bytes, source_ids, part),
@@ -64,7 +64,7 @@ def expected(
 
 
 def differing_bytes(found: bytes, wanted: bytes) -> list[int]:
-    """Where two pools differ, in bytes, of which pytest can make a message: of whole pools it needs minutes."""
+    """Return the first differing offsets: comparing whole pools takes pytest minutes for its message."""
     assert len(found) == len(wanted)
     differs = np.frombuffer(found, np.uint8) != np.frombuffer(wanted, np.uint8)
     return [int(at) for at in np.flatnonzero(differs)[:8]]

@@ -37,7 +37,7 @@ def blocks_of(pool: memoryview, ids: list[int], part: BlockPart | None, is_flat:
 def test_every_block_arrives_in_its_place(
     ends: Ends, part: BlockPart | None, sends_flat: bool, receives_flat: bool
 ) -> None:
-    """In two goes, each behind its words, out of a pool that nobody may write to."""
+    """In several calls, some with frames before the blocks, out of a read-only pool."""
     target = bytearray(BLOCK_BYTES * NUM_BLOCKS)
     lent = blocks_of(memoryview(CONTENT), LENT, part, sends_flat)
     into = blocks_of(memoryview(target), INTO, part, receives_flat)

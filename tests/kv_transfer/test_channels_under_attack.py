@@ -1,4 +1,4 @@
-"""Strangers on real sockets of a worker: what they forge, replay, reflect or send in another order lets nobody in."""
+"""Attacks on real sockets of a worker: forged, replayed, reflected and reordered messages open nothing."""
 
 import socket
 import threading
@@ -57,7 +57,7 @@ class Lender:
 
     @contextmanager
     def dialed(self) -> Iterator[socket.socket]:
-        """A connection that has said nothing."""
+        """Open a silent connection."""
         is_unix = self.transport == "shm"
         with socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM) as sock:
             sock.settimeout(WAIT)
@@ -67,7 +67,7 @@ class Lender:
 
 @pytest.fixture(params=["tcp", "shm"])
 def lender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lender]:
-    """One of each."""
+    """Return a lender of each transport."""
     found = Lender(request.param, tmp_path)
     try:
         yield found
@@ -76,7 +76,7 @@ def lender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lender]:
 
 
 def is_let_in(sock: socket.socket) -> bool:
-    """Whether anything comes behind the proof but the end of the connection."""
+    """Return True if anything but the end of the connection follows the proof."""
     try:
         return bool(sock.recv(1))
     except ConnectionError:
@@ -98,7 +98,7 @@ def test_an_honest_reader_is_let_in(lender: Lender) -> None:
 
 
 def replayed(lender: Lender) -> tuple[DataHello, DataProve]:
-    """What an honest reader has sent, on a connection of its own."""
+    """Return what an honest reader has sent on a connection of its own."""
     reading = ReaderProofs(lender.source)
     with lender.dialed() as sock:
         prove = reading.prove(challenged(sock, reading.hello))
@@ -162,7 +162,7 @@ def test_another_order_is_refused(lender: Lender, first: DataProve | DataChallen
 
 
 def test_a_rogue_that_listens_at_the_lenders_address_is_given_nothing() -> None:
-    """H4: whoever listened at a data port was handed the session's token."""
+    """H4: a process that listened at a data port was handed the session's token."""
     honest = Sessions()
     honest.begin(TOKEN)
     source = Source("p", "boot", "127.0.0.1:1", TOKEN, "tcp")
@@ -282,7 +282,7 @@ def test_a_whole_recorded_link_that_is_replayed_opens_none() -> None:
 
 
 def test_a_rogue_at_the_address_of_a_dead_worker_is_told_nothing_about_the_model() -> None:
-    """H3: and nothing that it says is believed, whatever honest worker it asks for proofs in the meantime."""
+    """H3: its answers are refused, whatever honest worker it relays to for proofs."""
     with (
         worker(settings_for("q", Role.PREFILL)) as other,
         socket.create_server(("127.0.0.1", 0)) as rogue,

@@ -113,7 +113,7 @@ def test_scattered_blocks_land_where_they_should(
 def test_what_has_landed_is_told_piece_by_piece(
     transport: str, layout: KVLayout, num_blocks: int, tmp_path: Path
 ) -> None:
-    """When it is told, the bytes are there: whoever is told verifies them before the next piece has come."""
+    """The bytes of a reported piece have arrived: it is verified before the next piece arrives."""
     told, everything, step = list[int](), range(num_blocks), blocks_per_piece(layout.block_bytes)
     with port_of(transport, tmp_path, layout, num_blocks) as port:
         port.publish(NAME, everything)
@@ -158,7 +158,7 @@ def test_nobody_reads_outside_a_lease(transport: str, blocks: range, tmp_path: P
     ],
 )
 def test_nobody_reads_before_a_lease(transport: str, words: str, blocks: range, tmp_path: Path) -> None:
-    """Where it is asked for in words, these are none, and end the connection."""
+    """A request for such blocks is malformed, and ends the connection."""
     with port_of(transport, tmp_path, SMALL, 8) as port:
         port.publish(NAME, [7, 6])
         with pytest.raises(TransferError, match=words):
@@ -183,7 +183,7 @@ class EndingRead(Read):
 
 
 def test_a_lease_that_ends_while_pieces_of_it_are_asked_for_gives_no_more_of_them(tmp_path: Path) -> None:
-    """Law 3 with more on its way than sockets hold: the read fails, and its later answers reach nobody else."""
+    """Law 3 with more on its way than sockets hold: the read fails, and its later answers reach no other read."""
     with port_of("tcp", tmp_path, LARGE, 96) as port:
         sender, everything = port.opened.sender, range(96)
         port.publish(NAME, everything)
@@ -198,7 +198,7 @@ def test_a_lease_that_ends_while_pieces_of_it_are_asked_for_gives_no_more_of_the
 
 
 def test_a_lease_that_ends_between_two_pieces_of_shm_fails_the_read(tmp_path: Path) -> None:
-    """Law 3 where a piece is copied by one call: what had landed before is not told again, and nothing later counts."""
+    """Law 3 where a piece is copied by one call: earlier pieces are not reported again, and no later one counts."""
     step, everything, told = blocks_per_piece(SMALL.block_bytes), range(MANY), list[int]()
     with port_of("shm", tmp_path, SMALL, MANY) as port:
         sender = port.opened.sender

@@ -77,7 +77,7 @@ STRANGERS = st.lists(
 def test_room_is_made_by_the_address_that_holds_the_most_and_by_the_silent_first(
     strangers: list[Played],
 ) -> None:
-    """L7: fair between addresses, and to those who have something to say."""
+    """L7: fair between addresses, and to connections that have sent something."""
     gone = giving_way(strangers)
     per_host = Counter(stranger.host for stranger in strangers)
     assert per_host[gone.host] == max(per_host.values())
@@ -100,8 +100,8 @@ def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
         assert read_frame(honest, DataReply, MAX_DATA_FRAME_BYTES).status is DataStatus.OK
 
 
-def test_a_stranger_on_a_data_port_has_no_thread() -> None:
-    """L7: 60 connections that say nothing started 60 threads. Who has proved its session has one."""
+def test_an_unauthenticated_data_connection_has_no_thread() -> None:
+    """L7: 60 silent connections started 60 threads. Only an authenticated connection has one."""
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._context.sessions.begin("token")
         source = Source("p", "b", sender.address, "token")
@@ -113,8 +113,8 @@ def test_a_stranger_on_a_data_port_has_no_thread() -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"", b"\xff" * 8, b"\x08\0\0\0kvbaton", b"\0\x04\0\0" + b"\0" * 1028])
-def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: bytes) -> None:
-    """So is who ends its side; who is good comes in behind it."""
+def test_a_malformed_message_on_a_data_port_ends_its_connection(beginning: bytes) -> None:
+    """A peer that closes its side is dropped too; an honest one is accepted afterwards."""
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._context.sessions.begin("token")
         (stranger,) = silent_links(sender.address, 1, stack)
@@ -126,8 +126,8 @@ def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: byte
         dial(stack.enter_context(unconnected(source, WAIT)), source)
 
 
-def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
-    """It cannot know whether its session is open still."""
+def test_a_request_before_the_answer_to_the_proof_ends_the_connection() -> None:
+    """Its session may be over."""
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._context.sessions.begin("token")
         reading = ReaderProofs(Source("p", "b", sender.address, "token"))
@@ -141,7 +141,7 @@ def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
 
 
 def test_a_listener_rests_after_a_few_connections() -> None:
-    """L7: who is connected is heard between them, and the step of an engine goes on."""
+    """L7: open connections are read between them, and the step of an engine continues."""
     listener = Listener(listen_on("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         stack.callback(listener.close)

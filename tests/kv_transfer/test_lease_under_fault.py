@@ -135,7 +135,7 @@ class GatedBook(LeaseBook):
         assert self.gate.wait(WAIT)
 
 
-def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless() -> None:
+def test_a_lease_that_ends_after_the_last_byte_fails_the_read() -> None:
     """The revocation has happened, the connection is not shut down yet: only the second check is left."""
     is_revoked, may_go_on = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""``nixl`` between real processes: whoever dies or stops in the middle of a read, no wrong byte is used.
+"""``nixl`` between real processes: no wrong byte is used if one dies or stops in the middle of a read.
 
 The senders have UCX's TCP lane only. There a read needs the sender's help, so that one that is stopped leaves it open.
 """
@@ -50,7 +50,7 @@ def sender_process(boot_id: str, environment: dict[str, str] | None = None) -> A
 
 
 def grants_of(sender: Sender) -> tuple[RangeGrant, ...]:
-    """Of all its blocks, the last one first."""
+    """Return the grant of all its blocks, the last one first."""
     return from_words(sender.said["grant"])
 
 

@@ -1,4 +1,4 @@
-"""A ``nixl`` read needs no word of its sender: the port welcomes, says when it rests, and is silent from there on."""
+"""A ``nixl`` read needs no message of its sender: the port sends its description and one NixlResting, no more."""
 
 import threading
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def reader() -> Iterator[Reader]:
 
 
 def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> None:
-    """Where a busy machine is late with the first read it may ask for help, and gets it; then the reader connects anew."""
+    """On a busy machine the first read may be late and ask for help; then the reader connects again."""
     heard = list[Help]()
     has_left = threading.Event()
 

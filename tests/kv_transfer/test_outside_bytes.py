@@ -126,7 +126,7 @@ NASTY = [
 
 
 @pytest.mark.parametrize("body", NASTY, ids=range(len(NASTY)))
-def test_a_strangers_frame_does_not_end_the_shm_server(tmp_path: Path, body: bytes) -> None:
+def test_an_unauthenticated_frame_does_not_end_the_shm_port(tmp_path: Path, body: bytes) -> None:
     """M1: a frame of 30,000 nested arrays ended the thread of the shm socket, and with it the worker."""
     assert len(body) <= MAX_DATA_FRAME_BYTES
     port, reader = ShmPort(tmp_path), Reader()

@@ -43,7 +43,7 @@ class UnforgivingReceiver:
 
 
 def dies(pair: Pair) -> None:
-    """Step until the decode worker's connector says that it is broken."""
+    """Step until the decode worker's connector reports that it is broken."""
     pair.decode.driver.wait_for(lambda: False, "the end of the engine")
 
 
@@ -72,7 +72,7 @@ def test_a_pull_thread() -> None:
 
 
 def test_the_data_thread() -> None:
-    """It reports the end of a job that nobody has posted."""
+    """It reports the end of a job that was not posted."""
     with pair_of() as pair:
         rank: Any = pair.decode.driver.rank
         rank.post_commit(CommitJob("nobody", (), Read()))
@@ -87,12 +87,12 @@ class BuggySeconds(float):
         return BuggySeconds(other)
 
     def __le__(self, other: float) -> bool:
-        raise RuntimeError("a bug while strangers are looked at")
+        raise RuntimeError("a bug in a comparison")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_the_thread_that_accepts_on_a_data_port(transport: str, tmp_path: Path) -> None:
-    """P4: it ended in silence, and nobody could read any more."""
+    """P4: it ended in silence, and no peer could read any more."""
     failed = Mailbox[tuple[str, BaseException]]()
     context = TransportContext(
         "127.0.0.1",
