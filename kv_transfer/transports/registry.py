@@ -2,9 +2,11 @@
 
 To add a transport: copy the folder of one that is like it (``tcp`` is the smallest) and fulfil ``SenderTransport``
 and ``ReceiverTransport`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
-Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import contract of
-the transports in ``pyproject.toml``. Shared parts: ``leases.py`` and ``data_port.py`` for a sender that
-answers requests, ``generations.py`` for one that is read without a request, ``connection_cache.py`` for a receiver.
+Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import
+contract of the transports in ``pyproject.toml``.
+
+Shared parts: ``data_port.py`` and ``leases.py`` for a sender that answers requests, ``generations.py`` for one that is
+read without a request, ``connection_cache.py`` for a receiver.
 """
 
 import logging
