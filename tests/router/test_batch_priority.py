@@ -191,7 +191,7 @@ async def test_a_place_is_not_lost_by_a_cancel(cancel_at: int) -> None:
         gate.release(tasks[0].result())
         gate.release(tasks[0].result())  # a second time changes nothing
     is_idle = True
-    gate.look()
+    gate.admit()
     async with asyncio.timeout(5):
         await tasks[1]
 
@@ -220,9 +220,9 @@ async def test_those_that_give_way_have_begun_last_and_places_are_kept_in_balanc
         for name in "abcde":
             group.create_task(line(name))
         await ran("abcd")
-        gate.give_way(1)
-        gate.give_way(1)  # for the same request: one is stopping already
+        gate.preempt(1)
+        gate.preempt(1)  # for the same request: one is stopping already
         await ran("abcde")
-        gate.give_way(3)  # a and b have tokens, then the oldest without
+        gate.preempt(3)  # a and b have tokens, then the oldest without
         await ran("abcdecba")
         ends.set()

@@ -15,8 +15,8 @@ from hypothesis import given
 
 from contract.errors import OverloadedError, PayloadTooLargeError
 from contract.identity import Role
-from router.http.decoding import LARGE_BYTES, MAX_LISTS, decode
-from router.http.raw_body import BodyReader
+from router.http.bodies.decoding import LARGE_BYTES, MAX_LISTS, decode
+from router.http.bodies.raw_body import BodyReader
 from router.testing import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
@@ -232,6 +232,6 @@ async def test_a_large_body_leaves_most_of_the_loops_time_to_others(monkeypatch:
 
     monkeypatch.setattr("router.resting.time.monotonic", lambda: now)
     monkeypatch.setattr("router.resting.asyncio.sleep", sleep)
-    monkeypatch.setattr("router.http.decoding._at_most", work)
+    monkeypatch.setattr("router.http.bodies.decoding._at_most", work)
     await decode(b'"' + b"a" * (LARGE_BYTES * 3) + b'"', 100)
     assert rests == [pytest.approx(0.006)] * 3 + [0.0]

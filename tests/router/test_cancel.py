@@ -9,7 +9,7 @@ import pytest
 from contract.errors import CancelledError
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.grpc_api import REQUEST_ID_KEY
+from router.grpc.calls import REQUEST_ID_KEY
 from router.running import RunningRequests, client_name
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster

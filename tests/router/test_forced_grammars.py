@@ -8,8 +8,8 @@ import pytest
 from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schema
 from contract.requests import Grammar
-from router.http.body import Body
-from router.http.chat_fields import chat_of, forced_calls
+from router.http.bodies.body import Body
+from router.http.fields.chat import chat_of, forced_calls
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

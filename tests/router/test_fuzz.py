@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.http.messages_schema import MESSAGE
-from router.http.response_input import ITEM_TYPES
-from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, RESPONSE, TOKENIZE
+from router.http.responses.conversation import ITEM_TYPES
+from router.http.schema.chat import CHAT
+from router.http.schema.completion import COMPLETION
+from router.http.schema.embedding import EMBEDDING
+from router.http.schema.messages import MESSAGE
+from router.http.schema.responses import RESPONSE
+from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_bad_input import SAY

@@ -58,6 +58,6 @@ async def test_the_line_is_empty_when_the_router_has_stopped() -> None:
         await cluster.until(lambda state: state["num_in_line"] == 20)
         await cluster.service.stop()
         await asyncio.wait(asking)
-        assert len(cluster.service._line) == 0
+        assert len(cluster.service._path.line) == 0
         for task in asking:
             assert task.exception() or task.result()[0] >= 499

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
-from router.http.body import Body
-from router.http.response_input import response_chat
+from router.http.bodies.body import Body
+from router.http.responses.conversation import response_chat
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import check_all
 from tests.router.test_responses import ASK, BYTES, NOW, PATH, events_of

@@ -12,7 +12,7 @@ from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos.worker_pb2 import Credit
-from router.grpc_api import REQUEST_ID_KEY
+from router.grpc.calls import REQUEST_ID_KEY
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
-from router.http.fields import NEUTRAL
+from router.http.fields.unsupported import NEUTRAL
 from router.testing import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import CHAT, SAY, TEXT, check_all, check_error

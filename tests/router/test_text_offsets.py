@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.http.offsets import text_offsets, token_offsets
+from router.http.generation.offsets import text_offsets, token_offsets
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.test_tokenizer import sentencepiece_like

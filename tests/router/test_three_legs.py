@@ -135,7 +135,7 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
             while not all(view.max_requests for view in registry.snapshot()):
                 await changes.next.wait()
         encode, prefiller, decode = workers
-        yield Trio(encode, prefiller, decode, registry, relays, Ledger(10, RouterMetrics()))
+        yield Trio(encode, prefiller, decode, registry, relays, Ledger(10, RouterMetrics().requests))
 
 
 @pytest.mark.parametrize("encoder", [Script(), Script(stall_at=0)], ids=["that ends", "that says nothing"])
