@@ -40,7 +40,7 @@ class WorkerPort:
         )
 
     async def stop(self, grace_seconds: float) -> None:
-        """Dismiss all workers and stop listening. Does nothing before ``start``."""
+        """Detach all workers and stop listening. Does nothing before ``start``."""
         if self._server:
             self._registry.dismiss_all()
             await self._server.stop(grace_seconds)

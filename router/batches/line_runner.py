@@ -1,6 +1,7 @@
 """The requests of one batch: each waits for a permit, is answered, and gets its result line."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from router.batches.records import BatchRecord
 from router.batches.results import Response, new_result
 from router.batches.retrying import RetryingStorage, pause_seconds
 from router.batches.run_context import RunContext
+
+logger = logging.getLogger(__name__)
 
 _MAX_LATE_STARTS = 20
 """How often one request may reach its deadline before its first token, while it waits for others."""
@@ -52,10 +55,12 @@ class LineRunner:
         self._context = context
         self._batch = batch
         self._storage = storage
+        self._operations = context.storage.operations
         self._gate = context.gate
 
     async def begin_next(self, lines: Iterator[InputLine], running: asyncio.TaskGroup) -> bool:
-        """Wait for a permit and begin the next line in ``running``. Return False if there is no line left."""
+        """Wait for room and for a permit, and begin the next line in ``running``. Return False if no line is left."""
+        await self._wait_for_room()
         permit = await self._gate.acquire(self._batch.owner)
         try:
             line = await self._storage.run(next, lines, None)
@@ -69,11 +74,18 @@ class LineRunner:
         task.add_done_callback(lambda _: self._gate.release(permit))
         return True
 
+    async def _wait_for_room(self) -> None:
+        changed = self._context.room_changed()
+        while not await self._storage.run(self._operations.has_room, self._batch):
+            logger.warning("batch %s waits: the folder of files is full", self._batch.id)
+            await changed.wait()
+            changed = self._context.room_changed()
+
     async def _run(self, line: InputLine, permit: Permit) -> None:
         answer = await self._answer_with_retries(line, permit)
         response = Response(answer.status_code, answer.request_id, msgspec.Raw(answer.body))
         result = new_result(line.custom_id, response)
-        await self._storage.run(self._context.storage.operations.append, self._batch, result)
+        await self._storage.run(self._operations.append, self._batch, result)
         self._context.count_result("completed" if result.is_answer else "failed", 1)
 
     async def _answer_with_retries(self, line: InputLine, permit: Permit) -> LineAnswer:

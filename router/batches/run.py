@@ -89,9 +89,8 @@ class BatchRun:
         runner = LineRunner(self._context, self._batch, self._storage)
         await self._storage.run(self._operations.open_results, self._batch)
         async with self._lines() as lines, asyncio.TaskGroup() as running:
-            await self._wait_for_room()
             while await runner.begin_next(lines, running):
-                await self._wait_for_room()
+                pass
         await self._change(lifecycle.finalize)
 
     async def _end(self) -> None:
@@ -108,13 +107,6 @@ class BatchRun:
             "batch %s is %s: %d of %d requests answered, %d failed",
             *(batch.id, self._batch.status, counts.completed, counts.total, counts.failed),
         )
-
-    async def _wait_for_room(self) -> None:
-        changed = self._context.room_changed()
-        while not await self._storage.run(self._operations.has_room, self._batch):
-            logger.warning("batch %s waits: the folder of files is full", self._batch.id)
-            await changed.wait()
-            changed = self._context.room_changed()
 
     async def _change(self, transition: Callable[[BatchRecord, int], BatchRecord]) -> None:
         self._batch = await self._storage.run(self._operations.change, self._batch, transition)

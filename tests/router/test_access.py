@@ -18,7 +18,7 @@ from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing import Script
+from router.testing.script import Script
 from tests.certificates import write_certificate
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
@@ -47,7 +47,7 @@ async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCapture
                 error = (await response.json())["error"]
                 assert error["type"] == "invalid_request_error"
                 assert "sk-" not in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
         status, answer = await cluster.post("/v1/completions", {"prompt": "x"}, headers=GIVEN)
         assert (status, answer["choices"][0]["text"]) == (200, "hello")
         state = await cluster.debug_state()

@@ -8,7 +8,7 @@ import pytest
 
 from contract.identity import Role
 from protos.worker_pb2 import Credit
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, write_model
 
@@ -172,7 +172,7 @@ async def test_fields_of_wrong_type_or_range_are_named() -> None:
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         await check_all(cluster, CHAT, SAY, BAD_CHATS)
         await check_all(cluster, TEXT, {"prompt": "hello"}, BAD_TEXTS)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_fields_that_come_later_are_refused_by_name() -> None:
@@ -184,7 +184,7 @@ async def test_fields_that_come_later_are_refused_by_name() -> None:
             error = check_error(answer, status, name)
             assert (status, error["code"]) == (400, "unsupported_parameter"), fields
             assert "not served by this version" in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ async def test_too_long_is_context_length_exceeded(
             "This model's maximum context length is 128 tokens. However, you requested "
         )
         assert asked in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_unknown_paths_and_methods() -> None:
@@ -363,8 +363,8 @@ async def test_more_requests_than_max_queue_are_429() -> None:
     script = Script(tokens=[END], stall_at=0)
     async with running_cluster(script, (Role.BOTH,), max_queue=1) as cluster:
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
-        await cluster.workers["both-0"].wait_for(lambda worker: len(worker.decodes) == 1)
-        cluster.workers["both-0"].grant(Credit(max_requests=1, max_tokens=100))
+        await cluster.workers["both-0"].received.wait_for(lambda worker: len(worker.decodes) == 1)
+        cluster.workers["both-0"].stream.grant(Credit(max_requests=1, max_tokens=100))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 1)
         second = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
         await cluster.until(lambda state: state["num_in_line"] == 1)

@@ -10,7 +10,8 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from protos.worker_pb2 import Credit
 from router.batches.gate import LineGate
-from router.testing import Script, ScriptedWorker
+from router.testing.script import Script
+from router.testing.worker import ScriptedWorker
 from tests.router.batch_cluster import (
     ABC,
     STUCK,
@@ -34,8 +35,8 @@ def lines(*letters: str) -> bytes:
 
 def finish(worker: ScriptedWorker, place: int) -> None:
     """Say the rest of an answer that is stuck behind its first token."""
-    task = worker.decodes[place].task
-    worker.send(
+    task = worker.received.decodes[place].task
+    worker.stream.send(
         pb.TokenEntry(
             request_id=task.request_id,
             attempt=task.attempt,
@@ -56,7 +57,7 @@ async def test_a_request_is_placed_before_lines_that_wait_and_they_take_no_place
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
         await cluster.until(lambda state: state["num_in_line"] == 2)
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "1"}))
-        await worker.wait_for(lambda worker: len(worker.decodes) == 2)
+        await worker.received.wait_for(lambda worker: len(worker.decodes) == 2)
         second = asyncio.create_task(cluster.post(TEXT, {"prompt": "2"}))
         await cluster.until(lambda state: state["num_in_line"] == 3)
         status, answer = await cluster.post(TEXT, {"prompt": "3"})
@@ -66,10 +67,10 @@ async def test_a_request_is_placed_before_lines_that_wait_and_they_take_no_place
         assert [(await one)[0] for one in (first, second)] == [200, 200]
         batch = await batch_over(cluster, made["id"])
         assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
-        order = [call.task.prompt_token_ids[0] for call in worker.decodes]
+        order = [call.task.prompt_token_ids[0] for call in worker.received.decodes]
         assert order[:3] == byte_ids(b"a12")
         assert sorted(order[3:]) == byte_ids(b"abcde")
-        priorities = {call.task.prompt_token_ids[0]: call.task.priority for call in worker.decodes}
+        priorities = {call.task.prompt_token_ids[0]: call.task.priority for call in worker.received.decodes}
         assert [priorities.pop(token) for token in byte_ids(b"12")] == [0, 0]
         assert set(priorities.values()) == {-(2**31)}
 
@@ -78,14 +79,14 @@ async def test_a_line_that_runs_gives_way_to_a_request_that_waits_and_begins_aga
     """The worker has room for two: one line is stopped for one request, and the other one goes on."""
     async with filing_cluster(tmp_path, STUCK) as cluster:
         worker = cluster.workers["both-0"]
-        worker.grant(Credit(max_requests=2, max_tokens=1000))
+        worker.stream.grant(Credit(max_requests=2, max_tokens=1000))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 2)
         made = await create(cluster, lines("a", "b"))
         await cluster.until(lambda state: state["requests"]["streaming"] == 2)
         cluster.script = lambda _: ABC
         assert (await cluster.post(TEXT, {"prompt": "i"}))[0] == 200
-        await worker.wait_for(lambda worker: len(worker.decodes) == 4)
-        assert [call.task.prompt_token_ids[0] for call in worker.decodes] == byte_ids(b"abib")
+        await worker.received.wait_for(lambda worker: len(worker.decodes) == 4)
+        assert [call.task.prompt_token_ids[0] for call in worker.received.decodes] == byte_ids(b"abib")
         finish(worker, 0)
         batch = await batch_over(cluster, made["id"])
         assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
@@ -109,7 +110,7 @@ async def test_lines_begin_only_while_nobody_waits(tmp_path: Path) -> None:
         first.cancel()
         await second
         await batch_over(cluster, made["id"])
-        order = [call.task.prompt_token_ids[0] for call in cluster.workers["both-0"].decodes]
+        order = [call.task.prompt_token_ids[0] for call in cluster.workers["both-0"].received.decodes]
         assert order == byte_ids(b"12ab")
 
 
@@ -153,7 +154,7 @@ async def test_keys_take_turns_and_requests_carry_their_owner(tmp_path: Path) ->
         assert (await batch_over(cluster, few["id"], key("b")))["status"] == "completed"
         finish(worker, 1)
         assert (await batch_over(cluster, many["id"], key("a")))["status"] == "completed"
-        order = [call.task.prompt_token_ids[0] for call in worker.decodes]
+        order = [call.task.prompt_token_ids[0] for call in worker.received.decodes]
         assert order[:3] == byte_ids(b"abx")
         assert sorted(order[3:]) == byte_ids(b"cd")
 

@@ -8,7 +8,7 @@ import pytest
 from contract.errors import WorkerLostError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.batch_cluster import (
     ABC,
     CHAT,
@@ -161,7 +161,7 @@ async def test_an_input_that_is_not_valid_fails_the_batch(
 ) -> None:
     async with filing_cluster(tmp_path, batches_max_lines=3, max_body_bytes=10_000) as cluster:
         batch, outputs, errors = await whole(cluster, content)
-        assert not cluster.workers["both-0"].decodes
+        assert not cluster.workers["both-0"].received.decodes
     assert (batch["status"], outputs, errors) == ("failed", [], [])
     assert batch["failed_at"] >= batch["created_at"]
     assert batch["errors"]["object"] == "list"

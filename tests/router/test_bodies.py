@@ -17,7 +17,7 @@ from contract.errors import OverloadedError, PayloadTooLargeError
 from contract.identity import Role
 from router.http.bodies.decoding import LARGE_BYTES, MAX_LISTS, decode
 from router.http.bodies.raw_body import BodyReader
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 

@@ -11,7 +11,7 @@ from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.grpc.calls import REQUEST_ID_KEY
 from router.running import RunningRequests, client_name
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
 
@@ -30,7 +30,7 @@ async def cancel(cluster: Cluster, name: str, **options: Any) -> int:
 async def all_cancelled(cluster: Cluster, count: int = 1) -> None:
     async with asyncio.timeout(20):
         for worker in cluster.workers.values():
-            await worker.wait_for(lambda each: len(each.cancels) == count)
+            await worker.received.wait_for(lambda each: len(each.cancels) == count)
 
 
 async def test_a_stream_is_cancelled_by_the_id_in_its_initial_metadata() -> None:
@@ -58,7 +58,7 @@ async def test_the_id_is_known_before_the_first_token() -> None:
         request_id = dict(await call.initial_metadata())[REQUEST_ID_KEY]
         async with asyncio.timeout(20):
             for worker in cluster.workers.values():
-                await worker.wait_for(lambda each: bool(each.prefills or each.decodes))
+                await worker.received.wait_for(lambda each: bool(each.prefills or each.decodes))
         assert await cancel(cluster, request_id) == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

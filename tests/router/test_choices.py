@@ -12,7 +12,7 @@ from contract.identity import Role
 from contract.requests import choice_seed
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.text.tiny_model import END, byte_ids, word_id
@@ -35,8 +35,8 @@ def texts_of(answer: dict[str, Any]) -> list[str]:
 def tasks_of(cluster: Cluster) -> list[worker_pb2.Task]:
     """Every task that a worker got."""
     workers = cluster.workers.values()
-    return [leg.task for each in workers for leg in each.prefills] + [
-        leg.task for each in workers for leg in each.decodes
+    return [leg.task for each in workers for leg in each.received.prefills] + [
+        leg.task for each in workers for leg in each.received.decodes
     ]
 
 
@@ -190,8 +190,8 @@ async def test_a_choice_that_a_stop_string_ends_leaves_the_others_alone() -> Non
     async with running_cluster(script, (Role.BOTH,)) as cluster:
         worker = cluster.workers["both-0"]
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "n": 3, "stop": "b.c"}))
-        await worker.wait_for(lambda worker: len(worker.cancels) == 3)
-        assert sorted(cancel.choice for cancel in worker.cancels) == [0, 1, 2]
+        await worker.received.wait_for(lambda worker: len(worker.cancels) == 3)
+        assert sorted(cancel.choice for cancel in worker.received.cancels) == [0, 1, 2]
         _, answer = await asking
         await nothing_is_left(cluster)
     assert texts_of(answer) == ["a", "a.", "a."]

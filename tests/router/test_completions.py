@@ -6,7 +6,7 @@ import pytest
 
 from contract.identity import Role
 from contract.requests import FinishReason
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, SPECIAL, byte_ids, word_id
 
@@ -89,8 +89,8 @@ async def test_the_two_legs_name_each_other_and_carry_the_same_task() -> None:
             "cache_salt": "s",
         }
         await cluster.post("/v1/completions", body)
-        (prefill,) = cluster.workers["prefill-0"].prefills
-        (decode,) = cluster.workers["decode-0"].decodes
+        (prefill,) = cluster.workers["prefill-0"].received.prefills
+        (decode,) = cluster.workers["decode-0"].received.decodes
     assert decode.source.transfer_id == prefill.transfer_id != ""
     assert decode.source.worker_id == "prefill-0"
     assert decode.source.boot_id
@@ -114,7 +114,7 @@ async def test_the_router_draws_a_seed_where_the_client_gave_none() -> None:
         for seed in (None, None, 7, -(2**63)):
             status, _ = await cluster.post("/v1/completions", {"prompt": "hello", "seed": seed})
             assert status == 200
-        first, second, *given = [d.task.sampling.seed for d in cluster.workers["both-0"].decodes]
+        first, second, *given = [d.task.sampling.seed for d in cluster.workers["both-0"].received.decodes]
     assert first != second
     assert given == [7, -(2**63)]
 
@@ -139,7 +139,7 @@ async def test_a_stop_string_cuts_exactly_across_tokens(stop: Any, tokens_per_st
     async with running_cluster(script) as cluster:
         _, answer = await cluster.post("/v1/completions", body)
         *chunks, _ = await cluster.stream("/v1/completions", body)
-        await cluster.workers["decode-0"].wait_for(lambda worker: len(worker.cancels) == 2)
+        await cluster.workers["decode-0"].received.wait_for(lambda worker: len(worker.cancels) == 2)
     before, stopped, _ = "a b STOP c d".partition(matched)
     expected = before + stopped if keeps else before
     choice = answer["choices"][0]
@@ -226,9 +226,9 @@ async def test_an_answer_of_one_token_cancels_the_decode_leg() -> None:
     async with running_cluster(Script(tokens=[*HELLO, END])) as cluster:
         _, answer = await cluster.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
         decode = cluster.workers["decode-0"]
-        await decode.wait_for(lambda worker: len(worker.cancels) == 1)
-        assert decode.cancels[0].request_id == answer["id"]
-        assert cluster.workers["prefill-0"].cancels == []
+        await decode.received.wait_for(lambda worker: len(worker.cancels) == 1)
+        assert decode.received.cancels[0].request_id == answer["id"]
+        assert cluster.workers["prefill-0"].received.cancels == []
     assert answer["choices"][0]["text"] == "hello"
     assert answer["usage"]["completion_tokens"] == 1
 
@@ -237,7 +237,7 @@ async def test_a_finished_answer_cancels_nothing() -> None:
     async with running_cluster(Script(tokens=[*HELLO, END])) as cluster:
         await cluster.post("/v1/completions", {"prompt": "x"})
         await cluster.service.stop()
-        assert [worker.cancels for worker in cluster.workers.values()] == [[], []]
+        assert [worker.received.cancels for worker in cluster.workers.values()] == [[], []]
 
 
 async def test_legacy_logprobs_are_the_same_streamed_or_not() -> None:
@@ -283,7 +283,7 @@ async def test_every_form_of_one_prompt_is_taken(prompt: Any) -> None:
 async def test_default_of_max_tokens(path: str, body: dict[str, Any], expected: int) -> None:
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         assert (await cluster.post(path, body))[0] == 200
-        assert cluster.workers["both-0"].decodes[0].task.sampling.max_tokens == expected
+        assert cluster.workers["both-0"].received.decodes[0].task.sampling.max_tokens == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,7 +8,7 @@ import pytest
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, byte_ids, word_id
 
@@ -62,7 +62,7 @@ async def test_echo_without_log_probabilities_asks_for_none() -> None:
         _, whole = await cluster.post(
             TEXT, {"prompt": "hello", "echo": True, "n": 2, "return_token_ids": True}
         )
-        sampling = cluster.workers["prefill-0"].prefills[0].task.sampling
+        sampling = cluster.workers["prefill-0"].received.prefills[0].task.sampling
     assert not sampling.HasField("prompt_logprobs")
     assert [choice["text"] for choice in whole["choices"]] == ["hello again"] * 2
     assert [choice["token_ids"] for choice in whole["choices"]] == [[HELLO, AGAIN, END]] * 2
@@ -100,7 +100,7 @@ async def test_a_replay_asks_for_them_again_only_where_they_did_not_come(stall_a
         await cluster.add(Role.BOTH, "both-1")
         await cluster.workers["both-0"].die()
         _, whole = await asking
-        tasks = [leg.task for worker in cluster.workers.values() for leg in worker.decodes]
+        tasks = [leg.task for worker in cluster.workers.values() for leg in worker.received.decodes]
     assert whole["choices"][0]["text"] == "ab"
     assert len(whole["choices"][0]["prompt_logprobs"]) == 2
     asked = {task.attempt: task.sampling.HasField("prompt_logprobs") for task in tasks}

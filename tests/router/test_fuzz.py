@@ -17,7 +17,7 @@ from router.http.schema.embedding import EMBEDDING
 from router.http.schema.messages import MESSAGE
 from router.http.schema.responses import RESPONSE
 from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_bad_input import SAY
 from tests.text.tiny_model import END, byte_ids

@@ -11,7 +11,7 @@ from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.identity import Role
 from contract.requests import MAX_GRAMMAR_BYTES, Grammar
 from protos import inference_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_bad_input import CHAT, SAY, TEXT, check_all, check_error
 from tests.text.tiny_model import END, word_id
@@ -67,7 +67,10 @@ def grammars_of(cluster: Cluster) -> list[tuple[str, str] | None]:
     tasks = [
         task
         for worker in cluster.workers.values()
-        for task in (*(leg.task for leg in worker.prefills), *(leg.task for leg in worker.decodes))
+        for task in (
+            *(leg.task for leg in worker.received.prefills),
+            *(leg.task for leg in worker.received.decodes),
+        )
     ]
     grammars = [task.sampling.grammar if task.sampling.HasField("grammar") else None for task in tasks]
     return [grammar and (grammar.kind, grammar.text) for grammar in grammars]
@@ -146,7 +149,7 @@ async def test_what_is_malformed_is_named_by_its_field() -> None:
     async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
         await check_all(cluster, CHAT, SAY, BAD)
         await check_all(cluster, TEXT, {"prompt": "hello"}, BAD)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 @pytest.mark.parametrize("roles", [PAIR, (Role.BOTH,)])
@@ -167,7 +170,7 @@ async def test_what_a_worker_cannot_compile_is_named_by_its_field(
             assert status == 400
             assert "it does not compile" in check_error(answer, 400, param)["message"]
         begun = cluster.workers[f"{roles[0].value}-0"]
-        assert [len(legs) for legs in (begun.prefills, begun.decodes)] in ([2, 0], [0, 2])
+        assert [len(legs) for legs in (begun.received.prefills, begun.received.decodes)] in ([2, 0], [0, 2])
 
 
 GRPC_WAYS: list[tuple[pb.AnswerGrammar, tuple[str, str] | None]] = [
@@ -198,7 +201,7 @@ async def test_malformed_over_grpc_is_invalid_argument(grammar: pb.AnswerGrammar
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))
         assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 def test_annotations_are_bounded_too() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import OverloadedError
 from contract.identity import Role
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_responses import BYTES
 from tests.router.tool_cluster import prompt_of, writing_cluster
@@ -250,7 +250,7 @@ async def test_an_assistants_message_at_the_end_is_continued(tmp_path: Path) -> 
 async def test_a_tool_choice(choice: dict[str, Any], text: str, names: list[str], tmp_path: Path) -> None:
     async with writing_cluster(tmp_path, text, **PARSERS) as cluster:
         message = await both_of(cluster, {**TOOLS, "tool_choice": choice})
-        has_grammar = cluster.workers["prefill-0"].prefills[0].task.sampling.HasField("grammar")
+        has_grammar = cluster.workers["prefill-0"].received.prefills[0].task.sampling.HasField("grammar")
         shown = prompt_of(cluster).startswith("tools:")
     assert [block["name"] for block in message["content"] if block["type"] == "tool_use"] == names
     assert message["stop_reason"] == ("tool_use" if names else "end_turn")
@@ -275,7 +275,7 @@ async def test_thinking_effort_and_format_reach_the_model(tmp_path: Path) -> Non
             status, answer = await cluster.post(PATH, {**SAY, **fields})
             assert status == 200, answer
             assert prompt_of(cluster).startswith(prompt), fields
-            sampling = cluster.workers["prefill-0"].prefills[-1].task.sampling
+            sampling = cluster.workers["prefill-0"].received.prefills[-1].task.sampling
             assert sampling.HasField("grammar") == ("format" in str(fields))
 
 
@@ -335,7 +335,7 @@ async def test_bad_input_is_named_in_anthropics_shape() -> None:
             status, answer = await cluster.post(PATH, {**SAY, **fields})
             assert status == 400, (fields, answer)
             check_messages_error(answer, "invalid_request_error", words)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_errors_have_anthropics_shape_on_these_paths_alone() -> None:

@@ -17,7 +17,7 @@ from router.http.schema.completion import COMPLETION
 from router.http.schema.files import BATCH, UPLOAD
 from router.http.schema.responses import RESPONSE
 from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
 

@@ -80,7 +80,7 @@ REFUSED: dict[str, Any] = {
 async def test_bad_input_is_named_and_no_worker_hears_of_it() -> None:
     async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
         await check_all(cluster, PATH, ASK, BAD)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_what_is_not_served_is_refused_by_name() -> None:
@@ -151,7 +151,7 @@ async def test_what_asks_for_nothing_is_taken_under_strict_api_too() -> None:
     async with running_cluster(BYTES, (Role.BOTH,), strict_api=True) as cluster:
         events = await events_of(cluster, body)
         status, answer = await cluster.post(PATH, {**ASK, "text": {"formt": {}}})
-        sampling = cluster.workers["both-0"].decodes[0].task.sampling
+        sampling = cluster.workers["both-0"].received.decodes[0].task.sampling
     assert events[-1]["response"]["kvbaton"]["timings"]["end_to_end"] > 0
     assert (sampling.seed, sampling.top_k) == (7, 5)
     assert (status, answer["error"]["param"]) == (400, "text.formt")

@@ -13,7 +13,7 @@ from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos.worker_pb2 import Credit
 from router.grpc.calls import REQUEST_ID_KEY
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END
 
@@ -78,8 +78,8 @@ async def test_overload_says_when_to_try_again() -> None:
     async with running_cluster(script, (Role.BOTH,), max_queue=1) as cluster:
         worker = cluster.workers["both-0"]
         first = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
-        await worker.wait_for(lambda each: len(each.decodes) == 1)
-        worker.grant(Credit(max_requests=1, max_tokens=100))
+        await worker.received.wait_for(lambda each: len(each.decodes) == 1)
+        worker.stream.grant(Credit(max_requests=1, max_tokens=100))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 1)
         second = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
         await cluster.until(lambda state: state["num_in_line"] == 1)

@@ -19,7 +19,8 @@ from contract.errors import SettingError
 from contract.identity import Role
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing import Script, ScriptedWorker
+from router.testing.script import Script
+from router.testing.worker import ScriptedWorker
 from serving.metrics import ROUTER_METRICS
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
@@ -149,7 +150,7 @@ async def test_stop_leaves_no_task_behind() -> None:
     before = asyncio.all_tasks()
     async with running_cluster(Script(tokens=HELLO.tokens, stall_at=1)) as cluster:
         asking = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
-        await cluster.workers["decode-0"].wait_for(lambda worker: len(worker.decodes) == 1)
+        await cluster.workers["decode-0"].received.wait_for(lambda worker: len(worker.decodes) == 1)
         asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert asyncio.all_tasks() == before

@@ -15,7 +15,7 @@ from contract.errors import CancelledError
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.inbox import Inbox, UnreadBytes
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, nothing_is_left
 from tests.text.tiny_model import END, byte_ids

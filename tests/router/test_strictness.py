@@ -6,7 +6,7 @@ import pytest
 
 from contract.identity import Role
 from router.http.fields.unsupported import NEUTRAL
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import CHAT, SAY, TEXT, check_all, check_error
 from tests.text.tiny_model import END, word_id
@@ -59,7 +59,7 @@ async def test_strict_api_names_what_it_does_not_know(
         assert (status, error["code"]) == (400, "unknown_parameter")
         assert error["message"].startswith("Unknown parameter: ")
         assert words in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_what_is_known_and_changes_nothing_is_accepted_under_strict_api_too() -> None:

@@ -199,7 +199,7 @@ async def test_forced_calls_are_held_to_their_schema_and_read(
     async with writing_cluster(tmp_path, text, **settings) as cluster:
         status, whole = await cluster.post(CHAT, body)
         streamed = joined(await cluster.stream(CHAT, body))
-        grammar = cluster.workers["prefill-0"].prefills[0].task.sampling.grammar
+        grammar = cluster.workers["prefill-0"].received.prefills[0].task.sampling.grammar
     assert status == 200
     (answer,) = whole["choices"]
     assert answer["finish_reason"] == streamed["finish_reason"] == reason
@@ -216,7 +216,7 @@ async def test_forced_calls_are_held_to_their_schema_and_read(
 async def test_one_call_where_they_may_not_be_several(tmp_path: Path) -> None:
     async with writing_cluster(tmp_path, "[]", tool_parser="hermes") as cluster:
         await cluster.post(CHAT, {**ASK, "tool_choice": "required", "parallel_tool_calls": False})
-        grammar = cluster.workers["prefill-0"].prefills[0].task.sampling.grammar
+        grammar = cluster.workers["prefill-0"].received.prefills[0].task.sampling.grammar
     assert json.loads(grammar.text)["maxItems"] == 1
 
 

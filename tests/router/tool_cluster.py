@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids, model_files, tiny_tokenizer, write_model
 
@@ -68,7 +68,7 @@ def first_special() -> int:
 
 def prompt_of(cluster: Cluster) -> str:
     """The text of the last prompt that was sent to a prefill worker."""
-    ids = list(cluster.workers["prefill-0"].prefills[-1].task.prompt_token_ids)
+    ids = list(cluster.workers["prefill-0"].received.prefills[-1].task.prompt_token_ids)
     return str(tiny_tokenizer().decode(ids, skip_special_tokens=False))
 
 

@@ -100,7 +100,7 @@ class OneBody:
                 pieces.append(piece)
         except (web.RequestPayloadError, zlib.error) as error:
             raise InvalidRequestError(
-                "the body cannot be read; is it encoded as Content-Encoding says?"
+                "the body cannot be read; is it encoded as Content-Encoding declares?"
             ) from error
         return b"".join(pieces)
 

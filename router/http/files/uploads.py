@@ -22,7 +22,7 @@ _MAX_NAME_CHARACTERS = 255
 
 
 def ignore_odd_names() -> None:
-    """Suppress aiohttp's warnings about unreadable file names; such a file is named "file".
+    """Ignore aiohttp's warnings about unreadable file names; such a file is named "file".
 
     A warning repeats the client's text on standard error, and Python keeps the text of every warning in memory.
     """

@@ -19,9 +19,9 @@ TokenLogprobs = Callable[[list[Token]], list[Json]]
 class ResponseFormatter:
     """Writes responses. Owns the output so far. An item ends when one of another kind, or another call, begins.
 
-    echo: the fields that the response repeats from its request. logprobs: tokens → their entries; None if they are not
-    wanted. A token that has no text yet is reported with the text that it becomes a part of; tokens of reasoning and calls
-    are not reported.
+    echo: the fields that the response repeats from its request. logprobs: tokens → their entries; None to leave them out.
+    A token that has no text yet is reported with the text that it becomes a part of; tokens of reasoning and calls are not
+    reported.
     """
 
     def __init__(self, options: AnswerOptions, echo: Json, logprobs: TokenLogprobs | None) -> None:

@@ -1,4 +1,4 @@
-"""The fields that say what an answer must match."""
+"""The fields with the grammar that an answer must match."""
 
 from router.http.bodies.body import Json
 from router.http.schema.notation import field
