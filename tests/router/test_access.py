@@ -1,4 +1,4 @@
-"""The front door: API keys, CORS and TLS, over real sockets, by HTTP and gRPC alike."""
+"""API keys, CORS and TLS of HTTP and gRPC, over real sockets."""
 
 import asyncio
 import logging
@@ -59,7 +59,7 @@ async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCapture
 
 
 async def send_raw(address: str, header: str) -> None:
-    """A request that no client would write; returns when it has been answered."""
+    """Send raw bytes that no client would send; return when they have been answered."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET /version HTTP/1.1\r\nHost: localhost\r\n{header}\r\n\r\n".encode())

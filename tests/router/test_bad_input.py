@@ -1,4 +1,4 @@
-"""Every bad input is answered with OpenAI's error object, before a worker hears of it."""
+"""Every bad input gets OpenAI's error object, and no worker receives it."""
 
 import asyncio
 from pathlib import Path
@@ -150,7 +150,7 @@ LATER: list[dict[str, Any]] = [
 
 
 def check_error(answer: dict[str, Any], status: int, param: str | None) -> dict[str, Any]:
-    """The error object is whole, of the right type, and names the parameter."""
+    """Check that the error object is complete, has the right type, and names the parameter."""
     error: dict[str, Any] = answer["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
@@ -176,7 +176,7 @@ async def test_fields_of_wrong_type_or_range_are_named() -> None:
 
 
 async def test_fields_that_come_later_are_refused_by_name() -> None:
-    """A choice: a constraint that the client sent, be it by the name of another API, is never ignored in silence."""
+    """A choice: a constraint that the client sent, also under the name of another API, is never silently ignored."""
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         for fields in LATER:
             *_, name = fields

@@ -1,4 +1,4 @@
-"""The input of a batch, by random lines: each is a request or a problem with its number, and valid ones come out again."""
+"""Random input lines of a batch: each is a request or a problem with its number, and valid ones are read unchanged."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Requests of batches go behind every other request, take no place in the queue, and are shared out between keys."""
+"""Requests of batches have the lowest priority, take no place in the queue, and are shared out between keys."""
 
 import asyncio
 from pathlib import Path
@@ -34,7 +34,7 @@ def lines(*letters: str) -> bytes:
 
 
 def finish(worker: ScriptedWorker, place: int) -> None:
-    """Say the rest of an answer that is stuck behind its first token."""
+    """Send the rest of an answer that is stuck after its first token."""
     task = worker.received.decodes[place].task
     worker.stream.send(
         pb.TokenEntry(
@@ -76,7 +76,7 @@ async def test_a_request_is_placed_before_lines_that_wait_and_they_take_no_place
 
 
 async def test_a_line_that_runs_gives_way_to_a_request_that_waits_and_begins_again(tmp_path: Path) -> None:
-    """The worker has room for two: one line is stopped for one request, and the other one goes on."""
+    """The worker has room for two: one line is stopped for one request, and the other one continues."""
     async with filing_cluster(tmp_path, STUCK) as cluster:
         worker = cluster.workers["both-0"]
         worker.stream.grant(Credit(max_requests=2, max_tokens=1000))
@@ -142,7 +142,7 @@ async def test_a_batch_waits_for_workers(tmp_path: Path) -> None:
 
 
 async def test_keys_take_turns_and_requests_carry_their_owner(tmp_path: Path) -> None:
-    """The key that came second, with few lines, does not wait for all lines of the first one."""
+    """The second key, with few lines, does not wait for all lines of the first one."""
     async with filing_cluster(tmp_path, STUCK, api_keys="a,b", batches_max_concurrency=2) as cluster:
         worker = cluster.workers["both-0"]
         many = await create(cluster, lines("a", "b", "c", "d"), headers=key("a"))

@@ -1,4 +1,4 @@
-"""Batches over the end of their router: an orderly stop, a torn last line, kill -9, and an end that comes too late."""
+"""Batches survive the end of their router: an orderly stop, a torn last line, kill -9, and a restart after their window."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ DAY = 24 * 3600
 
 
 class Seen:
-    """Plays a script, and remembers the first character of every prompt that it was asked for."""
+    """Returns a script, and records the first character of every prompt."""
 
     def __init__(self, script: Script = ABC, stuck_after: int | None = None) -> None:
         self.prompts: list[int] = []
@@ -46,7 +46,7 @@ class Seen:
 
 
 def letters(number: int) -> bytes:
-    """An input file of so many requests, each with a prompt of its own."""
+    """Return an input file with ``number`` requests, each with its own prompt."""
     return jsonl(*(request_line(f"r{i}", prompt=chr(ord("a") + i)) for i in range(number)))
 
 
@@ -169,7 +169,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.mark.slow
 async def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    """A router is killed again and again while its batch runs; each request has one line in the end."""
+    """A router is killed repeatedly while its batch runs; each request has one line in the end."""
     folder, log = tmp_path / "files", tmp_path / "prompts"
     log.touch()
     batch_id, num_seen = "", 0

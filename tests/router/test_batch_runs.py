@@ -1,4 +1,4 @@
-"""One batch with an answer and a disk of the test's: what is tried again, what is an error, and what waits."""
+"""One batch with a scripted answer and disk: retries, errors and waiting."""
 
 import asyncio
 import errno
@@ -46,7 +46,7 @@ def failed(kind: ErrorKind, status: int = 503, *, has_workers: bool = True) -> L
 
 
 class FullDisk(Disk):
-    """Has no space left while ``is_full``; every second write that fails has written its first half."""
+    """A disk without space while ``is_full``; every second failing write has written its first half."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -63,9 +63,9 @@ class FullDisk(Disk):
 
 @dataclass
 class Bench:
-    """A service of batches whose requests are answered from ``answers``, the last of them again and again.
+    """A service of batches whose requests are answered from ``answers``; the last answer is repeated.
 
-    pauses: the seconds that it wanted to wait; ``on_pause`` is called with each. results: counts by name.
+    pauses: the seconds of each pause; ``on_pause`` is called with them. results: counts by name.
     """
 
     folder: Path
@@ -198,7 +198,7 @@ async def test_what_another_try_does_not_mend_is_an_error_line(
 
 
 async def test_a_full_disk_costs_no_result(tmp_path: Path) -> None:
-    """The answer waits in memory until its line can be written; half lines of failed writes are not seen."""
+    """The answer stays in memory until its line can be written; partial lines of failed writes are not visible."""
     bench = Bench(tmp_path)
 
     def free_at_the_fifth(_: float) -> None:
@@ -250,7 +250,7 @@ async def test_batches_wait_while_the_folder_is_full(tmp_path: Path) -> None:
 
 
 async def test_a_batch_expires_while_it_runs(tmp_path: Path) -> None:
-    """The clock is ahead when the window's timer fires: what has no answer gets its error line."""
+    """The clock is past the window when its timer fires: each unanswered request gets an error line."""
     bench = Bench(tmp_path)
     async with bench.service() as service:
         bench.hold = asyncio.Event()
@@ -293,7 +293,7 @@ async def test_a_batch_is_cancelled_before_it_is_validated(tmp_path: Path) -> No
 
 
 class StuckDisk(Disk):
-    """Removes nothing the first time."""
+    """A disk whose first removal fails."""
 
     def __init__(self) -> None:
         self.num_tries = 0
@@ -341,7 +341,7 @@ async def test_old_files_are_removed_after_the_disk_failed_once(
 
 
 async def test_a_file_that_is_opened_for_nobody_is_closed(tmp_path: Path) -> None:
-    """H7: whoever asks for a file may go while the disk opens it."""
+    """H7: the caller may be cancelled while the disk opens its file."""
     storage = Storage(Store(Folder(tmp_path, Disk()), Disk(), LIMITS, lambda: 0.0))
     begun, rest = threading.Event(), threading.Event()
     opened = []

@@ -1,4 +1,4 @@
-"""The folder of files and batches under crashes at any write: what was acknowledged stays, and nothing comes twice."""
+"""The folder of files and batches with crashes at any write: acknowledged changes stay, and nothing is duplicated."""
 
 import json
 import tempfile
@@ -49,7 +49,7 @@ ORDER = {
 
 @dataclass
 class Known:
-    """What a client of one batch knows for certain. results: custom_ids whose line was written."""
+    """The acknowledged state of one batch. results: custom_ids whose line was written."""
 
     owner: str
     num_lines: int
@@ -58,7 +58,7 @@ class Known:
 
 
 class Filing(RuleBasedStateMachine):
-    """Two owners, a folder, and a process that may die at any change of the disk."""
+    """A state machine: two owners, a folder, and a process that may die at any change of the disk."""
 
     files, batches = Bundle("files"), Bundle("batches")
     crashes = st.sampled_from([None, None, None, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 12])
@@ -82,7 +82,7 @@ class Filing(RuleBasedStateMachine):
                 self.operations.open_results(batch)
 
     def do(self, crash: int | None, work: Callable[[], T]) -> T | None:
-        """Do it, with the process dying after so many changes; None where it died. Then there is a new one."""
+        """Return the result of ``work``, during which the process may die; None if it died and was restarted."""
         self.disk.crash_at = crash
         try:
             return work()
@@ -155,7 +155,7 @@ class Filing(RuleBasedStateMachine):
         before = {batch.id for batch in self.store.batches(owner)}
         batch = self.do(crash, lambda: self.operations.create(new))
         if batch is None:
-            for other in self.store.batches(owner):  # the client was told of none, and the service has one
+            for other in self.store.batches(owner):  # the batch was stored without an acknowledgement
                 if other.id not in before:
                     self.known[other.id] = Known(owner, content.count(b"\n"), BatchStatus.VALIDATING)
             batch = self.operations.create(new)
@@ -164,7 +164,7 @@ class Filing(RuleBasedStateMachine):
 
     @rule(batch_id=batches, steps=st.lists(st.booleans(), min_size=1, max_size=8), crash=crashes)
     def advance(self, batch_id: str, steps: list[bool], crash: int | None) -> None:
-        """Go on with a batch as a router does. steps: whether a request is answered; the last one may die."""
+        """Continue a batch as a router does. steps: True for an answered request; the process may die in the last one."""
         for number, is_answer in enumerate(steps, 1):
             dies = crash if number == len(steps) else None
             batch = self.batch(batch_id)
@@ -248,7 +248,7 @@ class Filing(RuleBasedStateMachine):
 
     @rule(crash=crashes)
     def restart(self, crash: int | None) -> None:
-        """An orderly end, or one in the clean-up of the next start."""
+        """End the process in order, or let it die in the clean-up of the next start."""
         for batch in self.store.open_batches():
             self.operations.close_results(batch)
         self.store.close()
@@ -272,7 +272,7 @@ class Filing(RuleBasedStateMachine):
         return self.operations.end(batch)
 
     def lines(self, batch: BatchRecord) -> list[str]:
-        """The custom_ids of all whole result lines."""
+        """Return the custom_ids of all whole result lines."""
         found = []
         for file_id in (batch.output_file_id, batch.error_file_id):
             path = self.folder.data(file_id)

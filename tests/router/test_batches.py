@@ -1,4 +1,4 @@
-"""/v1/batches: lines are answered by the handlers' own code, errors are lines of the error file, input is validated."""
+"""/v1/batches: lines are answered by the handlers' code, errors are lines of the error file, input is validated."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ HI = [{"role": "user", "content": "hi"}]
 async def whole(
     cluster: Cluster, content: bytes, endpoint: str = TEXT
 ) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Run a batch to its end: the batch, its output lines and its error lines."""
+    """Run a batch to its end; return the batch, its output lines and its error lines."""
     batch = await batch_over(cluster, (await create(cluster, content, endpoint))["id"])
     outputs = await lines_of(cluster, batch["output_file_id"])
     return batch, outputs, await lines_of(cluster, batch["error_file_id"])
@@ -54,7 +54,7 @@ async def test_a_line_is_answered_as_http_answers_its_body(
     tmp_path: Path, endpoint: str, body: dict[str, Any], kind: str
 ) -> None:
     def shape(value: Any) -> Any:
-        """The answer without what differs from request to request."""
+        """Return the answer without the parts that differ between requests."""
         if isinstance(value, dict):
             different = ("id", "created", "created_at", "completed_at")
             return {name: shape(inner) for name, inner in value.items() if name not in different}

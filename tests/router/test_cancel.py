@@ -1,4 +1,4 @@
-"""Requests have an id of the router and may have a name of the client; both cancel them, for their owner only."""
+"""A request is cancelled by the id that the router made, or by the name that the client gave; only by its owner."""
 
 import asyncio
 from typing import Any

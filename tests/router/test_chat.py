@@ -106,7 +106,7 @@ async def test_max_completion_tokens_goes_over_max_tokens() -> None:
 
 
 async def test_neutral_fields_and_unknown_ones_are_taken() -> None:
-    """VLLM's and OpenAI's clients send them without meaning anything by it."""
+    """VLLM's and OpenAI's clients always send them, with values that ask for nothing."""
     idle = {
         "n": 1,
         "tools": [],

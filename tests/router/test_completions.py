@@ -1,4 +1,4 @@
-"""/v1/completions over real sockets: shapes, streaming, text."""
+"""/v1/completions over real sockets: objects, streaming, text."""
 
 from typing import Any
 
@@ -61,7 +61,10 @@ async def test_streamed_chunks_add_up_to_the_whole_answer(roles: tuple[Role, ...
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world again"
     assert whole["choices"][0]["text"] == "hello world again"
     *earlier, last = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    assert (set(earlier) - {None}, last) == (set(), "stop")  # all may come at once, behind a late token 0
+    assert (set(earlier) - {None}, last) == (
+        set(),
+        "stop",
+    )  # all may arrive at once, after a late first token
     assert {chunk["id"] for chunk in chunks} == {usage["id"]}
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
@@ -132,7 +135,7 @@ async def test_a_character_over_several_tokens_arrives_whole() -> None:
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 5])
 @pytest.mark.parametrize("stop", ["STOP", "b ST", "STO", "OP", ["nope", "TOP c"]])
 async def test_a_stop_string_cuts_exactly_across_tokens(stop: Any, tokens_per_step: int, keeps: bool) -> None:
-    # Never over by itself: a late token 0 would find all of it there, and nothing left to cancel.
+    # The script never ends by itself: after a late first token all tokens would be there, with nothing left to cancel.
     script = Script(tokens=byte_ids(b"a b STOP c d"), tokens_per_step=tokens_per_step, stall_at=11)
     matched = stop if isinstance(stop, str) else stop[-1]
     body = {"prompt": "x", "stop": stop, "include_stop_str_in_output": keeps}

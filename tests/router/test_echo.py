@@ -18,7 +18,7 @@ HELLO, WORLD, AGAIN = (word_id(word) for word in ("hello", " world", " again"))
 
 
 def script(task: worker_pb2.Task) -> Script:
-    """The prompt's token i has log probability -i."""
+    """Return a script in which token i of the prompt has log probability -i."""
     given = [-float(i) for i in range(1, len(task.prompt_token_ids) - task.first_index)]
     return Script(tokens=[AGAIN, END], prompt_logprobs=given, logprobs={AGAIN: -0.5, END: -0.25})
 
@@ -47,7 +47,7 @@ async def test_the_prompt_stands_before_the_answer_with_its_log_probabilities(
 
 
 async def test_no_token_is_wanted_but_the_prompts_log_probabilities() -> None:
-    """As evaluations ask: max_tokens 0."""
+    """Evaluations send max_tokens 0."""
     async with running_cluster(script) as cluster:
         body = {"prompt": ["hello world", "hello"], "echo": True, "logprobs": 0, "max_tokens": 0}
         _, whole = await cluster.post(TEXT, body)

@@ -1,4 +1,4 @@
-"""Embeddings over HTTP and gRPC with scripted workers: shapes, placement, replay, ends, bad input."""
+"""Embeddings over HTTP and gRPC with scripted workers: input, placement, replay, cancellation, errors."""
 
 import asyncio
 import base64
@@ -23,7 +23,7 @@ TABLE = [0.5, -0.25, 0.75]
 
 
 def by_length(task: pb.Task) -> Script:
-    """An embedding that tells the prompts apart."""
+    """Return a script whose embedding depends on the prompt."""
     return Script(embedding=(*TABLE, len(task.prompt_token_ids)), num_cached_tokens=1)
 
 
@@ -37,7 +37,7 @@ async def embeddings(cluster: Cluster, given: Any, **fields: Any) -> list[Any]:
 
 
 async def attach_first(cluster: Cluster, role: Role) -> None:
-    """The first worker; the router learns the model from it, and then can do with it what it can."""
+    """Attach the first worker, and wait until the router has loaded its model."""
     await cluster.add(role)
     async with asyncio.timeout(20):
         while not (await cluster.get("/v1/models"))[1]["data"]:
@@ -165,7 +165,7 @@ async def test_a_workers_death_is_replayed_elsewhere() -> None:
     [(OverloadedError("full"), 200), (InvalidRequestError("bad"), 400), (InternalError("broken"), 500)],
 )
 async def test_trouble_of_a_worker(trouble: str, error: KvbatonError, status: int) -> None:
-    """What another worker may not have is tried there; the rest ends the whole request with that error."""
+    """Errors that another worker may not have are retried there; others end the whole request."""
 
     def script(task: pb.Task) -> Script:
         is_bad = task.attempt == 0 and len(task.prompt_token_ids) == 2
@@ -223,7 +223,7 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def test_a_model_without_a_head_embeds_and_answers_nothing() -> None:
-    """Its pool needs no decode worker; requests for answers are refused before anything is sent."""
+    """Its pool needs no decode worker; requests for answers are rejected before anything is sent."""
     async with running_cluster(by_length, ()) as cluster, cluster.channel() as channel:
         await cluster.add(Role.PREFILL, embeds_only=True)
         async with asyncio.timeout(20):

@@ -1,4 +1,4 @@
-"""/v1/files: upload, list, retrieve, content, delete; what is refused, and what lies on the disk."""
+"""/v1/files: upload, list, retrieve, content, delete; rejected uploads, and the content of the folder."""
 
 import re
 import stat
@@ -257,19 +257,21 @@ async def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, name: str, 
 
 
 async def test_a_copy_of_a_record_is_named(tmp_path: Path) -> None:
-    """Whatever a record says of its id, its data lies beside it."""
+    """The data belongs to the file name of a record, not to the id inside it."""
     async with filing_cluster(tmp_path, roles=()) as cluster:
         file_id = await upload(cluster, b"x")
     record = tmp_path / f"{file_id}.json"
     (tmp_path / "file-copy.json").write_bytes(record.read_bytes())
     service = service_at(tmp_path)
-    with pytest.raises(SettingError, match=rf"holds file-copy.json, the record of '{file_id}'"):
+    with pytest.raises(
+        SettingError, match=rf"holds file-copy.json, which is a copy of the record of '{file_id}'"
+    ):
         await service.start()
     await service.stop()
 
 
 async def test_files_that_are_not_the_services_own_stay(tmp_path: Path) -> None:
-    """A folder that was in use before: what ended in .data or .tmp was removed at the start."""
+    """In a folder with other content, files that ended in .data or .tmp were removed at the start."""
     foreign = ["model.data", "download.tmp", "file-1.data", "file-list.json.tmp", f"file-{'0' * 32}.data.bak"]
     strays = [f"file-{'0' * 32}.data", f"batch_{'1' * 32}.json.tmp"]
     for name in foreign + strays:
@@ -284,7 +286,7 @@ async def test_files_that_are_not_the_services_own_stay(tmp_path: Path) -> None:
 async def test_a_name_that_cannot_be_read_is_no_warning_in_its_senders_words(
     tmp_path: Path, name: str
 ) -> None:
-    """L1: Python keeps the text of every warning, and writes it to standard error as it is."""
+    """L1: Python keeps the text of every warning, and writes it to standard error unchanged."""
     body = (
         f'--b\r\nContent-Disposition: form-data; name="file"; {name}\r\n\r\n{{}}\r\n'
         '--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'

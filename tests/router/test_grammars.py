@@ -1,4 +1,4 @@
-"""What an answer must match, by every field that says it: the same task for the workers, and errors that name the field."""
+"""Grammars in all fields that can hold one: the same task for the workers, and errors that name the field."""
 
 import json
 from typing import Any
@@ -63,7 +63,7 @@ NOTHING: list[dict[str, Any]] = [
 
 
 def grammars_of(cluster: Cluster) -> list[tuple[str, str] | None]:
-    """What both legs of every request were told; None for nothing."""
+    """Return the grammars that both legs of every request received; None for no grammar."""
     tasks = [
         task
         for worker in cluster.workers.values()
@@ -160,7 +160,7 @@ async def test_what_is_malformed_is_named_by_its_field() -> None:
 async def test_what_a_worker_cannot_compile_is_named_by_its_field(
     roles: tuple[Role, ...], fields: dict[str, Any], param: str
 ) -> None:
-    """Also of a stream: its headers go out with the first token. No other worker is asked."""
+    """For streams too: headers are sent with the first token. No other worker is tried."""
     failing = Script(
         tokens=HELLO.tokens, fail_at=0, error=InvalidRequestError("it does not compile", param="grammar")
     )
@@ -205,7 +205,7 @@ async def test_malformed_over_grpc_is_invalid_argument(grammar: pb.AnswerGrammar
 
 
 def test_annotations_are_bounded_too() -> None:
-    """F13: they count for nothing up to a size that is cheap to read."""
+    """F13: annotations do not count up to a size that is cheap to read."""
     fits = Grammar("json_schema", json.dumps({"title": "x" * (MAX_SCHEMA_BYTES - 100), "enum": [1]}))
     assert reduced(fits).text == '{"enum":[1]}'
     with pytest.raises(InvalidRequestError, match="with its annotations; it may have 1048576 at most"):
@@ -213,7 +213,7 @@ def test_annotations_are_bounded_too() -> None:
 
 
 async def test_logs_quote_no_grammar(caplog: pytest.LogCaptureFixture) -> None:
-    """L2: a pattern that does not compile is quoted to its client, and not in the log."""
+    """L2: a pattern that does not compile is quoted to its client, but not in the log."""
     error = InvalidRequestError("the regex does not compile: (private", param="grammar")
     failing = Script(tokens=HELLO.tokens, fail_at=0, error=error)
     with caplog.at_level("DEBUG"):

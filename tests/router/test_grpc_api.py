@@ -63,7 +63,7 @@ async def test_unset_fields_take_the_same_defaults_as_http() -> None:
 
 
 async def test_every_field_reaches_the_worker() -> None:
-    """0.7 arrives as 0.7, not as its nearest 32-bit float: HTTP and gRPC draw the same tokens."""
+    """0.7 arrives as 0.7, not as its nearest 32-bit float: HTTP and gRPC sample the same tokens."""
     sampling = pb.SamplingParams(
         temperature=0.7,
         top_k=4,

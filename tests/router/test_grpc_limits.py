@@ -1,4 +1,4 @@
-"""Long lists over gRPC: refused by name and count, before they become Python objects."""
+"""Long lists over gRPC are rejected by name and count before they become Python objects."""
 
 import tracemalloc
 from typing import Any
@@ -38,7 +38,7 @@ BIASES = dict.fromkeys(range(2000), 1.0)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_list_that_is_too_long_is_named(request_: pb.GenerateRequest, name: str) -> None:
-    """M2: over gRPC as over HTTP, counting costs no memory."""
+    """M2: counting costs no memory over gRPC either."""
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequestError, match=f"{name} has") as caught:
@@ -61,7 +61,7 @@ def test_inputs_and_ids_are_counted_together() -> None:
 
 
 def test_inputs_are_counted_before_they_are_looked_at() -> None:
-    """M2: four million empty inputs, two bytes each, held the event loop for a second and a half."""
+    """M2: four million empty inputs, two bytes each, blocked the event loop for a second and a half."""
     request = pb.EmbedRequest.FromString(pb.EmbedRequest(inputs=[pb.EmbedInput()]).SerializeToString() * MANY)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's shape, whole and streamed, over the pipeline of chats."""
+"""/v1/messages: Anthropic's objects, whole and streamed."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def both_of(cluster: Cluster, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole answer, after it was found to be the streamed one."""
+    """Return the whole answer, and check that the streamed one is equal."""
     status, whole = await cluster.post(PATH, body)
     assert status == 200, whole
     assert without_ids(streamed(await events_of(cluster, body))) == without_ids(whole)
@@ -169,7 +169,7 @@ async def test_thinking_text_and_calls_are_blocks_in_their_order(tmp_path: Path)
     ],
 )
 async def test_the_input_of_a_call_is_always_an_object(arguments: str, value: Any, tmp_path: Path) -> None:
-    """F10: what a model wrote wrongly is mended as far as it can be, and the client can send it back."""
+    """F10: the model's broken arguments are repaired as far as possible, and the client can send them back."""
     text = f'<tool_call>{{"name": "now", "arguments": {arguments}'
     async with writing_cluster(tmp_path, text, **PARSERS) as cluster:
         (block,) = (await both_of(cluster, {**TOOLS, "max_tokens": 500}))["content"]

@@ -1,4 +1,4 @@
-"""/v1/responses over real sockets: the objects, and the events in which they are streamed."""
+"""/v1/responses over real sockets: the objects, and the events of their streams."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ ECHO = {
 
 
 async def events_of(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A stream's events; each names its type twice, and has the next number."""
+    """Return a stream's events; each names its type twice and has the next number."""
     async with cluster.session.post(cluster.url(PATH), json={**body, "stream": True}) as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")
         text = await response.text()
@@ -86,7 +86,7 @@ async def events_of(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, An
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """What two answers to one request have in common."""
+    """Return the parts that two answers to one request have in common."""
     output = [
         {name: value for name, value in item.items() if name not in ("id", "call_id")}
         for item in response["output"]

@@ -1,4 +1,4 @@
-"""What /v1/responses refuses, by name, and what it takes though it changes nothing."""
+"""Fields that /v1/responses rejects by name, and fields that it accepts and ignores."""
 
 from typing import Any
 
@@ -121,7 +121,7 @@ HISTORIES: list[tuple[list[dict[str, Any]], list[tuple[Any, ...]]]] = [
 
 @pytest.mark.parametrize("index", range(len(HISTORIES)))
 def test_what_one_answer_consists_of_is_one_message(index: int) -> None:
-    """F10: items of an answer, reasoning alone and broken calls among them, become what the model wrote."""
+    """F10: the items of an answer, also lone reasoning and broken calls, become the model's message again."""
     items, wanted = HISTORIES[index]
     body = Body({"input": [{"role": "user", "content": "a"}, *items, *ASK_AGAIN]})
     _, *found, last = response_chat(body).messages
@@ -158,7 +158,7 @@ async def test_what_asks_for_nothing_is_taken_under_strict_api_too() -> None:
 
 
 class Counted(str):
-    """A text that counts the characters in front of which it is put."""
+    """A text that counts the characters that it is concatenated with."""
 
     num_copied = 0
 

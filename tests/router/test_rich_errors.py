@@ -1,4 +1,4 @@
-"""Errors over gRPC carry google.rpc's details, and HTTP says when to try again."""
+"""Errors over gRPC carry google.rpc's details, and HTTP errors a Retry-After header."""
 
 import asyncio
 from typing import Any
@@ -21,7 +21,7 @@ DONE = Script(tokens=[END])
 
 
 async def details(cluster: Cluster, request: pb.GenerateRequest, **options: Any) -> dict[type, Any]:
-    """The details of the error that a request ends with, by their type."""
+    """Return the details of the error that a request ends with, by their type."""
     async with cluster.channel() as channel:
         call = cluster.inference(channel).GenerateOnce(request, **options)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

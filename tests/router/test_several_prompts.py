@@ -1,4 +1,4 @@
-"""/v1/completions with a list of prompts: a choice for each, in any order of arrival, and one end for all."""
+"""/v1/completions with a list of prompts: one choice for each, in any order of arrival, and one end for all."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ HELLO, WORLD, AGAIN = (word_id(word) for word in ("hello", " world", " again"))
 
 
 def echoing(task: pb.Task) -> Script:
-    """Each prompt's answer is its own tokens and " world"."""
+    """Return a script whose answer is the prompt's tokens and " world"."""
     return Script(tokens=[*task.prompt_token_ids, WORLD, END])
 
 
@@ -62,7 +62,7 @@ async def test_a_list_of_one_prompt_is_that_prompt() -> None:
 
 
 async def test_one_bad_prompt_refuses_them_all() -> None:
-    """With the error object of that prompt, and nothing is left of the others."""
+    """The error is that of the bad prompt, and nothing is left of the others."""
     async with running_cluster(echoing) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": ["hello", "x" * 500], "max_tokens": 4})
         assert status == 400 and "maximum context length" in answer["error"]["message"]
@@ -70,7 +70,7 @@ async def test_one_bad_prompt_refuses_them_all() -> None:
 
 
 async def test_others_go_on_between_the_prompts_of_a_long_list() -> None:
-    """The last prompt is a bad one: nothing but tokenizing takes place."""
+    """The last prompt is bad, so that only tokenizing takes place."""
     prompts = [*["hello"] * 999, "x" * 500]
     async with running_cluster(echoing) as cluster:
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": prompts, "max_tokens": 4}))

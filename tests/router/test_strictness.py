@@ -1,4 +1,4 @@
-"""Fields that change nothing (known and ignored, or unknown), and how much a request may hold."""
+"""Fields that change nothing (ignored or unknown), and the limits on lists of a request."""
 
 from typing import Any
 

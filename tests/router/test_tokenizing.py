@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, their gRPC twins, and what else needs no worker's answer."""
+"""/tokenize and /detokenize, their gRPC counterparts, and other paths that need no worker."""
 
 from importlib.metadata import version
 from typing import Any

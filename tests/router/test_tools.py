@@ -1,4 +1,4 @@
-"""Tools in /v1/chat/completions: what the model is told of them, and how its calls are written."""
+"""Tools in /v1/chat/completions: the prompt that describes them, and the objects of calls."""
 
 import json
 from pathlib import Path
@@ -240,7 +240,7 @@ async def test_an_answer_of_another_form_is_content_though_it_looks_like_reasoni
 
 
 async def test_tags_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
-    """Llama's and Mistral's tags are; other special tokens stay hidden, and so do these where nobody looks for them."""
+    """Llama's and Mistral's tags are special tokens; they are hidden like others if no parser needs them."""
     special = ("[TOOL_CALLS]", "[ARGS]", "[OTHER]")
     begin, args, other = range(first_special(), first_special() + 3)
     tokens = [other, *byte_ids(b"Ok. "), begin, *byte_ids(b"now"), args, *byte_ids(b"{}"), begin]
@@ -270,7 +270,7 @@ async def test_logprobs_and_token_ids_are_those_of_all_tokens(tmp_path: Path) ->
 
 @pytest.mark.parametrize("die_at", [1, 5, 30, 60, 90])
 async def test_a_call_goes_on_when_its_worker_dies(die_at: int, tmp_path: Path) -> None:
-    """Inside of a tag, of the name, of the arguments: nothing is lost and nothing comes twice."""
+    """Inside a tag, the name or the arguments: nothing is lost and nothing is repeated."""
 
     def script(task: pb.Task) -> dict[str, Any]:
         return {"die_at": die_at if task.attempt == 0 else None}
