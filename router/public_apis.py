@@ -9,10 +9,10 @@ from prometheus_client.registry import Collector
 from router.batches.service import BatchService
 from router.client_access import ClientAccess
 from router.draining import Drain
-from router.grpc.server import GrpcPort
+from router.grpc.port import GrpcPort
 from router.http.app import build_app
+from router.http.port import HttpPort
 from router.http.routes import all_routes
-from router.http.server import HttpPort
 from router.request_path import RequestPath
 from router.settings import RouterSettings
 from serving.descriptors import ConnectionCaps

@@ -111,7 +111,7 @@ async def test_grpc_needs_a_key_but_for_health() -> None:
 
 
 @pytest.mark.parametrize(("keys", "is_said"), [(None, True), (KEY, False)])
-async def test_a_public_port_without_keys_is_said_once(
+async def test_a_public_port_without_keys_is_logged_once(
     keys: str | None, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_cluster(HELLO, (), http="0.0.0.0:0", api_keys=keys):
@@ -157,7 +157,7 @@ async def test_a_page_of_an_allowed_origin_may_call() -> None:
     ("allowed", "origin", "answer"),
     [("", PAGE, None), ("https://other.org", PAGE, None), ("*", PAGE, "*"), ("*", None, None)],
 )
-async def test_other_origins_are_told_nothing(allowed: str, origin: str | None, answer: str | None) -> None:
+async def test_other_origins_get_no_headers(allowed: str, origin: str | None, answer: str | None) -> None:
     async with running_cluster(HELLO, (), cors_origins=allowed) as cluster:
         headers = {"Origin": origin} if origin else {}
         async with cluster.session.get(cluster.url("/version"), headers=headers) as response:
@@ -170,7 +170,7 @@ async def test_other_origins_are_told_nothing(allowed: str, origin: str | None, 
 @pytest.mark.parametrize(
     "origins", ["example.org", "https://a.org/path", "https://a.org,b", "https://*.a.org"]
 )
-def test_what_is_no_origin_is_refused(origins: str) -> None:
+def test_an_invalid_origin_is_rejected(origins: str) -> None:
     with pytest.raises(ValueError, match="is not an origin"):
         RouterSettings(cors_origins=origins)
 

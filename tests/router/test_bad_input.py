@@ -175,7 +175,7 @@ async def test_fields_of_wrong_type_or_range_are_named() -> None:
         assert cluster.workers["both-0"].received.decodes == []
 
 
-async def test_fields_that_come_later_are_refused_by_name() -> None:
+async def test_unsupported_fields_are_rejected_by_name() -> None:
     """A choice: a constraint that the client sent, also under the name of another API, is never silently ignored."""
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         for fields in LATER:
@@ -196,7 +196,7 @@ async def test_fields_that_come_later_are_refused_by_name() -> None:
         ({"text": "a"}, None),
     ],
 )
-async def test_a_part_of_a_message_that_is_no_text_is_named(part: dict[str, Any], code: str | None) -> None:
+async def test_a_part_of_a_message_that_is_not_text_is_named(part: dict[str, Any], code: str | None) -> None:
     content = [{"type": "text", "text": "What is this?"}, part]
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         status, answer = await cluster.post(CHAT, {"messages": [{"role": "user", "content": content}]})
@@ -232,7 +232,7 @@ async def test_malformed_json_is_400(body: bytes, words: str) -> None:
         assert words in check_error(await response.json(), 400, None)["message"]
 
 
-async def test_a_body_that_is_not_encoded_as_it_says_is_400() -> None:
+async def test_a_body_with_a_wrong_content_encoding_is_400() -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     async with (
         running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster,
@@ -350,7 +350,7 @@ async def test_no_worker_is_503() -> None:
         assert (status, health["reason"]) == (503, "no decode worker is attached")
 
 
-async def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
+async def test_a_chat_with_a_model_without_chat_template_is_400(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "plain", model_files() | {"tokenizer_config.json": b"{}"})
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,), model=folder) as cluster:
         status, answer = await cluster.post(CHAT, SAY)

@@ -75,7 +75,7 @@ async def test_a_request_is_placed_before_lines_that_wait_and_they_take_no_place
         assert set(priorities.values()) == {-(2**31)}
 
 
-async def test_a_line_that_runs_gives_way_to_a_request_that_waits_and_begins_again(tmp_path: Path) -> None:
+async def test_a_running_line_is_preempted_by_a_waiting_request_and_begins_again(tmp_path: Path) -> None:
     """The worker has room for two: one line is stopped for one request, and the other one continues."""
     async with filing_cluster(tmp_path, STUCK) as cluster:
         worker = cluster.workers["both-0"]
@@ -114,7 +114,7 @@ async def test_lines_begin_only_while_nobody_waits(tmp_path: Path) -> None:
         assert order == byte_ids(b"12ab")
 
 
-async def test_a_request_that_the_service_is_too_busy_for_is_tried_again(tmp_path: Path) -> None:
+async def test_a_line_for_which_the_service_is_too_busy_is_retried(tmp_path: Path) -> None:
     busy = 2
 
     def script(_: pb.Task) -> Script:
@@ -159,7 +159,7 @@ async def test_keys_take_turns_and_requests_carry_their_owner(tmp_path: Path) ->
         assert sorted(order[3:]) == byte_ids(b"cd")
 
 
-async def test_the_gate_gives_places_to_the_owner_with_the_fewest() -> None:
+async def test_the_gate_grants_permits_to_the_owner_with_the_fewest() -> None:
     gate, order = LineGate(2, lambda: True), []
     ends = {name: asyncio.Event() for name in ("a1", "a2", "a3", "a4", "b1", "b2")}
 
@@ -180,7 +180,7 @@ async def test_the_gate_gives_places_to_the_owner_with_the_fewest() -> None:
 
 
 @pytest.mark.parametrize("cancel_at", range(4))
-async def test_a_place_is_not_lost_by_a_cancel(cancel_at: int) -> None:
+async def test_a_permit_is_not_lost_by_a_cancel(cancel_at: int) -> None:
     is_idle = cancel_at != 0
     gate = LineGate(1, lambda: is_idle)
     tasks = [asyncio.create_task(gate.acquire("a")) for _ in range(2)]
@@ -197,7 +197,7 @@ async def test_a_place_is_not_lost_by_a_cancel(cancel_at: int) -> None:
         await tasks[1]
 
 
-async def test_those_that_give_way_have_begun_last_and_places_are_kept_in_balance() -> None:
+async def test_the_newest_lines_are_preempted_and_permits_stay_balanced() -> None:
     gate, runs = LineGate(4, lambda: True), list[str]()
     ends = asyncio.Event()
 

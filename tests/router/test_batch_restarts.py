@@ -54,7 +54,7 @@ def prompts_of(number: int) -> list[int]:
     return byte_ids(bytes(range(ord("a"), ord("a") + number)))
 
 
-async def test_a_restart_goes_on_with_what_has_no_line(tmp_path: Path) -> None:
+async def test_a_restart_continues_with_requests_without_a_line(tmp_path: Path) -> None:
     before = Seen(stuck_after=3)
     async with filing_cluster(tmp_path, before, batches_max_concurrency=2) as cluster:
         made = await create(cluster, letters(8))

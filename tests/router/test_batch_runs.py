@@ -166,7 +166,7 @@ async def lines(service: BatchService, file_id: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE])
-async def test_a_busy_service_is_asked_again_with_growing_pauses(tmp_path: Path, kind: ErrorKind) -> None:
+async def test_a_busy_service_is_retried_with_growing_pauses(tmp_path: Path, kind: ErrorKind) -> None:
     bench = Bench(tmp_path, answers=[*[failed(kind)] * 7, OK])
     async with bench.service() as service:
         batch = await over(service, await created(service, prompts(1)))
@@ -186,7 +186,7 @@ async def test_a_busy_service_is_asked_again_with_growing_pauses(tmp_path: Path,
         (failed(ErrorKind.INTERNAL, 500), True, 1),
     ],
 )
-async def test_what_another_try_does_not_mend_is_an_error_line(
+async def test_a_permanent_failure_is_an_error_line(
     tmp_path: Path, answer: LineAnswer, has_begun: bool, num_asked: int
 ) -> None:
     bench = Bench(tmp_path, answers=[answer], has_begun=has_begun)
@@ -340,7 +340,7 @@ async def test_old_files_are_removed_after_the_disk_failed_once(
     await storage.close()
 
 
-async def test_a_file_that_is_opened_for_nobody_is_closed(tmp_path: Path) -> None:
+async def test_a_file_that_is_opened_for_a_cancelled_caller_is_closed(tmp_path: Path) -> None:
     """H7: the caller may be cancelled while the disk opens its file."""
     storage = Storage(Store(Folder(tmp_path, Disk()), Disk(), LIMITS, lambda: 0.0))
     begun, rest = threading.Event(), threading.Event()

@@ -181,7 +181,7 @@ async def test_a_last_line_without_its_end_and_a_byte_order_mark_are_read(tmp_pa
     assert (batch["status"], len(outputs)) == ("completed", 2)
 
 
-async def test_what_is_no_batch_is_refused_by_name(tmp_path: Path) -> None:
+async def test_an_invalid_batch_is_rejected_by_name(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path) as cluster:
         file_id = await upload(cluster, prompts(1))
         good = {"input_file_id": file_id, "endpoint": TEXT, "completion_window": "24h"}
@@ -215,7 +215,7 @@ async def test_what_is_no_batch_is_refused_by_name(tmp_path: Path) -> None:
             assert (got, answer["error"]["param"]) == (404, "batch_id")
 
 
-async def test_results_expire_when_they_are_told_to(tmp_path: Path) -> None:
+async def test_results_expire_after_their_own_time(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path) as cluster:
         expiry = {"anchor": "created_at", "seconds": 4000}
         batch = await create(cluster, prompts(1), output_expires_after=expiry)
@@ -267,7 +267,7 @@ async def test_a_key_neither_sees_nor_cancels_the_batch_of_another(tmp_path: Pat
         assert len(await lines_of(cluster, batch["output_file_id"], key("a"))) == 2
 
 
-async def test_cancel_stops_what_runs_and_keeps_what_is_done(tmp_path: Path) -> None:
+async def test_cancel_stops_running_requests_and_keeps_results(tmp_path: Path) -> None:
     num_begun = 0
 
     def script(_: pb.Task) -> Script:

@@ -178,7 +178,7 @@ async def test_all_bodies_together_are_bounded() -> None:
         assert (await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 1500}))[0] == 200
 
 
-def test_a_body_that_is_given_up_gives_back_what_it_held() -> None:
+def test_an_abandoned_body_releases_its_bytes() -> None:
     """M2: the count includes only the bodies that are being read."""
     reader = BodyReader(10, 25)
     with reader.reading() as body:
@@ -190,7 +190,7 @@ def test_a_body_that_is_given_up_gives_back_what_it_held() -> None:
     assert reader.num_bytes == 0
 
 
-def test_a_small_body_is_taken_in_while_large_ones_hold_everything() -> None:
+def test_a_small_body_is_accepted_while_large_ones_hold_everything() -> None:
     """M2: eight bodies of 8 MiB that arrived slowly blocked the requests of all clients."""
     reader = BodyReader(2**23, 2**26)
     reader.take(2**26)

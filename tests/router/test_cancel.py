@@ -124,7 +124,7 @@ async def test_cancel_needs_an_id() -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 65, "a b", "\x7f", "ü"])
-async def test_what_is_no_name_is_refused_or_not_taken(name: str) -> None:
+async def test_an_invalid_name_is_rejected_or_ignored(name: str) -> None:
     assert client_name(name) is None
     async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -105,7 +105,7 @@ async def test_max_completion_tokens_goes_over_max_tokens() -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_neutral_fields_and_unknown_ones_are_taken() -> None:
+async def test_neutral_fields_and_unknown_ones_are_accepted() -> None:
     """VLLM's and OpenAI's clients always send them, with values that ask for nothing."""
     idle = {
         "n": 1,

@@ -59,7 +59,7 @@ async def test_the_folder_is_this_users_alone_and_no_name_of_a_client_is_in_it(t
     assert [path.name for path in tmp_path.iterdir()] == ["files"]
 
 
-async def test_a_name_that_is_no_utf8_is_shown_without_those_bytes(tmp_path: Path) -> None:
+async def test_a_name_that_is_not_utf8_is_shown_without_those_bytes(tmp_path: Path) -> None:
     part = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
     body = (
         part % (b"purpose", b"", b"batch")
@@ -101,7 +101,7 @@ async def test_files_are_listed_in_pages(tmp_path: Path) -> None:
             assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_expires_after_is_kept_to(tmp_path: Path) -> None:
+async def test_expires_after_is_honoured(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path, roles=(), files_retention_seconds=7200) as cluster:
         anchor = {"expires_after[anchor]": "created_at"}
         for seconds, kept in (("3600", 3600), ("7200", 7200), ("2592000", 7200)):
@@ -118,7 +118,7 @@ async def test_expires_after_is_kept_to(tmp_path: Path) -> None:
             assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_what_is_no_upload_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_invalid_upload_is_rejected_and_leaves_nothing(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path, roles=(), files_max_bytes=1000) as cluster:
         url = cluster.url("/v1/files")
         two = form(b"x")
@@ -283,9 +283,7 @@ async def test_files_that_are_not_the_services_own_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["filename*=foo''%e2", "filename*=utf-8''%ff", 'filename="a"; ;=', "filename*=x"]
 )
-async def test_a_name_that_cannot_be_read_is_no_warning_in_its_senders_words(
-    tmp_path: Path, name: str
-) -> None:
+async def test_an_unreadable_name_causes_no_warning_with_its_text(tmp_path: Path, name: str) -> None:
     """L1: Python keeps the text of every warning, and writes it to standard error unchanged."""
     body = (
         f'--b\r\nContent-Disposition: form-data; name="file"; {name}\r\n\r\n{{}}\r\n'

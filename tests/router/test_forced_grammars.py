@@ -49,7 +49,7 @@ def test_one_of_several_tools_does_not_refuse_the_request() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "unheld"}}])
-def test_what_cannot_be_held_of_a_strict_tool_is_refused_by_its_path(choice: Any) -> None:
+def test_an_unenforceable_constraint_of_a_strict_tool_is_rejected_by_its_path(choice: Any) -> None:
     """F14: the tool and the path are named."""
     tools = [tool("plain", {"type": "object"}), tool("unheld", UNHELD, strict=True)]
     with pytest.raises(InvalidRequestError, match=r"tools\[1\].*#/properties/n/not") as found:
@@ -66,7 +66,9 @@ def test_what_cannot_be_held_of_a_strict_tool_is_refused_by_its_path(choice: Any
     ],
     ids=["long", "many"],
 )
-def test_what_takes_too_long_to_reduce_is_refused_before(tools: list[dict[str, Any]], words: str) -> None:
+def test_tools_that_take_too_long_to_reduce_are_rejected_before(
+    tools: list[dict[str, Any]], words: str
+) -> None:
     """M2: seven tools with a megabyte each blocked the event loop for a second before they were rejected."""
     with pytest.raises(InvalidRequestError, match=words) as found:
         grammar_for(tools)
@@ -107,7 +109,7 @@ def test_a_loose_schema_of_one_tool_does_not_refuse_the_request(name: str) -> No
     assert "(?!" not in grammar.text and "minLength" not in properties.get("b", {})
 
 
-def test_types_of_other_languages_are_those_that_are_meant() -> None:
+def test_types_of_other_languages_are_understood() -> None:
     """F11: the parser of calls reads these types too."""
     parameters = {"type": "dict", "properties": LOOSE["types of other languages"]}
     grammar = grammar_for([tool("f", parameters)])

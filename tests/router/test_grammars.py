@@ -85,7 +85,7 @@ async def test_each_field_reaches_both_legs(path: str, base: dict[str, Any]) -> 
             assert grammars_of(cluster) == [wanted] * (2 if path == CHAT else 4)
 
 
-async def test_nothing_asked_is_nothing_told() -> None:
+async def test_without_a_grammar_no_task_has_one() -> None:
     async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
         for fields in NOTHING:
             status, answer = await cluster.post(CHAT, {**SAY, **fields})
@@ -145,7 +145,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_what_is_malformed_is_named_by_its_field() -> None:
+async def test_a_malformed_grammar_is_named_by_its_field() -> None:
     async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
         await check_all(cluster, CHAT, SAY, BAD)
         await check_all(cluster, TEXT, {"prompt": "hello"}, BAD)
@@ -157,7 +157,7 @@ async def test_what_is_malformed_is_named_by_its_field() -> None:
     ("fields", "param"),
     [({"response_format": FORMAT}, "response_format"), ({"guided_regex": "(a"}, "guided_regex")],
 )
-async def test_what_a_worker_cannot_compile_is_named_by_its_field(
+async def test_a_grammar_that_a_worker_cannot_compile_is_named_by_its_field(
     roles: tuple[Role, ...], fields: dict[str, Any], param: str
 ) -> None:
     """For streams too: headers are sent with the first token. No other worker is tried."""
@@ -186,7 +186,7 @@ GRPC_WAYS: list[tuple[pb.AnswerGrammar, tuple[str, str] | None]] = [
 ]
 
 
-async def test_grpc_says_the_same() -> None:
+async def test_grpc_sends_the_same_task() -> None:
     async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
         for grammar, _ in GRPC_WAYS:
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))

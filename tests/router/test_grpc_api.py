@@ -114,7 +114,7 @@ async def test_every_field_reaches_the_worker() -> None:
     assert "".join(message.choices[0].text for message in messages) == "hello wo"
 
 
-async def test_http_says_the_same_by_the_same_names() -> None:
+async def test_http_sends_the_same_task_by_the_same_names() -> None:
     fields: dict[str, Any] = {
         "min_p": 0.05,
         "presence_penalty": 0.3,

@@ -60,7 +60,7 @@ def test_inputs_and_ids_are_counted_together() -> None:
         check_detokenize(pb.DetokenizeRequest(token_ids=IDS))
 
 
-def test_inputs_are_counted_before_they_are_looked_at() -> None:
+def test_inputs_are_counted_before_they_are_read() -> None:
     """M2: four million empty inputs, two bytes each, blocked the event loop for a second and a half."""
     request = pb.EmbedRequest.FromString(pb.EmbedRequest(inputs=[pb.EmbedInput()]).SerializeToString() * MANY)
     tracemalloc.start()

@@ -132,7 +132,7 @@ async def test_why_an_answer_ends(
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
-async def test_an_answer_that_fills_the_model_says_so() -> None:
+async def test_an_answer_that_fills_the_model_has_its_own_stop_reason() -> None:
     async with running_cluster(Script(tokens=byte_ids(b"a") * 200)) as cluster:
         message = await both_of(cluster, {**SAY, "max_tokens": 1000})
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == (

@@ -77,13 +77,13 @@ REFUSED: dict[str, Any] = {
 }
 
 
-async def test_bad_input_is_named_and_no_worker_hears_of_it() -> None:
+async def test_bad_input_is_named_and_no_worker_receives_it() -> None:
     async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
         await check_all(cluster, PATH, ASK, BAD)
         assert cluster.workers["both-0"].received.decodes == []
 
 
-async def test_what_is_not_served_is_refused_by_name() -> None:
+async def test_unsupported_fields_of_responses_are_rejected_by_name() -> None:
     refused = [({name: value}, name) for name, value in REFUSED.items()]
     async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
         await check_all(cluster, PATH, ASK, refused)
@@ -132,7 +132,7 @@ def test_what_one_answer_consists_of_is_one_message(index: int) -> None:
     assert last["role"] == "user"
 
 
-async def test_what_asks_for_nothing_is_taken_under_strict_api_too() -> None:
+async def test_neutral_values_are_accepted_under_strict_api_too() -> None:
     body = {
         **ASK,
         **dict.fromkeys(REFUSED),

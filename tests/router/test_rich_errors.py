@@ -65,7 +65,7 @@ async def test_a_refused_key_has_details_too() -> None:
         assert found[ErrorInfo].metadata["code"] == "invalid_api_key"
 
 
-async def test_unavailable_says_when_to_try_again() -> None:
+async def test_unavailable_has_a_time_to_retry() -> None:
     async with running_cluster(DONE, ()) as cluster:
         found = await details(cluster, pb.GenerateRequest(text="x"))
         assert found[RetryInfo].retry_delay.seconds == 1
@@ -73,7 +73,7 @@ async def test_unavailable_says_when_to_try_again() -> None:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
 
 
-async def test_overload_says_when_to_try_again() -> None:
+async def test_overload_has_a_time_to_retry() -> None:
     script = Script(tokens=[END], stall_at=0)
     async with running_cluster(script, (Role.BOTH,), max_queue=1) as cluster:
         worker = cluster.workers["both-0"]
@@ -90,7 +90,7 @@ async def test_overload_says_when_to_try_again() -> None:
 
 
 @pytest.mark.parametrize(("error", "seconds"), [(WorkerLostError("gone"), "1"), (KvbatonError("bug"), None)])
-async def test_a_lost_worker_says_when_to_try_again(error: KvbatonError, seconds: str | None) -> None:
+async def test_a_lost_worker_has_a_time_to_retry(error: KvbatonError, seconds: str | None) -> None:
     script = Script(tokens=[END], fail_at=0, error=error)
     async with (
         running_cluster(script, (Role.BOTH,), max_replays=0) as cluster,
@@ -101,9 +101,7 @@ async def test_a_lost_worker_says_when_to_try_again(error: KvbatonError, seconds
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateOnce", "Tokenize"])
-async def test_bytes_that_are_no_message_are_the_clients_mistake(
-    method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_invalid_bytes_are_the_clients_mistake(method: str, caplog: pytest.LogCaptureFixture) -> None:
     async with running_cluster(DONE, (Role.BOTH,)) as cluster, cluster.channel() as channel:
         path = f"/kvbaton.v1.Inference/{method}"
         untyped: Any = channel

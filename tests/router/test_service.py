@@ -69,7 +69,7 @@ async def test_a_router_that_serves_has_not_imported_torch() -> None:
             await process.wait()
 
 
-async def test_a_request_waits_while_the_model_is_learnt_from_the_first_worker() -> None:
+async def test_a_request_waits_while_the_model_is_loaded_from_the_first_worker() -> None:
     """Loading a model takes a while, during which its workers are already attached."""
     async with running_cluster(HELLO, ()) as cluster:
         status, answer = await cluster.post("/v1/completions", {"prompt": "x"})

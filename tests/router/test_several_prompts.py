@@ -61,7 +61,7 @@ async def test_a_list_of_one_prompt_is_that_prompt() -> None:
     assert listed["choices"] == alone["choices"] and listed["usage"] == alone["usage"]
 
 
-async def test_one_bad_prompt_refuses_them_all() -> None:
+async def test_one_bad_prompt_rejects_them_all() -> None:
     """The error is that of the bad prompt, and nothing is left of the others."""
     async with running_cluster(echoing) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": ["hello", "x" * 500], "max_tokens": 4})
@@ -69,7 +69,7 @@ async def test_one_bad_prompt_refuses_them_all() -> None:
         await nothing_is_left(cluster)
 
 
-async def test_others_go_on_between_the_prompts_of_a_long_list() -> None:
+async def test_others_continue_between_the_prompts_of_a_long_list() -> None:
     """The last prompt is bad, so that only tokenizing takes place."""
     prompts = [*["hello"] * 999, "x" * 500]
     async with running_cluster(echoing) as cluster:

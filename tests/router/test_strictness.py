@@ -50,7 +50,7 @@ async def test_unknown_fields_are_ignored_by_default() -> None:
         ("/detokenize", {"tokens": [5], "token": 0}, "token", "did you mean tokens?"),
     ],
 )
-async def test_strict_api_names_what_it_does_not_know(
+async def test_strict_api_names_unknown_fields(
     path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
     async with running_cluster(HELLO, (Role.BOTH,), strict_api=True) as cluster:
@@ -62,7 +62,7 @@ async def test_strict_api_names_what_it_does_not_know(
         assert cluster.workers["both-0"].received.decodes == []
 
 
-async def test_what_is_known_and_changes_nothing_is_accepted_under_strict_api_too() -> None:
+async def test_ignored_fields_are_accepted_under_strict_api_too() -> None:
     async with running_cluster(HELLO, (Role.BOTH,), strict_api=True) as cluster:
         for fields in (IGNORED, IDLE, dict.fromkeys({**IGNORED, **IDLE})):
             for path, body in ((CHAT, SAY), (TEXT, {"prompt": "a"})):

@@ -101,7 +101,7 @@ async def test_a_call_that_max_tokens_cuts_keeps_its_reason(tmp_path: Path) -> N
     assert early["choices"][0]["message"]["content"] == text[:20], "no call has begun: nothing is lost"
 
 
-async def test_the_template_is_told_of_tools_and_gets_arguments_as_objects(tmp_path: Path) -> None:
+async def test_the_template_gets_tools_and_arguments_as_objects(tmp_path: Path) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": PARIS}}
     conversation = [
         {"role": "user", "content": "hi"},
@@ -119,7 +119,7 @@ async def test_the_template_is_told_of_tools_and_gets_arguments_as_objects(tmp_p
     assert counted["count"] == answer["usage"]["prompt_tokens"]
 
 
-async def test_with_tool_choice_none_tools_are_neither_told_nor_looked_for(tmp_path: Path) -> None:
+async def test_with_tool_choice_none_tools_are_neither_shown_nor_parsed(tmp_path: Path) -> None:
     async with writing_cluster(tmp_path, FORMATS["hermes"], tool_parser="hermes") as cluster:
         _, answer = await cluster.post(CHAT, {**ASK, "tool_choice": "none"})
         assert prompt_of(cluster) == "user: hi;assistant: "

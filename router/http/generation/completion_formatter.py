@@ -35,8 +35,10 @@ class CompletionFormatter(OpenAIFormatter):
 
     def _whole_choice(self, deltas: list[Delta]) -> Json:
         choice = self._choice(deltas, {"text": "".join(delta.text for delta in deltas)})
-        is_asked = self._options.prompt_logprobs
-        found = prompt_logprobs(deltas[0].prompt, self._tokenizer) if is_asked and deltas[0].prompt else None
+        has_logprobs = self._options.prompt_logprobs
+        found = (
+            prompt_logprobs(deltas[0].prompt, self._tokenizer) if has_logprobs and deltas[0].prompt else None
+        )
         return {**choice, "prompt_logprobs": found}
 
     def _piece(self, delta: Delta) -> Json:

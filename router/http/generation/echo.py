@@ -46,15 +46,15 @@ class PromptView:
         if self._hides_answer:
             delta = _without_answer(delta)
         if delta.prompt is None or not (self._is_shown or self._has_offsets):
-            return replace(delta, tokens=self._behind_prompt(delta))
+            return replace(delta, tokens=self._after_prompt(delta))
         text, tokens = self._read(delta.index, delta.prompt, tokenizer)
         self._lengths[delta.index] = len(text)
-        answer = self._behind_prompt(delta)
+        answer = self._after_prompt(delta)
         if not self._is_shown:
             return replace(delta, tokens=answer)
         return replace(delta, text=text + delta.text, tokens=[*tokens, *answer])
 
-    def _behind_prompt(self, delta: Delta) -> list[Token]:
+    def _after_prompt(self, delta: Delta) -> list[Token]:
         length = self._lengths.get(delta.index, 0)
         if not length:
             return delta.tokens
