@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 
@@ -23,11 +24,13 @@ from router.http.schema.embedding import EMBEDDING
 from router.http.schema.responses import RESPONSE
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
-from router.request import BACKGROUND_PRIORITY, new_request_id
+from router.request import BACKGROUND_PRIORITY, EmbeddingRequest, GenerationRequest, new_request_id
 from router.settings import RouterSettings
 from serving.errors import http_status, openai_error
 
 logger = logging.getLogger(__name__)
+
+_Request = TypeVar("_Request", GenerationRequest, EmbeddingRequest)
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,7 @@ class BatchAnswers:
         if endpoint.parse is None:
             return await self._embedded(body, origin)
         exchange = endpoint.parse(body, origin)
-        background = [
-            replace(one, priority=BACKGROUND_PRIORITY, is_background=True) for one in exchange.requests
-        ]
-        exchange = replace(exchange, requests=background)
+        exchange = replace(exchange, requests=_in_background(exchange.requests))
         found: list[Delta] = []
         async with exchange.deltas(self._pipeline) as deltas:
             async for delta in deltas:
@@ -101,10 +101,11 @@ class BatchAnswers:
 
     async def _embedded(self, body: Body, origin: Origin) -> bytes:
         exchange = self._embeddings.embedding(body, origin)
-        background = [
-            replace(one, priority=BACKGROUND_PRIORITY, is_background=True) for one in exchange.requests
-        ]
-        return await exchange.whole(await self._pipeline.embed(*background))
+        return await exchange.whole(await self._pipeline.embed(*_in_background(exchange.requests)))
+
+
+def _in_background(requests: list[_Request]) -> list[_Request]:
+    return [replace(one, priority=BACKGROUND_PRIORITY, is_background=True) for one in requests]
 
 
 def _reject_unsupported(body: Body) -> None:

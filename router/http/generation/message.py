@@ -1,11 +1,8 @@
 """The assistant's message in OpenAI's objects: content, reasoning and tool calls."""
 
-from typing import Any
-
 from router.answer import Delta
+from router.http.bodies.body import Json
 from text.parsing.pieces import CallArguments, CallBegin, CallPiece
-
-Json = dict[str, Any]
 
 
 def whole_message(deltas: list[Delta]) -> Json:

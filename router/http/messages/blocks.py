@@ -1,13 +1,10 @@
 """The content blocks of an answer in Anthropic's format: their events while they are written, and the whole blocks."""
 
-from typing import Any
-
 import msgspec
 
+from router.http.bodies.body import Json
 from router.http.messages.conversation import client_call_id
 from text.parsing.mended import ArgumentsWriter
-
-Json = dict[str, Any]
 
 
 class TextBlock:

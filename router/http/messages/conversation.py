@@ -4,12 +4,11 @@ import json
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from router.http.bodies.body import Body
+from router.http.bodies.body import Body, Json
 from router.limits import MAX_MESSAGES
 from text.chat import Message
 from text.tools import check_call_name
 
-Json = dict[str, Any]
 ROLES = ("user", "assistant", "system")
 _CALL_PREFIX = "toolu_"
 _ERROR_PREFIX = "Error: "

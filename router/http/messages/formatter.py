@@ -4,11 +4,11 @@ from typing import Any, TypeVar
 
 from contract.requests import FinishReason
 from router.answer import Delta, Usage
+from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions
 from router.http.messages.blocks import Block, TextBlock, ThinkingBlock, ToolUseBlock
 from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
-Json = dict[str, Any]
 STOP_REASONS = (
     "end_turn",
     "max_tokens",

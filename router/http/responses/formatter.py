@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 from contract.requests import FinishReason
 from router.answer import Delta, Usage
 from router.delivery import Token
+from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions
 from router.http.responses.items import CallItem, MessageItem, OutputItem, ReasoningItem, Status
 from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
-Json = dict[str, Any]
 TextItem = TypeVar("TextItem", MessageItem, ReasoningItem)
 TokenLogprobs = Callable[[list[Token]], list[Json]]
 

@@ -2,7 +2,8 @@
 
 from typing import Any, Literal
 
-Json = dict[str, Any]
+from router.http.bodies.body import Json
+
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
