@@ -1,8 +1,9 @@
 """What an engine needs of a KV connector; ``kv_transfer`` fulfils it.
 
-Two halves. ``SchedulerConnector`` lives with the scheduler and is called only from the core's step thread; nothing in
-it blocks. ``RankConnector`` lives in the rank process that owns the KV memory and moves and digests bytes in a thread
-of its own. The scheduler keeps ownership of all blocks: a connector is *lent* block ids and says when it is done.
+Two halves. ``SchedulerConnector``, with its roles ``sender`` and ``receiver``, lives with the scheduler and is called
+only from the core's step thread; nothing in it blocks. ``RankConnector`` lives in the rank process that owns the KV
+memory and moves and digests bytes in a thread of its own. The scheduler keeps ownership of all blocks: a connector is
+*lent* block ids and says when it is done.
 
 The life of one hand-over, sender's side (prefill):
 1. ``open_send`` when the blocks of the whole prompt are reserved, before the first chunk runs;
@@ -42,7 +43,7 @@ class Published:
     computes another KV (``contract.layout.received_fingerprint``); None where it is the same.
     """
 
-    request_id: str
+    key: str
     kv_fingerprint: str | None = None
 
 
@@ -53,7 +54,7 @@ class Failed:
     kind: an ErrorKind value, or "not_needed" when token 0 ended the answer at the sender: no error.
     """
 
-    request_id: str
+    key: str
     kind: str
     message: str
 
@@ -62,7 +63,7 @@ class Failed:
 class Drained:
     """The last read of a cancelled fetch is terminal: its quarantined blocks may be freed."""
 
-    request_id: str
+    key: str
 
 
 TransferEvent = Published | Failed | Drained
@@ -84,40 +85,44 @@ class Received:
     report: TransferReport
 
 
-class SchedulerConnector(Protocol):
-    """The half beside the scheduler. Called from one thread; no call blocks or does I/O."""
+class SenderConnector(Protocol):
+    """The sender's role of the half beside the scheduler: prompts whose KV is lent. ``key``: ``EngineRequest.key``."""
 
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
         """Lend ``block_ids`` (the whole prompt's). The first ``num_cached_tokens`` are computed already."""
 
-    def publish(self, request_id: str, num_computed_tokens: int) -> None:
+    def publish(self, key: str, num_computed_tokens: int) -> None:
         """After the coming forward pass ``num_computed_tokens`` of the prompt are computed: publish up to there.
 
         Only full blocks, and the partly filled last one when the whole prompt is computed.
         """
 
-    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
+    def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
         """The prompt is computed and published; token 0 of every choice travels with the end of the transfer."""
 
-    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
+    def abandon_send(self, key: str, kind: str, message: str) -> None:
         """End a transfer that nobody shall use: the answer ended at token 0 (NOT_NEEDED), or abort or error.
 
         Also after ``finish_send``, when the client has gone; what was released meanwhile is left alone.
         """
 
+
+class ReceiverConnector(Protocol):
+    """The receiver's role: prompts whose KV is fetched. ``key``: ``EngineRequest.key``."""
+
     def start_fetch(self, request: EngineRequest) -> None:
         """Ask the sender named in ``request.transfer`` for this request's KV."""
 
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """Pull the prompt's blocks into ``block_ids`` (one per block of the prompt, in order).
 
         The first ``num_cached_blocks`` are held already by the receiver's prefix cache and are not moved.
         """
 
-    def cancel_fetch(self, request_id: str) -> bool:
+    def cancel_fetch(self, key: str) -> bool:
         """Stop fetching. True: no read is outstanding. False: a ``Drained`` event will follow."""
 
-    def take_received(self, request_id: str) -> Received:
+    def take_received(self, key: str) -> Received:
         """What came with a transfer that is in ``finished_recving``; called exactly once."""
 
     def take_events(self) -> list[TransferEvent]:
@@ -128,6 +133,18 @@ class SchedulerConnector(Protocol):
 
     def has_arrived(self) -> bool:
         """True when a fetch is over whose id is not in ``finished_recving`` yet. From any thread, within ``wake`` too."""
+
+
+class SchedulerConnector(Protocol):
+    """The half beside the scheduler. Called from one thread; no call blocks or does I/O."""
+
+    @property
+    def sender(self) -> SenderConnector:
+        """The sender's role."""
+
+    @property
+    def receiver(self) -> ReceiverConnector:
+        """The receiver's role."""
 
     def build_metadata(self) -> Any | None:
         """This step's orders to the ranks (``SchedulerOutput.kv_connector_metadata``), or None."""

@@ -179,7 +179,7 @@ class EngineCore:
 
     def next_arrival(self) -> float | None:
         """Return when, on the clock, the KV of a request is expected; None where none is."""
-        return self._connector.scheduler.next_arrival() if self._connector is not None else None
+        return self._connector.scheduler.receiver.next_arrival() if self._connector is not None else None
 
     def has_answers_only(self) -> bool:
         """Return whether the next step holds answers, and no prompt waits."""
@@ -203,7 +203,9 @@ class EngineCore:
 
     def _has_newcomer(self) -> bool:
         connector = self._connector
-        return connector is not None and connector.scheduler.has_arrived() and self.scheduler.has_room()
+        return (
+            connector is not None and connector.scheduler.receiver.has_arrived() and self.scheduler.has_room()
+        )
 
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""

@@ -8,7 +8,8 @@ from typing import Protocol
 from contract.layout import KVLayout, Side
 from engine.connector import ConnectorPair, RanksConnectorPair
 from kv_transfer.control.control_half import ControlHalf, ControlParts
-from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf

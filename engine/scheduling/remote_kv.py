@@ -1,14 +1,22 @@
 """The scheduler's two dealings with other workers' KV: lending a prompt's blocks, and waiting for somebody else's.
 
-Both talk to the ``SchedulerConnector`` (see ``engine/connector.py`` for the order of its calls) and keep the books of
-the BlockPool in step with what may still be read or written from outside.
+Each calls its role of the ``SchedulerConnector`` (see ``engine/connector.py`` for the order of the calls) and keeps the
+books of the BlockPool in step with what may still be read or written from outside.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 
 from contract.errors import ErrorKind, InvalidRequestError, TransferError
 from contract.requests import EngineRequest
-from engine.connector import Drained, Failed, FirstToken, Published, Received, SchedulerConnector
+from engine.connector import (
+    Drained,
+    Failed,
+    FirstToken,
+    Published,
+    Received,
+    ReceiverConnector,
+    SenderConnector,
+)
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.ending import NOT_NEEDED, Ending, RequestStatus, ended_by_error, ended_late
 from engine.scheduling.priority_queue import PriorityQueue, comes_first
@@ -31,7 +39,7 @@ class KVSender:
     While the request runs its blocks are its own; when it ends their references belong to its lease.
     """
 
-    def __init__(self, connector: SchedulerConnector, pool: BlockPool, max_model_len: int) -> None:
+    def __init__(self, connector: SenderConnector, pool: BlockPool, max_model_len: int) -> None:
         self._connector = connector
         self._pool = pool
         self._max_model_len = max_model_len
@@ -120,7 +128,7 @@ class KVReceiver:
     name = "remote KV"
     status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
-    def __init__(self, connector: SchedulerConnector, pool: BlockPool, timeout_seconds: float) -> None:
+    def __init__(self, connector: ReceiverConnector, pool: BlockPool, timeout_seconds: float) -> None:
         self._connector = connector
         self._pool = pool
         self.timeout_seconds = timeout_seconds

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
 from contract.requests import EngineOutput, EngineRequest
-from engine.connector import SchedulerConnector
+from engine.connector import ReceiverConnector, SchedulerConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
@@ -58,8 +58,8 @@ class Scheduler:
         self._clock = clock
         self._max_length = min(max_model_len, pool.num_usable_blocks * pool.block_size)
         self.batcher = Batcher(pool, settings, self._max_length, clock)
-        self.sender = KVSender(connector, pool, self._max_length) if connector is not None else None
-        self.receiver = self.make_receiver(connector, settings) if connector is not None else None
+        self.sender = KVSender(connector.sender, pool, self._max_length) if connector is not None else None
+        self.receiver = self.make_receiver(connector.receiver, settings) if connector is not None else None
         self.grammars = grammars or Grammars(
             None, settings.max_grammar_bytes, settings.grammar_timeout_seconds
         )
@@ -80,7 +80,7 @@ class Scheduler:
             clock,
         )
 
-    def make_receiver(self, connector: SchedulerConnector, settings: EngineSettings) -> KVReceiver:
+    def make_receiver(self, connector: ReceiverConnector, settings: EngineSettings) -> KVReceiver:
         """Return the stage of requests whose KV comes from another worker."""
         return KVReceiver(connector, self.pool, settings.remote_kv_timeout_seconds)
 

@@ -1,4 +1,4 @@
-"""What the two sides of the control half share: one lock, and what may be done only after it is let go."""
+"""The base of both sides of the control half: one lock, and the calls that wait until it is released."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ class Transfers:
 
     @contextmanager
     def _acting(self) -> Iterator[None]:
-        """Hold the lock; afterwards carry out, in order, what must not happen under it.
+        """Hold the lock; afterwards make the calls in ``_later``, in order.
 
-        Every act is tried, whatever the body or an earlier act raised: blocks stay taken until a lease is released or
-        a read is stopped. The last exception goes on, the ones before it are its context.
+        Each call is made whatever the body or an earlier call raised: blocks stay taken until a lease is released or a
+        read is stopped. The last exception is raised, with the earlier ones as its context.
         """
-        with ExitStack() as acts, self._lock:
+        with ExitStack() as calls, self._lock:
             try:
                 yield
             finally:
-                for act in reversed(self._later):
-                    acts.callback(act)
+                for call in reversed(self._later):
+                    calls.callback(call)
                 self._later = []

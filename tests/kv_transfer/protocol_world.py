@@ -15,7 +15,8 @@ import xxhash
 from contract.layout import KVLayout
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Failed, FirstToken, Published
-from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
@@ -25,10 +26,10 @@ from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
 from kv_transfer.protocol.states import RetryStep
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.alternatives import Alternatives
 from kv_transfer.transports.leases import LeaseBook
 from tests.kv_transfer.builders import MODEL, block_content, request_of
+from tests.kv_transfer.fakes import ByteMemory
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")
 LEASE_SECONDS = 10.0
@@ -111,7 +112,7 @@ class Lender:
         blocks = self.pool.take(num_blocks_of(number))
         self.requests[request.key] = LentRequest(request, number, blocks)
         self.opened.add((number, attempt))
-        self.sends.open(request, blocks, 0)
+        self.sends.open_send(request, blocks, 0)
         self.saw(f"t{number}", attempt)
 
     def saw(self, transfer_id: str, attempt: int) -> None:
@@ -247,7 +248,7 @@ class Fetcher:
         transfer = ReceiveTransfer(f"t{number}", "p", boot_id, "127.0.0.1:1")
         request = request_of(f"d{next(self._numbers)}", prompt_of(number), transfer, attempt)
         self.requests[request.key] = FetchedRequest(request, number, boot_id)
-        self.fetches.start(request)
+        self.fetches.start_fetch(request)
 
     def step(self) -> None:
         """The scheduler hears its events and what was received."""
@@ -262,9 +263,9 @@ class Fetcher:
             self.num_received += 1
         for event in self.fetches.take_events():
             if isinstance(event, Published):
-                self.requests[event.request_id].is_published = True
+                self.requests[event.key].is_published = True
                 continue
-            fetched = self.requests.pop(event.request_id)
+            fetched = self.requests.pop(event.key)
             assert fetched.is_given_up or isinstance(event, Failed)
             self._give_back(fetched)
 
@@ -279,7 +280,7 @@ class Fetcher:
     def cancel(self, key: str) -> None:
         fetched = self.requests[key]
         fetched.is_given_up = True
-        if self.fetches.cancel(key):
+        if self.fetches.cancel_fetch(key):
             del self.requests[key]
             self._give_back(fetched)
 

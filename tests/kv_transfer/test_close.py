@@ -9,7 +9,6 @@ import pytest
 from contract.identity import Role
 from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.reads import Read, ReadRequest, ReadStoppedError, Source
-from kv_transfer.testing import GatedMemory
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
@@ -21,6 +20,7 @@ from tests.kv_transfer.builders import (
     prompt_of,
     settings_for,
 )
+from tests.kv_transfer.fakes import GatedMemory
 
 
 def open_fds() -> set[str]:
@@ -58,10 +58,10 @@ def test_in_the_middle_of_a_read() -> None:
         prompt, decode = prompt_of(3), pair.decode.driver
         fetch = pair.fetch_request("r", prompt)
         pair.prefill.driver.send_all(pair.send_request("r", prompt), [0, 1, 2], TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
         memory.gated_block = 2
-        decode.scheduler.receive_into(fetch.key, [10, 11, 12], 0)
+        decode.receiver.receive_into(fetch.key, [10, 11, 12], 0)
         assert memory.is_waiting.wait(30)
         decode.close()
         for block_id in (10, 11, 12):
@@ -107,9 +107,9 @@ def test_a_read_that_never_ends_does_not_hold_up_the_close() -> None:
         prompt, decode = prompt_of(1), pair.decode.driver
         fetch = pair.fetch_request("r", prompt)
         pair.prefill.driver.send_all(pair.send_request("r", prompt), [0], TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        decode.scheduler.receive_into(fetch.key, [10], 0)
+        decode.receiver.receive_into(fetch.key, [10], 0)
         (receiver,) = endless
         assert receiver.is_reading.wait(10)
     assert kv_threads() == []
@@ -131,7 +131,7 @@ def test_a_peer_sees_a_close_as_death() -> None:
     with pair_of() as pair:
         decode = pair.decode.driver
         fetch = pair.fetch_request("r", prompt_of(2))
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
         pair.prefill.driver.close()
         decode.wait_for(lambda: decode.failed, "failed")

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.native.caches import last_cache_bytes
-from kv_transfer.native.compiling import BLOCKS, load_copy_blocks
+from kv_transfer.native.compiling import BLOCKS, last_cache_bytes, load_copy_blocks
 
 MISSING = Path("no such library")
 
@@ -46,7 +45,7 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(
     folder.chmod(0o777)
     with caplog.at_level(logging.WARNING):
         assert load_copy_blocks(MISSING, folder) is None
-    assert "blocks are copied by Python" in caplog.text
+    assert "falling back to the slower block copy" in caplog.text
     assert "others may write to it" in caplog.text
 
 
@@ -58,7 +57,7 @@ def test_what_is_no_library_is_done_without(
     prebuilt.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert load_copy_blocks(prebuilt) is None
-    assert "blocks are copied by Python" in caplog.text
+    assert "falling back to the slower block copy" in caplog.text
 
 
 def test_a_machine_without_a_compiler_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,9 +17,9 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import digest_of
 from kv_transfer.protocol.orders import PublishOrder, PullJob, TransferMetadata
 from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, LeaseName, Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.lending import Lending
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
+from tests.kv_transfer.fakes import ByteMemory
 
 NAME = LeaseName("t", 0, "lease")
 SOURCE = Source("p", "boot", "nowhere", "token", "played")
@@ -230,20 +230,20 @@ def test_many_ranges_cross_by_shm(is_late: bool, num_cached: int) -> None:
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
         prefill.lend("t-r", blocks)
         if not is_late:
-            decode.driver.scheduler.start_fetch(fetch)
-        prefill.driver.scheduler.open_send(send, blocks, 0)
-        prefill.driver.scheduler.publish(send.key, len(prompt))
+            decode.driver.receiver.start_fetch(fetch)
+        prefill.driver.sender.open_send(send, blocks, 0)
+        prefill.driver.sender.publish(send.key, len(prompt))
         prefill.driver.step()
         if is_late:
             leases = prefill.driver.scheduler.debug_state
             prefill.driver.wait_for(lambda: leases()["leases"][0]["num_published"] == NUM_BLOCKS, "published")
-            decode.driver.scheduler.start_fetch(fetch)
+            decode.driver.receiver.start_fetch(fetch)
         decode.driver.wait_for(lambda: decode.driver.published, "published")
-        decode.driver.scheduler.receive_into(fetch.key, blocks[::-1], num_cached)
-        prefill.driver.scheduler.finish_send(send.key, TOKENS)
+        decode.driver.receiver.receive_into(fetch.key, blocks[::-1], num_cached)
+        prefill.driver.sender.finish_send(send.key, TOKENS)
         decode.driver.wait_for(lambda: decode.driver.received or decode.driver.failed, "an end")
         assert decode.driver.failed == {}
-        num_bytes = decode.driver.scheduler.take_received(fetch.key).report.num_bytes
+        num_bytes = decode.driver.receiver.take_received(fetch.key).report.num_bytes
         assert num_bytes == (NUM_BLOCKS - num_cached) * decode.driver.memory.layout.block_bytes
         assert decode.holds("t-r", blocks[::-1], num_cached)
         prefill.driver.wait_for(lambda: prefill.driver.sent, "sent")

@@ -158,13 +158,13 @@ def test_a_peer_that_sends_nothing_does_not_hold_up_another() -> None:
                 prefill.lend(f"t-{number}", [0, 1, 2])
                 prefill.driver.send_all(pair.send_request(str(number), prompt), [0, 1, 2], TOKENS)
                 fetches.append(pair.fetch_request(str(number), prompt))
-                driver.scheduler.start_fetch(fetches[number])
+                driver.receiver.start_fetch(fetches[number])
             driver.wait_for(lambda: len(driver.published) == 2, "published")
-            driver.scheduler.receive_into(fetches[0].key, [10, 11, 12], 0)
+            driver.receiver.receive_into(fetches[0].key, [10, 11, 12], 0)
             with silent.accept()[0]:
-                driver.scheduler.receive_into(fetches[1].key, [20, 21, 22], 0)
+                driver.receiver.receive_into(fetches[1].key, [20, 21, 22], 0)
                 driver.wait_for(lambda: driver.received == [fetches[1].key], "the other's transfer")
                 assert decode.holds("t-1", [20, 21, 22])
                 assert fetches[0].key in driver.scheduler.debug_state()["data"]["current"]
-                assert not driver.scheduler.cancel_fetch(fetches[0].key)
+                assert not driver.receiver.cancel_fetch(fetches[0].key)
                 driver.wait_for(lambda: driver.drained == [fetches[0].key], "drained")

@@ -7,7 +7,8 @@ import pytest
 
 from contract.errors import TransferError, WorkerLostError
 from contract.requests import ReceiveTransfer
-from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -15,7 +16,6 @@ from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import BlocksPublished
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.testing import CorruptingReceiver
 from kv_transfer.transports.alternatives import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
@@ -29,6 +29,7 @@ from tests.kv_transfer.builders import (
     prompt_of,
     request_of,
 )
+from tests.kv_transfer.fakes import CorruptingReceiver
 
 NUM_BLOCKS = 3
 TARGET = list(range(30, 30 + NUM_BLOCKS))
@@ -60,9 +61,9 @@ def fail(pair: Pair) -> str:
     send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
     pair.prefill.driver.send_all(send, [1, 2, 3], TOKENS)
     decode = pair.decode.driver
-    decode.scheduler.start_fetch(fetch)
+    decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: decode.published, "published")
-    decode.scheduler.receive_into(fetch.key, TARGET, 0)
+    decode.receiver.receive_into(fetch.key, TARGET, 0)
     decode.wait_for(lambda: decode.failed or decode.received, "an end")
     assert (decode.received, decode.memory.committed) == ([], [])
     pair.prefill.driver.wait_for(lambda: pair.prefill.driver.sent, "the lease's end")
@@ -185,9 +186,9 @@ def test_a_read_that_fails_before_its_transport_is_settled_leaves_the_link_as_it
         Completions(),
     )
     fetch = request_of("r", prompt_of(1), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
-    transfers.start(fetch)
+    transfers.start_fetch(fetch)
     transfers.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
-    transfers.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
+    transfers.on_message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
     transfers.receive_into(fetch.key, [5], 0)
     alternatives.rule_out(sources[0])
     transfers.fetch_event(fetch.key, ev.JobFailed("transfer_failed", "broken", may_heal=True))

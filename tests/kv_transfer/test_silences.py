@@ -61,10 +61,10 @@ def test_queued_reads_of_a_silent_data_port_cost_one_time_out(way: Way) -> None:
         fetches = [pair.fetch_request(f"r{number}", prompt_of(1)) for number in range(NUM_QUEUED)]
         for number, fetch in enumerate(fetches):
             p.driver.send_all(pair.send_request(f"r{number}", prompt_of(1)), [number], [FirstToken(1)])
-            driver.scheduler.start_fetch(fetch)
+            driver.receiver.start_fetch(fetch)
         driver.wait_for(lambda: len(driver.published) == NUM_QUEUED, "published")
         for number, fetch in enumerate(fetches):
-            driver.scheduler.receive_into(fetch.key, [30 + number], 0)
+            driver.receiver.receive_into(fetch.key, [30 + number], 0)
         driver.wait_for(lambda: len(driver.failed) == NUM_QUEUED, "failed")
         assert {driver.failed[fetch.key].kind for fetch in fetches} == {ErrorKind.PEER_UNREACHABLE}
         assert made[0].num_reads == 1

@@ -55,7 +55,7 @@ BUGGY = Sides(decode={"decorate": UnforgivingReceiver})
 def test_the_links_thread() -> None:
     with pair_of(BUGGY) as pair:
         fetch = pair.fetch_request("r", prompt_of(2))
-        pair.decode.driver.scheduler.start_fetch(fetch)
+        pair.decode.driver.receiver.start_fetch(fetch)
         pair.decode.driver.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
         pair.prefill.driver.close()
         with pytest.raises(

@@ -28,8 +28,7 @@ from kv_transfer.links.framing import (
     receive_all,
     write_frame,
 )
-from kv_transfer.native.caches import last_cache_bytes
-from kv_transfer.native.compiling import CopyBlocks, load_copy_blocks
+from kv_transfer.native.compiling import CopyBlocks, last_cache_bytes, load_copy_blocks
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError, blocks_per_piece
 from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.block_views import BlockViews, address_of, block_span, check_sizes
