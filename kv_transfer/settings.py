@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from contract.errors import SettingError
 from contract.identity import Role
 from contract.options import PartSettings, PeerOptions
-from kv_transfer.data.staging import DEFAULT_STAGING_BYTES
+from kv_transfer.data.converting import DEFAULT_STAGING_BYTES
 from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.nixl.binding import why_missing

@@ -1,10 +1,24 @@
-"""Digests of blocks that are not whole yet: of lent ones while they are computed, of read ones while they land."""
+"""Digests of blocks in a pool, also of those that are not complete yet: being computed, or landing."""
 
 import time
 from collections.abc import Callable, Sequence
 
 from engine.connector import KVMemory
 from kv_transfer.protocol.digests import RunningDigests
+from kv_transfer.transports.block_views import BlockViews, KeptViews, is_flat
+
+
+class DigestViews:
+    """Views of blocks to digest; those of whole blocks of a flat pool are kept. Used from any thread."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._kept = KeptViews(memory) if is_flat(memory) else None
+
+    def of(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Return views of the same blocks, kept ones if possible."""
+        if self._kept is None or not isinstance(views, BlockViews) or views.part is not None:
+            return views
+        return self._kept.of(views.block_ids)
 
 
 class UnfinishedBlocks:
@@ -20,13 +34,13 @@ class UnfinishedBlocks:
         self.error: Exception | None = None
 
     def advance(self, memory: KVMemory, num_bytes: int) -> None:
-        """So many bytes of each block are computed now."""
+        """Digest the blocks' next bytes: the first ``num_bytes`` of each are computed now."""
         start = self.num_bytes
         self._digests.go_on(memory.read_view(block_id)[start:num_bytes] for block_id in self._block_ids)
         self.num_bytes = num_bytes
 
     def finish(self, memory: KVMemory, start: int, end: int) -> tuple[int, ...]:
-        """The digests of the blocks ``start``..``end`` - 1, which are whole. Raises what went wrong before."""
+        """Return the digests of blocks ``start``..``end`` - 1, which are complete. Raises ``error``."""
         if self.error is not None:
             raise self.error
         if self.num_bytes < memory.layout.block_bytes:
@@ -36,9 +50,10 @@ class UnfinishedBlocks:
 
 
 class Landing:
-    """A read whose blocks are digested as they land: while the next ones are on their way, and these are still in cache.
+    """Digests the blocks of a read as they land: while the next ones are on their way, and these are still cached.
 
-    digest: told of the blocks ``start``..``end`` - 1 once. begin: when the copy began, and later by what digesting took.
+    digest: called once for each range ``start``..``end`` - 1. begin: when the copy began; moved by the time that digesting
+    took, so that only copying is measured.
     """
 
     def __init__(self, digest: Callable[[int, int], None]) -> None:
@@ -47,15 +62,9 @@ class Landing:
         self.begin = time.monotonic()
 
     def landed(self, num_blocks: int) -> None:
-        """So many have."""
+        """Record that the first ``num_blocks`` blocks have arrived and digest the new ones."""
         if num_blocks > self._num_digested:
             landed_at = time.monotonic()
             self._digest(self._num_digested, num_blocks)
             self._num_digested = num_blocks
             self.begin += time.monotonic() - landed_at
-
-
-def split_points(num_layers: int, num_parts: int) -> frozenset[int]:
-    """After how many layers each group ends, if there is more than one: the last one ends while much is left to compute."""
-    ends = (num_layers * part // num_parts for part in range(1, num_parts + 1))
-    return frozenset(end for end in ends if end) if num_parts > 1 else frozenset()

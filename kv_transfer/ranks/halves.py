@@ -12,7 +12,7 @@ from typing import Any
 
 from contract.errors import InternalError
 from kv_transfer.counters import Counters
-from kv_transfer.data.reports import DataReports
+from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import CommitJob, PullJob

@@ -15,7 +15,7 @@ from contract.identity import Role
 from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest
 from kv_transfer.counters import Counters
-from kv_transfer.data.staging import Staging
+from kv_transfer.data.converting import Converter
 from kv_transfer.protocol.orders import Conversion
 from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
@@ -209,8 +209,8 @@ def test_a_buffer_holds_the_largest_piece_and_is_counted_while_it_is_lent() -> N
         (Conversion(plan, 1, 8, NUM_TOKENS), 2 * HALF.block_bytes),
         (Conversion(quarter, 0, 2, NUM_TOKENS), 4 * LAYOUT.block_bytes),
     ):
-        staging = Staging(counters, 2 * HALF.block_bytes)
-        with staging.buffer(conversion) as buffer:
+        converter = Converter(counters, 2 * HALF.block_bytes, lambda *_: None)
+        with converter.buffer(conversion) as buffer:
             assert buffer.nbytes == counters.snapshot()["transfer_staging_bytes"] == num_bytes
         assert counters.snapshot()["transfer_staging_bytes"] == 0
 

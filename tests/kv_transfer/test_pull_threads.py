@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 from contract.identity import Role
-from kv_transfer.data.pulling import PullThreads
+from kv_transfer.data.threads import PullThreads
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport

@@ -10,7 +10,7 @@ from hypothesis import given
 from contract.errors import ErrorKind
 from contract.identity import Role
 from engine.connector import FirstToken
-from kv_transfer.data.silences import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Silences
+from kv_transfer.data.reading import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Silences
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import Pair, hand_over, prompt_of, settings_for, worker
@@ -96,17 +96,17 @@ def test_a_trial_reopens_the_source_and_each_further_silence_doubles_the_pause()
     silences.check(SOURCE)
     pause = FIRST_PAUSE_SECONDS
     for _ in range(6):
-        silences.began(SOURCE, PeerSilentError("no byte"))
+        silences.record(SOURCE, PeerSilentError("no byte"))
         with pytest.raises(PeerSilentError, match="no byte; it is not tried again for"):
             silences.check(SOURCE)
         now[0] += pause
         silences.check(SOURCE)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-    silences.ended(SOURCE)
-    silences.began(SOURCE, PeerSilentError("no byte"))
+    silences.clear(SOURCE)
+    silences.record(SOURCE, PeerSilentError("no byte"))
     now[0] += FIRST_PAUSE_SECONDS
     silences.check(SOURCE)
-    silences.began(SOURCE, PeerSilentError("no byte"))
+    silences.record(SOURCE, PeerSilentError("no byte"))
     silences.forget(SOURCE)
     silences.check(SOURCE)
     assert silences.debug_state() == []
@@ -125,8 +125,8 @@ def test_the_time_that_reads_wait_is_bounded_by_the_pauses(waits: list[tuple[flo
             continue
         if is_silent:
             tried_at.append(now[0])
-            silences.began(SOURCE, PeerSilentError("no byte"))
+            silences.record(SOURCE, PeerSilentError("no byte"))
         else:
-            silences.ended(SOURCE)
+            silences.clear(SOURCE)
     gaps = [later - earlier for earlier, later in pairwise(tried_at)]
     assert all(gap >= FIRST_PAUSE_SECONDS - 1e-6 for gap in gaps)

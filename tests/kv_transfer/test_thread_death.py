@@ -170,7 +170,7 @@ def test_the_thread_of_nixl() -> None:
 def test_what_a_transport_says_of_its_thread_ends_the_engine() -> None:
     with pair_of(transport="shm") as pair:
         rank: Any = pair.decode.driver.rank
-        server = rank._lending._senders["shm"]._server
+        server = rank._senders._senders["shm"]._server
         server._on_failed("kv-shm", RuntimeError("a bug"))
         with pytest.raises(InternalError, match=r"thread kv-shm of the connector has failed: .*a bug"):
             dies(pair)
