@@ -149,7 +149,7 @@ def _send_transfers(
             settings.lease_seconds,
             settings.parked_seconds,
             num_layer_groups=settings.num_layer_groups if me.side.num_ranks == 1 else 1,
-            foresees_ends=me.side.num_ranks == 1,
+            estimates_ends=me.side.num_ranks == 1,
         ),
         SendPorts(links.send, lending.release, me.wake, links.look_by),
         counters,

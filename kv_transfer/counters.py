@@ -1,4 +1,4 @@
-"""Plain counters, and the completions that cross from the control half to the step thread. Thread-safe."""
+"""Counters, and the completions that cross from the control half to the step thread."""
 
 import threading
 from collections import defaultdict
@@ -6,25 +6,25 @@ from collections.abc import Mapping
 
 
 class Counters:
-    """name → value; labels are part of the name, as in ``transfer_blocks_total{transport=tcp}``."""
+    """Counters by name; labels are part of it, as in ``transfer_blocks_total{transport=tcp}``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: defaultdict[str, float] = defaultdict(float)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        """Count up; an amount of 0 makes the counter visible."""
+        """Increase a counter; an amount of 0 makes it visible."""
         with self._lock:
             self._values[_full_name(name, labels)] += amount
 
     def merge(self, added: Mapping[str, float]) -> None:
-        """Count up by full names, as other counters' ``snapshot`` has them."""
+        """Add another object's counters, as its ``snapshot`` returns them."""
         with self._lock:
             for name, amount in added.items():
                 self._values[name] += amount
 
     def snapshot(self) -> dict[str, float]:
-        """All values now."""
+        """Return the current values by full name."""
         with self._lock:
             return dict(self._values)
 
@@ -37,7 +37,7 @@ def _full_name(name: str, labels: dict[str, str]) -> str:
 
 
 class Completions:
-    """Keys whose hand-over is done, until the step thread takes them."""
+    """Keys of requests whose hand-over is complete, until the step thread takes them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,35 +45,36 @@ class Completions:
         self._received: set[str] = set()
 
     def add_sent(self, key: str) -> None:
-        """Nobody reads this request's lent blocks any more."""
+        """Add a request whose lent blocks have no reader any more."""
         with self._lock:
             self._sent.add(key)
 
     def add_received(self, key: str) -> None:
-        """This request's KV is here and verified."""
+        """Add a request whose KV has arrived and is verified."""
         with self._lock:
             self._received.add(key)
 
     def discard_received(self, key: str) -> None:
-        """The request was cancelled before anybody looked."""
+        """Remove a request that was cancelled before it was taken."""
         with self._lock:
             self._received.discard(key)
 
     def take(self) -> tuple[set[str], set[str]]:
-        """(sent, received) since the last call."""
+        """Return the keys (sent, received) since the last call."""
         with self._lock:
             taken = (self._sent, self._received)
-            self._sent, self._received = set(), set()
+            self._sent = set()
+            self._received = set()
             return taken
 
     @property
     def has_received(self) -> bool:
-        """Somebody's KV is here and was not taken."""
+        """True while a completed fetch waits to be taken."""
         with self._lock:
             return bool(self._received)
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to take."""
+        """True while nothing waits to be taken."""
         with self._lock:
             return not self._sent and not self._received

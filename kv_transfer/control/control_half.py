@@ -30,7 +30,7 @@ _LINK_ENDS = frozenset(
 
 
 class DataSide(Protocol):
-    """What the control half needs of the data half, or of those of several ranks."""
+    """The data half, or those of several ranks, as the control half uses it."""
 
     def leave(self, source: Source) -> None:
         """Stop reading from a source whose link is gone."""

@@ -24,7 +24,7 @@ Later = list[Callable[[], None]]
 
 @dataclass(frozen=True)
 class FetchPorts:
-    """Where the effects go; each is called from any thread and does not block."""
+    """The calls by which the effects leave; from any thread, none blocks."""
 
     dial: Callable[[PeerTarget, msg.Message], None]
     post: Callable[[PeerRef, msg.Message], None]

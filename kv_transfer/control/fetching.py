@@ -12,9 +12,9 @@ from contract.errors import InternalError
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Published, Received, TransferEvent
 from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts
-from kv_transfer.control.incoming_transfer import IncomingTransfer, IncomingTransfers
+from kv_transfer.control.incoming_transfer import IncomingTransfer, gauges_of, quarantine_of
 from kv_transfer.control.peer_sources import PeerSources
-from kv_transfer.control.transfers import Transfers
+from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -22,7 +22,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.states import Fetch, FetchState
+from kv_transfer.protocol.states import FetchState
 from kv_transfer.protocol.transitions import advance_fetch
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class FetchTransfers(Transfers):
         self._clock = clock
         self._counters = counters
         self._completions = completions
-        self._incoming = IncomingTransfers()
+        self._incoming: TransferTable[IncomingTransfer] = TransferTable()
         self._peers = PeerSources(ports.alternatives)
         self._effects = FetchEffects(ports, settings.block_bytes, self._peers, counters, completions)
         self._failure: str | None = None
@@ -66,22 +66,18 @@ class FetchTransfers(Transfers):
         if not isinstance(transfer, ReceiveTransfer):
             raise InternalError(f"request {request.key} has no transfer to receive")
         seeds = digest_seeds(request, self._settings.model_fingerprint, self._settings.block_size)
+        incoming = IncomingTransfer.of(request, transfer, seeds, self._clock())
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
-        incoming = IncomingTransfer(
-            request,
-            PeerRef(target.boot_id, is_dialed=True),
-            transfer.transfer_id,
-            request.attempt,
-            Fetch(num_blocks=len(seeds)),
-            tuple(seeds),
-            self._clock(),
-        )
         with self._lock:
             terms = self._peers.terms_of(incoming.ref)
         incoming.use_terms(
             terms
         )  # hashes a long prompt: better here than under the lock at its first message
         with self._acting():
+            if self._incoming.get(request.key) or self._incoming.get_by_wire(incoming.wire_key):
+                raise InternalError(
+                    f"transfer {transfer.transfer_id} of request {request.key} is already being fetched"
+                )
             self._incoming.add(incoming)
             self._ports.dial(target, msg.FetchBlocks(transfer.transfer_id, request.attempt))
 
@@ -154,9 +150,7 @@ class FetchTransfers(Transfers):
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """Process the data half's report about a posted job."""
         with self._acting():
-            incoming = self._incoming.get(key)
-            if incoming is None:
-                raise InternalError(f"a job of {key} ended, which is not being fetched")
+            incoming = self._incoming.find(key)
             before = incoming.fetch.retry_steps
             if isinstance(event, ev.JobFailed) and event.may_heal:
                 (steps, incoming.other) = self._peers.retries(incoming.ref, incoming.source)
@@ -177,15 +171,10 @@ class FetchTransfers(Transfers):
                         incoming.source = chosen if incoming.source == provisional else incoming.source
                 return self._peers.has_link(ref, chosen)
 
-        terms = session.terms
         with self._lock:
-            self._peers.add(ref, self._ports.choose(session, told), terms)
-        if terms is not None:
-            converted = terms.plan.describe() or "nothing"
-            text = "KV from worker %s (model %s): converting %s"
-            logger.info(text, session.worker_id, terms.model_fingerprint, converted)
-            if not terms.plan.is_direct:
-                self._counters.add("transfer_converting_links_total")
+            self._peers.add(ref, self._ports.choose(session, told), session.terms)
+        if session.terms is not None and not session.terms.plan.is_direct:
+            self._counters.add("transfer_converting_links_total")
 
     def link_down(self, ref: PeerRef, kind: str, message: str) -> Source | None:
         """Fail every fetch that still needs a peer whose link ended. Returns where the peer was read."""
@@ -214,9 +203,9 @@ class FetchTransfers(Transfers):
                 self._apply(incoming, event)
 
     def gauges(self) -> dict[str, float]:
-        """See ``IncomingTransfers.gauges``."""
+        """See ``gauges_of``."""
         with self._lock:
-            return self._incoming.gauges()
+            return gauges_of(self._incoming)
 
     def debug_state(self) -> dict[str, Any]:
         """Return all fetches, the quarantine, and the peers' transports, as plain data."""
@@ -224,7 +213,7 @@ class FetchTransfers(Transfers):
         with self._lock:
             return {
                 "fetches": [incoming.debug_state(now) for incoming in self._incoming],
-                "quarantine": self._incoming.quarantine(),
+                "quarantine": quarantine_of(self._incoming),
                 "transports": self._peers.alternatives.debug_state(),
             }
 
@@ -244,4 +233,4 @@ class FetchTransfers(Transfers):
         if incoming.fetch.has_ended:
             self._effects.arrival_estimates.forget(incoming.key)
         if incoming.fetch.state is FetchState.FREE:
-            self._incoming.forget(incoming)
+            self._incoming.remove(incoming)

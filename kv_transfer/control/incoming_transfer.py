@@ -1,11 +1,11 @@
 """One request whose KV is being fetched, as ``FetchTransfers`` keeps it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import InternalError
-from contract.requests import EngineRequest, TransferReport
+from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
@@ -52,6 +52,15 @@ class IncomingTransfer:
     source: Source | None = None
     other: Source | None = None
     ahead: list[Ahead] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, request: EngineRequest, transfer: ReceiveTransfer, seeds: list[int], now: float
+    ) -> "IncomingTransfer":
+        """Return the fetch of a request that has just arrived."""
+        ref = PeerRef(transfer.peer_boot_id, is_dialed=True)
+        fetch = Fetch(num_blocks=len(seeds))
+        return cls(request, ref, transfer.transfer_id, request.attempt, fetch, tuple(seeds), now)
 
     @property
     def key(self) -> str:
@@ -124,7 +133,7 @@ class IncomingTransfer:
         return self._pull_job(action, block_bytes) if isinstance(action, ev.Pull) else self._ahead_job(action)
 
     def read_again(self, retry_step: RetryStep) -> Source | None:
-        """Read from now on with a new ``Read``, as the step says. Returns the source that has failed."""
+        """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
         failed = self.source
         self.read = Read()
         self.ahead = []
@@ -206,56 +215,20 @@ class IncomingTransfer:
         return next(covering, None)
 
 
-class IncomingTransfers:
-    """Owns the receiver's transfers. Not thread-safe."""
+def gauges_of(transfers: Iterable[IncomingTransfer]) -> dict[str, float]:
+    """Return the numbers of fetches, and of those that hold quarantined blocks."""
+    states = [incoming.fetch.state for incoming in transfers]
+    return {
+        "fetches_active": len(states),
+        "transfers_quarantined": sum(state in _QUARANTINE for state in states),
+    }
 
-    def __init__(self) -> None:
-        self._by_key: dict[str, IncomingTransfer] = {}
-        self._by_wire_key: dict[WireKey, IncomingTransfer] = {}
 
-    def __bool__(self) -> bool:
-        """Return whether there is any."""
-        return bool(self._by_key)
-
-    def __iter__(self) -> Iterator[IncomingTransfer]:
-        """Iterate over a copy of all transfers."""
-        return iter(list(self._by_key.values()))
-
-    def get(self, key: str) -> IncomingTransfer | None:
-        """Return a transfer by its request's key."""
-        return self._by_key.get(key)
-
-    def get_by_wire(self, wire_key: WireKey) -> IncomingTransfer | None:
-        """Return a transfer by the name that the sender uses."""
-        return self._by_wire_key.get(wire_key)
-
-    def add(self, incoming: IncomingTransfer) -> None:
-        """Add a transfer. Raises InternalError if its request, or its attempt, is being fetched already."""
-        if incoming.key in self._by_key or incoming.wire_key in self._by_wire_key:
-            raise InternalError(
-                f"transfer {incoming.transfer_id} of request {incoming.key} is already being fetched"
-            )
-        self._by_key[incoming.key] = self._by_wire_key[incoming.wire_key] = incoming
-
-    def forget(self, incoming: IncomingTransfer) -> None:
-        """Remove a transfer."""
-        self._by_key.pop(incoming.key, None)
-        self._by_wire_key.pop(incoming.wire_key, None)
-
-    def quarantine(self) -> dict[str, int]:
-        """Count the fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks."""
-        fetches = [incoming.fetch for incoming in self]
-        held = [fetch for fetch in fetches if fetch.state in _QUARANTINE]
-        return {
-            "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
-            "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),
-            "num_blocks": sum(len(fetch.block_ids) - fetch.num_cached for fetch in held),
-        }
-
-    def gauges(self) -> dict[str, float]:
-        """Return the numbers of fetches, and of those that hold quarantined blocks."""
-        states = [incoming.fetch.state for incoming in self]
-        return {
-            "fetches_active": len(states),
-            "transfers_quarantined": sum(state in _QUARANTINE for state in states),
-        }
+def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:
+    """Count the fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks."""
+    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in _QUARANTINE]
+    return {
+        "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
+        "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),
+        "num_blocks": sum(len(fetch.block_ids) - fetch.num_cached for fetch in held),
+    }

@@ -1,7 +1,7 @@
-"""One prompt whose KV is lent, as ``SendTransfers`` keeps it, and what is remembered of those that ended."""
+"""One prompt whose KV is lent, as ``SendTransfers`` keeps it, and the history of attempts."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +50,9 @@ class OutgoingTransfer:
         return LeaseName(self.transfer_id, self.attempt, self.lease)
 
     @property
-    def has_order(self) -> bool:
-        """True when blocks wait for the next step's orders."""
-        return self.num_wanted > self.send.num_ordered and not self.send.has_ended
+    def num_to_order(self) -> int:
+        """Number of blocks that wait for the next step's orders."""
+        return 0 if self.send.has_ended else max(0, self.num_wanted - self.send.num_ordered)
 
     def lend(self, request: EngineRequest, lease: str, block_ids: list[int], seeds: list[int]) -> None:
         """Open the transfer: lend the whole prompt's blocks, whose digests start from ``seeds``."""
@@ -62,19 +62,24 @@ class OutgoingTransfer:
         self.seeds = seeds
         self.num_tokens = len(request.prompt_token_ids)
 
-    def want(self, num_tokens: int, block_size: int) -> None:
-        """Order what the first ``num_tokens`` tokens complete: full blocks, and all of them at the prompt's end."""
+    def request_blocks(self, num_tokens: int, block_size: int) -> None:
+        """Request the blocks that ``num_tokens`` tokens fill; the last one too at the prompt's end."""
         num_blocks = len(self.block_ids) if num_tokens >= self.num_tokens else num_tokens // block_size
         self.num_wanted = max(self.num_wanted, num_blocks)
 
     def order(self, num_parts: int, *, tells_end: bool) -> PublishOrder:
-        """Return the order for the wanted blocks. Only for a transfer that has one."""
+        """Return the order for the blocks that wait for one. The arguments apply to the prompt's last range.
+
+        Only that one is split into parts: its receiver waits for it, while others are read during later steps.
+        """
         if self.key is None:
             raise InternalError(f"transfer {self.transfer_id} is ordered before it is open")
         first = self.send.num_ordered
         blocks = self.block_ids[first : self.num_wanted]
         seeds = self.seeds[first : self.num_wanted]
-        return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, tells_end)
+        is_last = self.num_wanted == self.send.num_blocks
+        num_parts = num_parts if is_last else 1
+        return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, is_last and tells_end)
 
     def note_range(self, ready: ev.RangeReady) -> None:
         """Keep a range's grants, and the digests of the ranks from 1 on."""
@@ -135,60 +140,24 @@ class OutgoingTransfer:
         }
 
 
-class OutgoingTransfers:
-    """Owns the sender's transfers, and what is remembered of those that ended. Not thread-safe.
-
-    Only the newest attempt of the latest 4096 transfers is remembered, and the endings of the latest 4096 attempts.
-    """
+class AttemptHistory:
+    """The newest attempt of each transfer, and how attempts ended; the latest 4096 of each. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._by_wire_key: dict[TransferKey, OutgoingTransfer] = {}
-        self._by_key: dict[str, OutgoingTransfer] = {}
         self._newest = OrderedDict[str, int]()
         self._endings = OrderedDict[TransferKey, Ending]()
 
-    def __iter__(self) -> Iterator[OutgoingTransfer]:
-        """Iterate over a copy of all transfers, parked ones included."""
-        return iter(list(self._by_wire_key.values()))
-
-    def get(self, wire_key: TransferKey) -> OutgoingTransfer | None:
-        """Return a transfer by the name that the receiver uses."""
-        return self._by_wire_key.get(wire_key)
-
-    def get_by_key(self, key: str) -> OutgoingTransfer | None:
-        """Return a transfer by its request's key."""
-        return self._by_key.get(key)
-
-    def find(self, key: str) -> OutgoingTransfer:
-        """Return a transfer by its request's key. Raises InternalError for an unknown one."""
-        outgoing = self._by_key.get(key)
-        if outgoing is None:
-            raise InternalError(f"request {key} lends nothing")
-        return outgoing
-
-    def opened(self) -> list[OutgoingTransfer]:
-        """Return the transfers that the scheduler has opened, oldest first."""
-        return list(self._by_key.values())
-
-    def add(self, outgoing: OutgoingTransfer) -> None:
-        """Add a transfer that is opened or parked, or note that a parked one was opened."""
-        wire_key = outgoing.wire_key
-        self._by_wire_key[wire_key] = outgoing
-        if outgoing.key is not None:
-            self._by_key[outgoing.key] = outgoing
+    def begin(self, wire_key: TransferKey) -> None:
+        """Record an attempt that is opened or parked."""
         self._endings.pop(wire_key, None)
         (transfer_id, attempt) = wire_key
         self._newest[transfer_id] = max(attempt, self._newest.pop(transfer_id, attempt))
         while len(self._newest) > _MAX_REMEMBERED:
             self._newest.popitem(last=False)
 
-    def forget(self, outgoing: OutgoingTransfer) -> None:
-        """Remove a transfer, and remember how it ended."""
-        self._by_wire_key.pop(outgoing.wire_key, None)
-        if outgoing.key is not None:
-            self._by_key.pop(outgoing.key, None)
-        if outgoing.send.ending is not None:
-            self._endings[outgoing.wire_key] = outgoing.send.ending
+    def end(self, wire_key: TransferKey, ending: Ending) -> None:
+        """Record why an attempt ended."""
+        self._endings[wire_key] = ending
         while len(self._endings) > _MAX_REMEMBERED:
             self._endings.popitem(last=False)
 
@@ -201,18 +170,11 @@ class OutgoingTransfers:
             return Ending(ErrorKind.TRANSFER_FAILED, text)
         return self._endings.get(wire_key)
 
-    def num_parked(self, peer: str) -> int:
-        """Return how many fetches of a peer are parked."""
-        return sum(one.send.state is SendState.PARKED and one.send.peer == peer for one in self)
 
-    def next_deadline(self) -> float | None:
-        """Return when the next lease or parked fetch expires."""
-        deadlines = [one.send.deadline for one in self if one.send.deadline is not None]
-        return min(deadlines, default=None)
-
-    def gauges(self) -> dict[str, float]:
-        """Return the numbers of active leases and parked fetches."""
-        return {
-            "leases_active": sum(not one.send.has_ended for one in self._by_key.values()),
-            "transfers_parked": sum(one.send.state is SendState.PARKED for one in self),
-        }
+def gauges_of(transfers: Iterable[OutgoingTransfer]) -> dict[str, float]:
+    """Return the numbers of active leases and of parked fetches."""
+    sends = [(one.key is not None, one.send) for one in transfers]
+    return {
+        "leases_active": sum(is_open and not send.has_ended for is_open, send in sends),
+        "transfers_parked": sum(send.state is SendState.PARKED for _, send in sends),
+    }

@@ -1,5 +1,6 @@
-"""Where the linked peers are read, and on which terms."""
+"""The sources and the terms of the linked peers."""
 
+import logging
 from dataclasses import dataclass
 
 from kv_transfer.links.link import PeerRef
@@ -7,6 +8,8 @@ from kv_transfer.protocol.plan import PeerTerms
 from kv_transfer.protocol.reads import Source
 from kv_transfer.protocol.states import RetryStep
 from kv_transfer.transports.alternatives import Alternatives
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -16,7 +19,7 @@ class _Peer:
 
 
 class PeerSources:
-    """Owns the source and the terms of each linked peer. ``alternatives`` knows their other sources. Not thread-safe."""
+    """Owns the source and the terms of each linked peer; ``alternatives`` has their other sources. Not thread-safe."""
 
     def __init__(self, alternatives: Alternatives) -> None:
         self.alternatives = alternatives
@@ -25,9 +28,13 @@ class PeerSources:
     def add(self, ref: PeerRef, source: Source, terms: PeerTerms | None) -> None:
         """Record a new link. terms: None if the peer's blocks are ours, one for one."""
         self._peers[ref] = _Peer(source, terms)
+        if terms is not None:
+            converted = terms.plan.describe() or "nothing"
+            text = "KV from worker %s (model %s): converting %s"
+            logger.info(text, source.worker_id, terms.model_fingerprint, converted)
 
     def remove(self, ref: PeerRef) -> Source | None:
-        """Forget a link; return where the peer was read."""
+        """Remove a link; return where the peer was read."""
         peer = self._peers.pop(ref, None)
         return None if peer is None else peer.source
 

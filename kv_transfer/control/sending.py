@@ -10,8 +10,8 @@ from typing import Any
 from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.control.outgoing_transfer import OutgoingTransfer, OutgoingTransfers
-from kv_transfer.control.transfers import Transfers
+from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer, gauges_of
+from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -28,8 +28,8 @@ class SendSettings:
     """Settings of the sender's side.
 
     max_parked: fetches of one peer that may wait for transfers that are not open yet. num_layer_groups: in how many parts
-    a prompt's last range is made readable, if it has at least ``min_split_blocks``. foresees_ends: tell receivers when to
-    expect a transfer's end.
+    a prompt's last range is made readable, if it has at least ``min_split_blocks``. estimates_ends: send receivers
+    estimates of when their transfers will be complete.
     """
 
     model_fingerprint: str
@@ -39,12 +39,16 @@ class SendSettings:
     max_parked: int = 1024
     num_layer_groups: int = 1
     min_split_blocks: int = 8
-    foresees_ends: bool = True
+    estimates_ends: bool = True
+
+    def num_parts(self, num_blocks: int) -> int:
+        """Return in how many parts a last range of so many blocks is made readable."""
+        return self.num_layer_groups if num_blocks >= self.min_split_blocks else 1
 
 
 @dataclass(frozen=True)
 class SendPorts:
-    """Where the effects go; each is called from any thread and does not block. look_by: call ``tick`` by then."""
+    """The calls by which the effects leave; from any thread, none blocks. look_by: call ``tick`` by then."""
 
     post: Callable[[PeerRef, msg.Message], None]
     release: Callable[[LeaseName], None]
@@ -71,7 +75,8 @@ class SendTransfers(Transfers):
         self._new_lease = new_lease
         self._counters = counters
         self._completions = completions
-        self._outgoing = OutgoingTransfers()
+        self._outgoing: TransferTable[OutgoingTransfer] = TransferTable()
+        self._history = AttemptHistory()
         counters.add("leases_expired_total", 0)
 
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
@@ -86,8 +91,8 @@ class SendTransfers(Transfers):
             )
         wire_key = (transfer.transfer_id, request.attempt)
         with self._acting():
-            outgoing = self._outgoing.get(wire_key)
-            if self._outgoing.get_by_key(request.key) or (outgoing is not None and outgoing.key is not None):
+            outgoing = self._outgoing.get_by_wire(wire_key)
+            if self._outgoing.get(request.key) or (outgoing is not None and outgoing.key is not None):
                 raise InternalError(f"transfer {wire_key} of request {request.key} is already open")
             if outgoing is None:
                 lease_seconds = self._settings.lease_seconds
@@ -96,13 +101,14 @@ class SendTransfers(Transfers):
             else:
                 self._apply(outgoing, ev.Opened(len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds)
-            outgoing.want(num_cached_tokens, self._settings.block_size)
+            outgoing.request_blocks(num_cached_tokens, self._settings.block_size)
             self._outgoing.add(outgoing)
+            self._history.begin(wire_key)
 
     def publish(self, key: str, num_computed_tokens: int) -> None:
         """See ``SenderConnector``."""
         with self._acting():
-            self._outgoing.find(key).want(num_computed_tokens, self._settings.block_size)
+            self._outgoing.find(key).request_blocks(num_computed_tokens, self._settings.block_size)
 
     def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See ``SenderConnector``."""
@@ -114,7 +120,7 @@ class SendTransfers(Transfers):
     def abandon_send(self, key: str, kind: str, message: str) -> None:
         """See ``SenderConnector``. A request that lends nothing (any more) is left alone."""
         with self._acting():
-            outgoing = self._outgoing.get_by_key(key)
+            outgoing = self._outgoing.get(key)
             if outgoing is not None:
                 self._apply(outgoing, ev.Abandoned(kind, message))
 
@@ -122,16 +128,17 @@ class SendTransfers(Transfers):
         """Return the orders for the blocks that the coming forward pass completes, each order once."""
         orders = []
         with self._acting():
-            for outgoing in self._outgoing.opened():
-                if outgoing.has_order:
-                    orders.append(self._order(outgoing))
+            for outgoing in self._outgoing:
+                if outgoing.num_to_order:
+                    num_parts = self._settings.num_parts(outgoing.num_to_order)
+                    orders.append(outgoing.order(num_parts, tells_end=self._settings.estimates_ends))
                     self._apply(outgoing, ev.Ordered(outgoing.num_wanted))
         return orders
 
     def has_orders(self) -> bool:
         """Return True when ``take_orders`` would return some."""
         with self._lock:
-            return any(outgoing.has_order for outgoing in self._outgoing.opened())
+            return any(outgoing.num_to_order for outgoing in self._outgoing)
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """Process a report of the data half."""
@@ -146,7 +153,7 @@ class SendTransfers(Transfers):
     def lease_idle(self, name: LeaseName) -> None:
         """Process the transport's answer to a release."""
         with self._acting():
-            outgoing = self._outgoing.get((name.transfer_id, name.attempt))
+            outgoing = self._outgoing.get_by_wire((name.transfer_id, name.attempt))
             if outgoing is not None and outgoing.lease == name.lease:
                 self._apply(outgoing, ev.ReadersGone())
 
@@ -155,8 +162,8 @@ class SendTransfers(Transfers):
         wire_key = (message.transfer_id, message.attempt)
         now = self._clock()
         with self._acting():
-            outgoing = self._outgoing.get(wire_key)
-            refusal = self._outgoing.refusal_of(wire_key)
+            outgoing = self._outgoing.get_by_wire(wire_key)
+            refusal = self._history.refusal_of(wire_key)
             if refusal is not None:
                 self._post(peer, msg.TransferFailed(*wire_key, refusal.kind, refusal.message))
             elif outgoing is not None:
@@ -167,7 +174,7 @@ class SendTransfers(Transfers):
     def on_release(self, peer: str, message: msg.ReleaseLease | msg.CancelFetch) -> None:
         """Process a RELEASE or CANCEL; drop one for an unknown transfer."""
         with self._acting():
-            outgoing = self._outgoing.get((message.transfer_id, message.attempt))
+            outgoing = self._outgoing.get_by_wire((message.transfer_id, message.attempt))
             if outgoing is not None:
                 self._apply(outgoing, ev.LetGo(peer))
 
@@ -183,12 +190,13 @@ class SendTransfers(Transfers):
         """Expire overdue leases and parked fetches; return the next deadline."""
         self._apply_all(ev.Tick(now))
         with self._lock:
-            return self._outgoing.next_deadline()
+            deadlines = [outgoing.send.deadline for outgoing in self._outgoing]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def gauges(self) -> dict[str, float]:
-        """Return the numbers of active leases and parked fetches."""
+        """See ``gauges_of``."""
         with self._lock:
-            return self._outgoing.gauges()
+            return gauges_of(self._outgoing)
 
     def debug_state(self) -> list[dict[str, Any]]:
         """Return every transfer as plain data."""
@@ -196,18 +204,11 @@ class SendTransfers(Transfers):
         with self._lock:
             return [outgoing.debug_state(now) for outgoing in self._outgoing]
 
-    def _order(self, outgoing: OutgoingTransfer) -> PublishOrder:
-        settings = self._settings
-        is_last = outgoing.num_wanted == outgoing.send.num_blocks
-        # Only the last range is split: its receiver waits for it, while others are read during later steps.
-        is_split = is_last and outgoing.num_wanted - outgoing.send.num_ordered >= settings.min_split_blocks
-        num_parts = settings.num_layer_groups if is_split else 1
-        return outgoing.order(num_parts, tells_end=is_last and settings.foresees_ends)
-
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
         wire_key = (message.transfer_id, message.attempt)
         max_parked = self._settings.max_parked
-        if self._outgoing.num_parked(peer) >= max_parked:
+        parked = [one for one in self._outgoing if one.send.state is SendState.PARKED]
+        if sum(one.send.peer == peer for one in parked) >= max_parked:
             text = f"this worker already has {max_parked} fetches parked here, for transfers that are not open yet"
             self._post(peer, msg.TransferFailed(*wire_key, ErrorKind.OVERLOADED, text))
             return
@@ -220,6 +221,7 @@ class SendTransfers(Transfers):
             deadline=now + self._settings.parked_seconds,
         )
         self._outgoing.add(OutgoingTransfer(*wire_key, send, now))
+        self._history.begin(wire_key)
 
     def _apply_all(self, event: ev.Heartbeat | ev.PeerGone | ev.Tick) -> None:
         with self._acting():
@@ -234,7 +236,9 @@ class SendTransfers(Transfers):
         for action in actions:
             self._perform(outgoing, action)
         if outgoing.send.is_done:
-            self._outgoing.forget(outgoing)
+            self._outgoing.remove(outgoing)
+            if outgoing.send.ending is not None:
+                self._history.end(outgoing.wire_key, outgoing.send.ending)
 
     def _perform(self, outgoing: OutgoingTransfer, action: ev.SendAction) -> None:
         match action:

@@ -15,7 +15,7 @@ from engine.connector import KVMemory, LayerWatch
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.converting import DEFAULT_STAGING_BYTES, Converter
 from kv_transfer.data.digesting import DigestViews
-from kv_transfer.data.publishing import Publisher
+from kv_transfer.data.publishing import PassWatch, Publisher
 from kv_transfer.data.reading import BlockReader
 from kv_transfer.data.threads import DataReports, DataThread, PullThreads
 from kv_transfer.protocol import events as ev
@@ -67,16 +67,19 @@ class DataHalf:
         views = DigestViews(memory)
         self._reader.start(memory, views)
         self._publisher = Publisher(memory, views, self._senders, self._reports, self._thread.post)
+        self._watch = PassWatch(memory, self._publisher)
         self._senders.start(memory)
         self._thread.start()
 
     def execute(self, metadata: Any) -> None:
         """See RankConnector."""
-        self._publisher.execute(orders_of(metadata))
+        for order in orders_of(metadata):
+            if not self._watch.has_published(order):
+                self._publisher.post_order(order)
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
         """See RankConnector."""
-        return self._publisher.watch(orders_of(metadata))
+        return self._watch.begin(orders_of(metadata))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """See RankConnector."""

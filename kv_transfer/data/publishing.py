@@ -2,19 +2,20 @@
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from contract.errors import ErrorKind
 from engine.connector import KVMemory, LayerWatch
+from kv_transfer.data.completion_estimator import CompletionEstimator
 from kv_transfer.data.digesting import DigestViews, UnfinishedBlocks
-from kv_transfer.data.layer_watch import PassListeners
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import digests_of
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import blocks_per_piece
-from kv_transfer.transports.block_views import read_views
+from kv_transfer.transports.block_views import is_flat, read_views
 from kv_transfer.transports.lending import Lending
 
 logger = logging.getLogger(__name__)
@@ -39,29 +40,18 @@ class Publisher:
         self._senders = senders
         self._reports = reports
         self._post = post
-        self._listeners = PassListeners(memory, self)
         self._unfinished: dict[str, UnfinishedBlocks] = {}
 
-    def watch(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
-        """Return what watches the forward pass of these orders, if anything does."""
-        return self._listeners.begin(orders)
-
-    def execute(self, orders: Sequence[PublishOrder]) -> None:
-        """Publish the blocks of a forward pass that is over, except those that were published during it."""
-        for order in orders:
-            if not self._listeners.has_published(order):
-                self.post_order(order)
-
     def post_layers(self, order: PublishOrder, num_bytes: int) -> None:
-        """See PassJobs."""
+        """Make the first ``num_bytes`` of each block of an order readable, in the data thread."""
         self._post(partial(self._publish_layers, order, num_bytes))
 
     def post_order(self, order: PublishOrder) -> None:
-        """See PassJobs."""
+        """Publish the blocks of an order, in the data thread."""
         self._post(partial(self._publish, order))
 
     def post_end(self, orders: Sequence[PublishOrder], end: float) -> None:
-        """See PassJobs."""
+        """Send the receivers of these orders an estimate of the pass's end, on the monotonic clock."""
         self._post(partial(self._report_end, orders, end))
 
     def _publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
@@ -112,3 +102,65 @@ class Publisher:
         step = blocks_per_piece(self._memory.layout.block_bytes)
         num_blocks = len(order.block_ids)
         return ((start, min(start + step, num_blocks)) for start in range(0, num_blocks, step))
+
+
+class PassWatch:
+    """A ``LayerWatch`` of one pass after another. Used from the step thread.
+
+    It makes some orders readable group by group of layers, and publishes them before a token is sampled: the token travels
+    through processes that compete with the publishing thread for processors. It also estimates when the pass will end.
+    """
+
+    def __init__(self, memory: KVMemory, publisher: Publisher) -> None:
+        self._memory = memory
+        self._publisher = publisher
+        # On a device a layer is reported when it is launched, from which no end can be estimated.
+        self._estimator = CompletionEstimator(memory.layout.num_layers) if is_flat(memory) else None
+        self._split: list[PublishOrder] = []
+        self._due: dict[int, list[PublishOrder]] = {}
+        self._last: list[PublishOrder] = []
+        self._are_published = False
+
+    def begin(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
+        """Start a pass that computes the blocks of these orders. Returns None if nothing watches it."""
+        self._are_published = False
+        self._split = [order for order in orders if order.num_parts > 1]
+        self._due = defaultdict(list)
+        for order in self._split:
+            for num_layers in split_points(self._memory.layout.num_layers, order.num_parts):
+                self._due[num_layers].append(order)
+        self._last = [] if self._estimator is None else [order for order in orders if order.tells_end]
+        if self._last and self._estimator is not None:
+            num_blocks = sum(len(order.block_ids) for order in orders)
+            self._estimator.begin(num_blocks, partial(self._publisher.post_end, self._last))
+        return self if self._split or self._last else None
+
+    def stored(self, num_layers: int) -> None:
+        """See LayerWatch."""
+        if num_layers in self._due:
+            self._memory.mark_computed()
+            layout = self._memory.layout
+            for order in self._due[num_layers]:
+                self._publisher.post_layers(order, layout.block_bytes // layout.num_layers * num_layers)
+        if self._last and self._estimator is not None:
+            self._estimator.stored(num_layers)
+
+    def computed(self) -> None:
+        """See LayerWatch."""
+        if self._split:
+            self._are_published = True
+            self._memory.mark_computed()
+            for order in self._split:
+                self._publisher.post_order(order)
+        if self._last and self._estimator is not None:
+            self._estimator.computed()
+
+    def has_published(self, order: PublishOrder) -> bool:
+        """Return whether the order was posted before its step was over."""
+        return self._are_published and any(order is each for each in self._split)
+
+
+def split_points(num_layers: int, num_parts: int) -> frozenset[int]:
+    """Return after how many layers each of ``num_parts`` groups ends; none for a single group."""
+    ends = (num_layers * part // num_parts for part in range(1, num_parts + 1))
+    return frozenset(end for end in ends if end) if num_parts > 1 else frozenset()

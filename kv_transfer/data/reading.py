@@ -55,22 +55,17 @@ class BlockReader:
 
     def read_share(self, job: PullJob, share: Share, first_block: int, views: Sequence[memoryview]) -> Copied:
         """Read blocks of one of the sender's ranks, and verify each piece as it lands."""
-        num_blocks = len(views)
+        end_block = first_block + len(views)
         offset = first_block - job.first_block
-        grants = grants_within(job.grants, first_block, first_block + num_blocks)
+        grants = grants_within(job.grants, first_block, end_block)
         of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
         contents = self._views.of(views)
 
-        def verify(start: int, end: int) -> None:
-            job.read.check()
-            found = digests_of(contents[start:end], job.seeds[offset + start : offset + end])
-            self._compare(job, share, first_block + start, found)
+        def digest(start: int, end: int) -> tuple[int, ...]:
+            return digests_of(contents[start:end], job.seeds[offset + start : offset + end])
 
-        landing = Landing(verify)
-        request = ReadRequest(job.name, first_block, num_blocks, of_rank)
-        self._fetch(job.source.of_rank(share.rank), request, views, job.read, landing)
-        self._counters.add("transfer_blocks_total", num_blocks, transport=job.source.transport)
-        return landing.begin, time.monotonic()
+        request = ReadRequest(job.name, first_block, len(views), of_rank)
+        return self._read_verified(job, share, request, views, digest)
 
     def read_ahead(self, job: PullJob) -> ev.ReadAheadOver:
         """Read a part of each block and continue its digest. After a failure the blocks are read as a whole."""
@@ -96,25 +91,37 @@ class BlockReader:
 
     def _read_rest(self, job: PullJob, ahead: Ahead) -> Copied:
         """Read and verify blocks whose first bytes, or all bytes, were read ahead."""
-        num_blocks = len(job.block_ids)
-        at = job.first_block - ahead.first_block
+        offset = job.first_block - ahead.first_block
         num_missing = self._memory.layout.block_bytes - ahead.num_read
-        views: Sequence[memoryview] = ()
+        part = BlockPart(ahead.num_read, num_missing) if num_missing else None
+        views = [] if part is None else write_views(self._memory, job.block_ids, part)
+
+        def digest(start: int, end: int) -> tuple[int, ...]:
+            ahead.digests.go_on(views[start:end], offset + start)
+            return ahead.digests.values(offset + start, offset + end)
+
+        request = ReadRequest(job.name, job.first_block, len(job.block_ids), job.grants, part)
+        return self._read_verified(job, job.shares[0], request, views, digest)
+
+    def _read_verified(
+        self,
+        job: PullJob,
+        share: Share,
+        request: ReadRequest,
+        views: Sequence[memoryview],
+        digest: Callable[[int, int], tuple[int, ...]],
+    ) -> Copied:
+        """Read into ``views``, if there are any, and compare what ``digest`` returns for each piece."""
 
         def verify(start: int, end: int) -> None:
             job.read.check()
-            ahead.digests.go_on(views[start:end], at + start)
-            found = ahead.digests.values(at + start, at + end)
-            self._compare(job, job.shares[0], job.first_block + start, found)
+            self._compare(job, share, request.first_block + start, digest(start, end))
 
         landing = Landing(verify)
-        if num_missing:
-            part = BlockPart(ahead.num_read, num_missing)
-            views = write_views(self._memory, job.block_ids, part)
-            request = ReadRequest(job.name, job.first_block, num_blocks, job.grants, part)
-            self._fetch(job.source, request, views, job.read, landing)
-        landing.landed(num_blocks)
-        self._counters.add("transfer_blocks_total", num_blocks, transport=job.source.transport)
+        if views:
+            self._fetch(job.source.of_rank(share.rank), request, views, job.read, landing)
+        landing.landed(request.num_blocks)
+        self._counters.add("transfer_blocks_total", request.num_blocks, transport=job.source.transport)
         return landing.begin, time.monotonic()
 
     def _fetch(

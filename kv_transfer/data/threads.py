@@ -67,7 +67,7 @@ class DataThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     def _count(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import TransferError
 from kv_transfer.control.arrival_estimates import ArrivalEstimates
-from kv_transfer.data.layer_watch import CompletionEstimator
+from kv_transfer.data.completion_estimator import CompletionEstimator
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.messages import EndExpected, decode_message

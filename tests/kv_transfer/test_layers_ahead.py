@@ -10,7 +10,7 @@ from contract.requests import ReceiveTransfer
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data.layer_watch import split_points
+from kv_transfer.data.publishing import split_points
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import RunningDigests
