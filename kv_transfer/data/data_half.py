@@ -14,9 +14,8 @@ from contract.errors import ErrorKind, KvbatonError
 from engine.connector import KVMemory, LayerWatch
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.converting import DEFAULT_STAGING_BYTES, Converter
-from kv_transfer.data.digesting import DigestViews
 from kv_transfer.data.publishing import PassWatch, Publisher
-from kv_transfer.data.reading import BlockReader
+from kv_transfer.data.reading import BlockReader, DigestViews
 from kv_transfer.data.threads import DataReports, DataThread, PullThreads
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of

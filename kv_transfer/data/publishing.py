@@ -9,16 +9,44 @@ from functools import partial
 from contract.errors import ErrorKind
 from engine.connector import KVMemory, LayerWatch
 from kv_transfer.data.completion_estimator import CompletionEstimator
-from kv_transfer.data.digesting import DigestViews, UnfinishedBlocks
+from kv_transfer.data.reading import DigestViews
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import digests_of
+from kv_transfer.protocol.digests import RunningDigests, digests_of
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import blocks_per_piece
 from kv_transfer.transports.block_views import is_flat, read_views
 from kv_transfer.transports.lending import Lending
 
 logger = logging.getLogger(__name__)
+
+
+class UnfinishedBlocks:
+    """Owns the digests of lent blocks, of which the first ``num_bytes`` bytes are computed. Used from one thread.
+
+    error: why they will fail when they are published.
+    """
+
+    def __init__(self, block_ids: Sequence[int], seeds: Sequence[int]) -> None:
+        self._block_ids = block_ids
+        self._digests = RunningDigests(seeds)
+        self.num_bytes = 0
+        self.error: Exception | None = None
+
+    def advance(self, memory: KVMemory, num_bytes: int) -> None:
+        """Digest the blocks' next bytes: the first ``num_bytes`` of each are computed now."""
+        start = self.num_bytes
+        self._digests.go_on(memory.read_view(block_id)[start:num_bytes] for block_id in self._block_ids)
+        self.num_bytes = num_bytes
+
+    def finish(self, memory: KVMemory, start: int, end: int) -> tuple[int, ...]:
+        """Return the digests of blocks ``start``..``end`` - 1, which are complete. Raises ``error``."""
+        if self.error is not None:
+            raise self.error
+        if self.num_bytes < memory.layout.block_bytes:
+            block_ids = self._block_ids[start:end]
+            self._digests.go_on((memory.read_view(each)[self.num_bytes :] for each in block_ids), start)
+        return self._digests.values(start, end)
 
 
 class Publisher:

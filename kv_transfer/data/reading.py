@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from contract.errors import InternalError, KvbatonError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.counters import Counters
-from kv_transfer.data.digesting import DigestViews, Landing
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import Share, digests_of
 from kv_transfer.protocol.orders import Ahead, PullJob
@@ -22,7 +21,7 @@ from kv_transfer.protocol.reads import (
     Source,
     grants_within,
 )
-from kv_transfer.transports.block_views import write_views
+from kv_transfer.transports.block_views import BlockViews, KeptViews, is_flat, write_views
 from kv_transfer.transports.transport import ReceiverTransport
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,40 @@ LONGEST_PAUSE_SECONDS = 60.0
 
 Copied = tuple[float, float]
 """When a copy began and ended, without the time that verifying took."""
+
+
+class DigestViews:
+    """Views of blocks to digest; those of whole blocks of a flat pool are kept. Used from any thread."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._kept = KeptViews(memory) if is_flat(memory) else None
+
+    def of(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Return views of the same blocks, kept ones if possible."""
+        if self._kept is None or not isinstance(views, BlockViews) or views.part is not None:
+            return views
+        return self._kept.of(views.block_ids)
+
+
+class Landing:
+    """Digests the blocks of a read as they land: while the next ones are on their way, and these are still cached.
+
+    digest: called once for each range ``start``..``end`` - 1. begin: when the copy began; moved by the time that digesting
+    took, so that only copying is measured.
+    """
+
+    def __init__(self, digest: Callable[[int, int], None]) -> None:
+        self._digest = digest
+        self._num_digested = 0
+        self.begin = time.monotonic()
+
+    def landed(self, num_blocks: int) -> None:
+        """Record that the first ``num_blocks`` blocks have arrived and digest the new ones."""
+        if num_blocks > self._num_digested:
+            landed_at = time.monotonic()
+            self._digest(self._num_digested, num_blocks)
+            self._num_digested = num_blocks
+            self.begin += time.monotonic() - landed_at
 
 
 class BlockReader:

@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class Shelf:
-    """Where prompts' KV lies between the legs, by transfer id; one for both engines."""
+    """Stores prompts' KV between the legs, by transfer id; one for both engines."""
 
     kv: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, list[FirstToken]] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class PlainRank:
         self._connector.memory = memory
 
     def watch_layers(self, metadata: Any) -> None:
-        """See RankConnector. Nobody listens."""
+        """See RankConnector. Nothing is watched."""
 
     def execute(self, metadata: Any) -> None:
         for key in metadata:

@@ -1,6 +1,6 @@
 """Hand-overs between engines with other block sizes and dtypes: what arrives is what the sender computed, rounded once.
 
-The reference is the same two engines joined by a connector that knows neither blocks nor plans (``plain_connector``).
+The reference is the same two engines joined by a connector without blocks and plans (``plain_connector``).
 """
 
 import asyncio

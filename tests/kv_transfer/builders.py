@@ -1,4 +1,4 @@
-"""What the transfer tests are made of: layouts, requests, connected pairs of workers."""
+"""Builders for the transfer tests: layouts, requests, connected pairs of workers."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,7 +36,7 @@ def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
 
 
 def block_content(transfer_id: str, index: int) -> bytes:
-    """What a prompt's block holds in these tests: different for every transfer and index."""
+    """Return the content of a prompt's block: different for every transfer and index."""
     return f"{transfer_id}/{index};".encode()
 
 
@@ -124,7 +124,7 @@ def worker(
 
 @dataclass
 class Sides:
-    """What differs from the defaults on each side of a pair."""
+    """Changes of the default settings on each side of a pair."""
 
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""A prefill worker in a process of its own, without torch: told what to do by JSON lines on its standard input.
+"""A prefill worker in a process of its own, without torch; its commands are JSON lines on standard input.
 
 Commands: {"do": "open", "name", "num_tokens"}, {"do": "publish", "num_tokens"}, {"do": "finish"}, {"do": "wait_sent"}.
-Each is answered by one JSON line; the first line says where the worker is.
+Each is answered by one JSON line; the first line has the worker's address.
 """
 
 import json

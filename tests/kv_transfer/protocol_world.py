@@ -49,7 +49,7 @@ def num_blocks_of(number: int) -> int:
 
 
 class Pool:
-    """Blocks of one worker: whoever gets one finds junk in it."""
+    """Blocks of one worker; a free block contains junk."""
 
     def __init__(self) -> None:
         self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
@@ -68,7 +68,7 @@ class Pool:
 
 @dataclass
 class LentRequest:
-    """What the prefill scheduler knows of a request. num_ordered: tokens whose step was made."""
+    """A request in the prefill scheduler. num_ordered: tokens whose step was made."""
 
     request: EngineRequest
     number: int
@@ -144,7 +144,7 @@ class Lender:
         self.sends.send_event(order.key, outcome)
 
     def collect(self, read_blocks: set[int]) -> None:
-        """The step thread hears what was sent; ``read_blocks`` are being read by somebody at this moment."""
+        """Take what was sent, in the step thread; ``read_blocks`` are being read at this moment."""
         for key in self.completions.take()[0]:
             lent = self.requests.pop(key)
             assert lent.is_over, "reported before the scheduler had finished with it"
@@ -171,7 +171,7 @@ class Reading:
 
 @dataclass
 class FetchedRequest:
-    """What the decode scheduler knows of a request."""
+    """A request in the decode scheduler."""
 
     request: EngineRequest
     number: int
@@ -251,7 +251,7 @@ class Fetcher:
         self.fetches.start_fetch(request)
 
     def step(self) -> None:
-        """The scheduler hears its events and what was received."""
+        """Take the events, and what was received."""
         for key in self.completions.take()[1]:
             fetched = self.requests.pop(key)
             received = self.fetches.take_received(key)

@@ -1,4 +1,4 @@
-"""A sender foresees when its forward pass ends, and the receiver when the KV will be here."""
+"""A sender estimates when its forward pass ends, and the receiver when the KV arrives."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ PEER, OTHER = PeerRef("boot", is_dialed=True), PeerRef("other", is_dialed=True)
 
 
 class Pass:
-    """Forward passes whose layers take as long as the test says."""
+    """Forward passes whose layers take as long as the test chooses."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -127,7 +127,7 @@ def test_who_fetches_hears_of_the_end(state: SendState, peer: str | None, words:
 
 
 class FlatPool(ByteMemory):
-    """One as workers on a CPU have: its layers are written when they are told of."""
+    """A pool as on a CPU: layers are written when they are reported."""
 
     @property
     def pool_view(self) -> memoryview:
@@ -140,7 +140,7 @@ class FlatPool(ByteMemory):
 def test_the_receiver_knows_when_while_the_last_blocks_are_computed(
     transport: str, num_blocks: int, is_flat: bool
 ) -> None:
-    """On a device a layer is told of when it is launched: nobody knows when it will be over."""
+    """On a device a layer is reported when it is launched, from which no end can be estimated."""
     source, target = list(range(1, 1 + num_blocks)), list(range(40, 40 + num_blocks))
     expected: list[float | None] = []
     with pair_of(transport=transport, memory=FlatPool(LAYOUT, 64) if is_flat else None) as pair:
@@ -175,7 +175,7 @@ def test_a_prompt_that_fails_is_not_expected_any_more() -> None:
         prompt, driver, decode = prompt_of(num_blocks), pair.prefill.driver, pair.decode.driver
         send, fetch = pair.send_request("b", prompt), pair.fetch_request("b", prompt)
         decode.receiver.start_fetch(fetch)
-        decode.receiver.start_fetch(pair.fetch_request("c", prompt))  # of which nobody says anything
+        decode.receiver.start_fetch(pair.fetch_request("c", prompt))  # no estimate comes for this one
         driver.sender.open_send(send, [1, 2, 3], 0)
         driver.wait_for(lambda: driver.scheduler.debug_state()["leases"][0]["peer"], "the fetch")
         driver.sender.publish(send.key, len(prompt))
@@ -188,7 +188,7 @@ def test_a_prompt_that_fails_is_not_expected_any_more() -> None:
 
 @pytest.mark.parametrize("seconds", [-0.5, float("inf"), float("nan"), 1e9])
 def test_word_of_an_impossible_end_is_malformed(seconds: float) -> None:
-    """Nobody computes with it."""
+    """It is never computed with."""
     word = msgspec.msgpack.encode(EndExpected("t", 0, "lease", seconds))
     with pytest.raises(TransferError, match="malformed"):
         decode_message(word)

@@ -27,7 +27,7 @@ def stall_in_the_middle(pair: Pair, memory: GatedMemory) -> str:
 
 @pytest.mark.parametrize("transport", ["tcp", "local"])
 def test_in_the_middle_of_a_read(transport: str) -> None:
-    """cancel_fetch says False, Drained follows once, late bytes land nowhere, and nothing leaks on either side."""
+    """cancel_fetch returns False, Drained follows once, late bytes land nowhere, and nothing leaks on either side."""
     memory = gated()
     with pair_of(transport=transport, memory=memory) as pair:
         decode, prefill = pair.decode.driver, pair.prefill.driver
@@ -102,7 +102,7 @@ def test_without_an_outstanding_read_the_blocks_are_free_at_once(state: str) -> 
 
 
 def test_a_failure_that_nobody_took_is_taken_back_by_a_cancel() -> None:
-    """The scheduler hears of a request either by the answer of cancel_fetch or by an event, never by both."""
+    """A request ends either by what cancel_fetch returns or by an event, never by both."""
     with pair_of() as pair:
         decode, prefill = pair.decode.driver, pair.prefill.driver
         send, fetch = pair.send_request("r", prompt_of(2)), pair.fetch_request("r", prompt_of(2))

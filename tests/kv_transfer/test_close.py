@@ -24,7 +24,7 @@ from tests.kv_transfer.fakes import GatedMemory
 
 
 def open_fds() -> set[str]:
-    """What every descriptor of this process stands for; the tests' own pools do not count."""
+    """Return the targets of this process's descriptors, without the tests' own pools."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -87,11 +87,11 @@ class Endless:
         raise ReadStoppedError("the receiver was closed")
 
     def forget(self, source: Source) -> None:
-        """As the real one."""
+        """Forward to the real one."""
         self._inner.forget(source)
 
     def close(self) -> None:
-        """As the real one."""
+        """Forward to the real one."""
         self._inner.close()
         self._is_closed.set()
 

@@ -77,7 +77,7 @@ class SpoilingReceiver:
         if request.part is None or request.part.start_byte != (self._number - 1) * LAYER_BYTES:
             self._inner.fetch(source, request, views, read)
             return
-        self._inner.fetch(source, request, views, Read())  # which tells nobody that something has landed
+        self._inner.fetch(source, request, views, Read())  # a Read that reports no landed blocks
         views[5][0] ^= 1
 
     def forget(self, source: Source) -> None:
@@ -173,7 +173,7 @@ def test_a_layer_that_is_spoiled_on_its_way_fails_the_digest(number: int) -> Non
 
 
 def moving(**changes: object) -> Fetch:
-    """Eight blocks reserved, two of which are cached and one more announced; its read is under way."""
+    """Eight blocks are reserved: two are cached, and one more is announced and being read."""
     fetch = Fetch(num_blocks=8)
     for event in (ev.Announced(0, (1, 2, 3), 0.0), ev.Reserved(tuple(range(8)), 2)):
         fetch, _ = advance_fetch(fetch, event)

@@ -29,7 +29,7 @@ SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="
 
 
 class LendingTransfers:
-    """A SendTransfers with a clock of its own; what it says is kept."""
+    """A SendTransfers with a clock of its own; its messages are kept."""
 
     def __init__(self, max_parked: int = 1024) -> None:
         self.now = 100.0
@@ -80,7 +80,7 @@ def test_a_lease_lives_as_long_as_its_peer_pings_and_ends_lease_seconds_after_th
 
 
 def test_a_parked_fetch_waits_under_a_deadline() -> None:
-    """Law 4: a fetch whose transfer never opens ends by the clock alone, and its peer is told."""
+    """Law 4: a fetch whose transfer never opens ends by the clock alone, and its peer is refused."""
     lending = LendingTransfers()
     lending.transfers.on_fetch("peer", msg.FetchBlocks("t", 0))
     assert lending.transfers.tick(lending.now) == lending.now + 30.0
@@ -110,7 +110,7 @@ def test_parked_fetches_are_bounded_for_each_peer() -> None:
 
 
 def test_a_parked_fetch_from_a_block_that_does_not_exist_is_refused_at_the_opening() -> None:
-    """The transfer stays open for whoever asks properly."""
+    """The transfer stays open for a proper fetch."""
     lending = LendingTransfers()
     lending.transfers.on_fetch("bad", msg.FetchBlocks("t", 0, from_block=3))
     lending.lend_everything()
@@ -252,7 +252,7 @@ def test_blocks_stay_quarantined_until_the_read_is_terminal_and_are_counted() ->
 
 
 class OpenTransfers(Transfers):
-    """Acts as a test tells it."""
+    """Transfers with an act that the test chooses."""
 
     def act(self, later: list[Callable[[], None]], error: Exception | None = None) -> None:
         with self._acting():
@@ -262,7 +262,7 @@ class OpenTransfers(Transfers):
 
 
 def test_every_act_of_transfers_is_tried() -> None:
-    """Whatever the body or an earlier act raises; in order, outside the lock, and none of them twice."""
+    """They run in order, outside the lock and once, whatever the body or an earlier act raises."""
     transfers, done = OpenTransfers(), list[str]()
 
     def failing() -> None:

@@ -1,4 +1,4 @@
-"""Blocks that are lent come back: by expiry, by the receiver's death, and never while somebody reads them."""
+"""Blocks that are lent come back: by expiry, by the receiver's death, and never while they are read."""
 
 import socket
 import threading
@@ -27,7 +27,7 @@ from tests.kv_transfer.greetings import prove_lending, prove_reading
 
 
 def test_a_finished_prompt_that_nobody_fetches_expires() -> None:
-    """lease_seconds after its completion, once; a late fetch is told so."""
+    """It ends once, lease_seconds after its completion; a late fetch is refused with that reason."""
     with pair_of(Sides(prefill={"lease_seconds": 0.3})) as pair:
         prefill, decode = pair.prefill.driver, pair.decode.driver
         send = pair.send_request("r", prompt_of(2))

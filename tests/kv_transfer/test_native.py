@@ -1,4 +1,4 @@
-"""The compiled copy loop: made once and kept, safe from others, and done without where it cannot be had."""
+"""The compiled copy loop: compiled once and kept, safe from others, and replaced where it cannot be compiled."""
 
 import logging
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_the_last_cache_is_the_largest(tmp_path: Path) -> None:
-    """What cannot be read as a size is left out; a machine that tells nothing has none."""
+    """Entries that are no size are ignored; without any the size is 0."""
     assert last_cache_bytes(tmp_path) == 0
     for number, size in enumerate(("48K", "1024K", "32768K", "", "?")):
         (tmp_path / f"index{number}").mkdir()

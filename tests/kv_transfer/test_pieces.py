@@ -77,7 +77,7 @@ class PlayedReceiver:
 
 
 class Reports:
-    """What the data half tells, in order."""
+    """The reports of the data half, in order."""
 
     def __init__(self) -> None:
         self._events = Mailbox[object]()
@@ -126,7 +126,7 @@ def pull(num_blocks: int, bad_block: int | None = None) -> PullJob:
 
 
 def test_a_piece_is_verified_before_the_next_one_has_landed() -> None:
-    """And then, once, it is told that everything is here, and that everything is verified."""
+    """One report follows when all blocks have landed, and one when all are verified."""
     job, verified = pull(10), list[int]()
     seeds = job.seeds
 
@@ -184,7 +184,7 @@ def test_a_stop_ends_a_read_before_its_next_piece() -> None:
 
 
 def test_blocks_are_published_range_by_range_each_with_its_grant() -> None:
-    """So that a receiver has begun before the last of them is digested."""
+    """A receiver can begin before the last range is digested."""
     ids, seeds = list(range(NUM_BLOCKS)), [7] * NUM_BLOCKS
     with data_half(PlayedSender(), PlayedReceiver(1)) as (data, reports):
         data.execute(TransferMetadata([PublishOrder("r", NAME, 5, ids, seeds)]))

@@ -68,7 +68,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, num_tokens=st.sampled_from([1, 2, 2, 3, 3, 9]), is_digested=MOSTLY, is_finished=MOSTLY)
     def compute(self, pick: int, num_tokens: int, is_digested: bool, is_finished: bool) -> None:
-        """A step over one prompt; its last one samples token 0."""
+        """A step over one prompt; its last one samples the first token."""
         going = [lent for lent in self.lender.requests.values() if not lent.is_over]
         if not going:
             return
@@ -334,7 +334,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             wire.to_lender.append(message)
 
     def connect(self, ref: PeerRef) -> Wire:
-        for older in list(self.wires):  # the dialed side ends an older link before it welcomes the new one
+        for older in list(self.wires):  # the dialed side ends an older link before it accepts the new one
             self.notice(older, is_lender=True)
         wire = Wire(self.lender, self.fetcher)
         self.wires.append(wire)

@@ -1,4 +1,4 @@
-"""A peer that is stuck holds up nobody but itself, and every thread that reads ends with its link, by idling, at close."""
+"""A stuck peer delays no other one, and every thread that reads ends with its link, by idling, at close."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ def job(name: str, key: str, read: Read | None = None) -> PullJob:
 
 
 class Played:
-    """What a PullThreads calls: jobs of the source "stuck" wait until they are stopped."""
+    """Plays the callbacks of PullThreads: jobs of the source "stuck" wait until they are stopped."""
 
     def __init__(self, idle_seconds: float = 60.0) -> None:
         self.done: list[str] = []
@@ -137,7 +137,7 @@ class DivertingReceiver:
 
 
 def test_a_peer_that_sends_nothing_does_not_hold_up_another() -> None:
-    """The stuck one's data port accepts and says nothing; its reads may last for 300 s."""
+    """The stuck one's data port accepts and sends nothing; its reads may last for 300 s."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         decode_settings = settings_for(

@@ -93,7 +93,7 @@ def test_what_went_wrong_once_is_read_once_more(
     damage: Callable[[ReceiverTransport], ReceiverTransport],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Counted, and logged with its reason, which nobody hears of otherwise."""
+    """It is counted, and logged with its reason, which is reported nowhere else."""
     with pair_of(Sides(decode={"decorate": damage}), transport=transport) as pair:
         hand_over(pair, "r", NUM_BLOCKS, reads=2)
         assert content(pair) == expected(pair)
@@ -165,7 +165,7 @@ def test_a_transport_that_works_again_is_kept() -> None:
 
 
 def test_a_read_that_fails_before_its_transport_is_settled_leaves_the_link_as_it_is() -> None:
-    """The first choice did not work; the read over the second one fails before the fetches have heard of the choice."""
+    """The first choice did not work; the read over the second one fails before the choice is reported to the fetches."""
     told: list[Callable[[Source, Source], bool]] = []
     jobs: list[PullJob] = []
     alternatives, ref = Alternatives(Counters()), PeerRef("b", is_dialed=True)

@@ -45,7 +45,7 @@ class UnforgivingReceiver:
 
 
 def dies(pair: Pair) -> None:
-    """Step until the decode worker's connector says that it is broken."""
+    """Step until the decode worker's connector reports that it is broken."""
     pair.decode.driver.wait_for(lambda: False, "the end of the engine")
 
 
@@ -74,7 +74,7 @@ def test_a_pull_thread() -> None:
 
 
 def test_the_data_thread() -> None:
-    """It reports the end of a job that nobody has posted."""
+    """It reports the end of a job that was never posted."""
     with pair_of() as pair:
         rank: Any = pair.decode.driver.rank
         rank.post_commit(CommitJob("nobody", (), Read()))
@@ -98,7 +98,7 @@ class BuggySessions(Sessions):
 
 
 def test_the_thread_of_shm(tmp_path: Path) -> None:
-    """The connector is told by the transport, and tells the engine as it does of its own threads."""
+    """The transport reports it to the connector, which ends the engine as for its own threads."""
     failed = Mailbox[tuple[str, BaseException]]()
     context = TransportContext(
         "127.0.0.1",
@@ -129,11 +129,11 @@ class BuggySeconds(float):
         return BuggySeconds(other)
 
     def __le__(self, other: float) -> bool:
-        raise RuntimeError("a bug while strangers are looked at")
+        raise RuntimeError("a bug while connections are checked")
 
 
 def test_the_thread_that_accepts_on_a_data_port() -> None:
-    """P4: it ended in silence, and nobody could read any more."""
+    """P4: it ended without a report, and no read was possible any more."""
     failed = Mailbox[tuple[str, BaseException]]()
     context = TransportContext(
         "127.0.0.1",

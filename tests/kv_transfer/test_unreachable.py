@@ -1,4 +1,4 @@
-"""A worker whose peer cannot be reached says so by a kind of its own: neither of the two has died."""
+"""A peer that cannot be reached has an error kind of its own: neither worker has died."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,7 +126,7 @@ def test_a_data_connection_that_fails_is_a_peer_out_of_reach(way: Way) -> None:
 def test_no_end_of_a_link_is_an_error_that_other_workers_cannot_mend(
     error: KvbatonError, kind: ErrorKind
 ) -> None:
-    """P6: a client is not told 401 or 400 because of what two workers say to each other."""
+    """P6: a client does not get 401 or 400 for an error between two workers."""
     with pair_of() as pair:
         fetch, decode = pair.fetch_request("r", prompt_of(2)), pair.decode.driver
         decode.receiver.start_fetch(fetch)
