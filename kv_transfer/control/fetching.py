@@ -70,9 +70,8 @@ class FetchTransfers(Transfers):
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
         with self._lock:
             terms = self._peers.terms_of(incoming.ref)
-        incoming.use_terms(
-            terms
-        )  # hashes a long prompt: better here than under the lock at its first message
+        # This hashes a long prompt: better here than under the lock at the sender's first message.
+        incoming.use_terms(terms)
         with self._acting():
             if self._incoming.get(request.key) or self._incoming.get_by_wire(incoming.wire_key):
                 raise InternalError(
@@ -164,7 +163,7 @@ class FetchTransfers(Transfers):
     def link_up(self, ref: PeerRef, session: Session) -> None:
         """Read from a peer that has authenticated. Over which transport may be decided only later."""
 
-        def told(provisional: Source, chosen: Source) -> bool:
+        def on_chosen(provisional: Source, chosen: Source) -> bool:
             with self._lock:
                 if self._peers.replace(ref, provisional, chosen):
                     for incoming in self._incoming:
@@ -172,7 +171,7 @@ class FetchTransfers(Transfers):
                 return self._peers.has_link(ref, chosen)
 
         with self._lock:
-            self._peers.add(ref, self._ports.choose(session, told), session.terms)
+            self._peers.add(ref, self._ports.choose(session, on_chosen), session.terms)
         if session.terms is not None and not session.terms.plan.is_direct:
             self._counters.add("transfer_converting_links_total")
 

@@ -22,8 +22,8 @@ _MAX_REMEMBERED = 4096
 class OutgoingTransfer:
     """One transfer, with the data that the state machine does not need.
 
-    key: the engine's request key; None while a fetch is parked. num_wanted: blocks to order at the next step. grants: of the
-    published ranges, in order. other_digests: of the ranks from 1 on; the state machine has those of rank 0.
+    key: the engine's request key; None while a fetch is parked. num_requested: blocks that the next step is to order.
+    grants: of the published ranges, in order. other_digests: of the ranks from 1 on; the state machine has rank 0's.
     """
 
     transfer_id: str
@@ -35,7 +35,7 @@ class OutgoingTransfer:
     block_ids: list[int] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    num_wanted: int = 0
+    num_requested: int = 0
     grants: list[RangeGrant] = field(default_factory=list)
     other_digests: list[list[int]] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ class OutgoingTransfer:
     @property
     def num_to_order(self) -> int:
         """Number of blocks that wait for the next step's orders."""
-        return 0 if self.send.has_ended else max(0, self.num_wanted - self.send.num_ordered)
+        return 0 if self.send.has_ended else max(0, self.num_requested - self.send.num_ordered)
 
     def lend(self, request: EngineRequest, lease: str, block_ids: list[int], seeds: list[int]) -> None:
         """Open the transfer: lend the whole prompt's blocks, whose digests start from ``seeds``."""
@@ -65,7 +65,7 @@ class OutgoingTransfer:
     def request_blocks(self, num_tokens: int, block_size: int) -> None:
         """Request the blocks that ``num_tokens`` tokens fill; the last one too at the prompt's end."""
         num_blocks = len(self.block_ids) if num_tokens >= self.num_tokens else num_tokens // block_size
-        self.num_wanted = max(self.num_wanted, num_blocks)
+        self.num_requested = max(self.num_requested, num_blocks)
 
     def order(self, num_parts: int, *, tells_end: bool) -> PublishOrder:
         """Return the order for the blocks that wait for one. The arguments apply to the prompt's last range.
@@ -75,9 +75,9 @@ class OutgoingTransfer:
         if self.key is None:
             raise InternalError(f"transfer {self.transfer_id} is ordered before it is open")
         first = self.send.num_ordered
-        blocks = self.block_ids[first : self.num_wanted]
-        seeds = self.seeds[first : self.num_wanted]
-        is_last = self.num_wanted == self.send.num_blocks
+        blocks = self.block_ids[first : self.num_requested]
+        seeds = self.seeds[first : self.num_requested]
+        is_last = self.num_requested == self.send.num_blocks
         num_parts = num_parts if is_last else 1
         return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, is_last and tells_end)
 

@@ -69,4 +69,6 @@ class PeerSources:
 
     def mark_failed(self, ref: PeerRef, source: Source) -> None:
         """Record that a transfer's read from ``source`` failed, which may change where the peer is read."""
-        self._peers[ref].source = self.alternatives.failed(source)
+        next_source = self.alternatives.failed(source)
+        if ref in self._peers:
+            self._peers[ref].source = next_source

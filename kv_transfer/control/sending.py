@@ -132,7 +132,7 @@ class SendTransfers(Transfers):
                 if outgoing.num_to_order:
                     num_parts = self._settings.num_parts(outgoing.num_to_order)
                     orders.append(outgoing.order(num_parts, tells_end=self._settings.estimates_ends))
-                    self._apply(outgoing, ev.Ordered(outgoing.num_wanted))
+                    self._apply(outgoing, ev.Ordered(outgoing.num_requested))
         return orders
 
     def has_orders(self) -> bool:
