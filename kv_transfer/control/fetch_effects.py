@@ -16,7 +16,7 @@ from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Source
 from kv_transfer.protocol.states import NOT_NEEDED, RetryStep
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 
 Later = list[Callable[[], None]]
 """Calls to make once the lock is released; see ``Transfers``."""

@@ -21,7 +21,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
 from kv_transfer.transports.block_views import is_flat, write_views
-from kv_transfer.transports.lending import Lending
+from kv_transfer.transports.senders import Senders
 from kv_transfer.transports.transport import ReceiverTransport
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class DataHalf:
             for name in ("transfer_blocks_total", "transfer_bytes_total"):
                 counters.add(name, 0, transport=transport)
 
-    def attach(self, senders: Lending, reports: DataReports) -> None:
+    def attach(self, senders: Senders, reports: DataReports) -> None:
         """Set what lends blocks and what receives the reports; called once, before ``start``."""
         self._senders = senders
         self._reports = reports

@@ -16,7 +16,7 @@ from kv_transfer.protocol.digests import RunningDigests, digests_of
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import blocks_per_piece
 from kv_transfer.transports.block_views import is_flat, read_views
-from kv_transfer.transports.lending import Lending
+from kv_transfer.transports.senders import Senders
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Publisher:
         self,
         memory: KVMemory,
         views: DigestViews,
-        senders: Lending,
+        senders: Senders,
         reports: DataReports,
         post: Callable[[Callable[[], None]], None],
     ) -> None:

@@ -21,7 +21,7 @@ from kv_transfer.protocol.reads import (
     Source,
     grants_within,
 )
-from kv_transfer.transports.block_views import BlockViews, KeptViews, is_flat, write_views
+from kv_transfer.transports.block_views import BlockViews, ViewCache, is_flat, write_views
 from kv_transfer.transports.transport import ReceiverTransport
 
 logger = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ class DigestViews:
     """Views of blocks to digest; those of whole blocks of a flat pool are kept. Used from any thread."""
 
     def __init__(self, memory: KVMemory) -> None:
-        self._kept = KeptViews(memory) if is_flat(memory) else None
+        self._kept = ViewCache(memory) if is_flat(memory) else None
 
     def of(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
         """Return views of the same blocks, kept ones if possible."""
         if self._kept is None or not isinstance(views, BlockViews) or views.part is not None:
             return views
-        return self._kept.of(views.block_ids)
+        return self._kept.views(views.block_ids)
 
 
 class Landing:
