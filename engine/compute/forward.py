@@ -41,19 +41,19 @@ class ForwardPass(Protocol):
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
         *,
-        may_be_cut_short: bool = False,
+        may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor | None]:
         """Let a forward pass begin; nothing else is asked of this object before what is returned was called: that waits.
 
         It gives the final hidden states ``[num_tokens, hidden_size]``, equal on all ranks; valid until the next call. None
-        where the pass was cut short.
+        where the pass was interrupted.
 
         caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: is told of
-        every layer whose KV is written. may_be_cut_short: whoever asks can do without the states, and with KV that is partly
-        written: the same tokens are computed again.
+        every layer whose KV is written. may_be_interrupted: the caller can do without the states, and with KV that
+        is partly written: the same tokens are computed again.
         """
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """From any thread: the pass that is under way had better end now, if it may. It need not."""
 
     def logits(self, states: Tensor) -> Tensor:

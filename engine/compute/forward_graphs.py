@@ -166,13 +166,13 @@ class GraphedForward:
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
         *,
-        may_be_cut_short: bool = False,
+        may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor]:
         """See ForwardPass."""
         states = self.forward(inputs, caches, watch)
         return lambda: states
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See ForwardPass. It goes on to its end."""
 
     def logits(self, states: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ _HOST_PROFILE_TOKENS = 512
 
 @dataclass(frozen=True)
 class _Begun:
-    """A step whose forward pass is under way. states: waits for it; None where it was cut short."""
+    """A step whose forward pass is under way. states: waits for it; None where it was interrupted."""
 
     inputs: PreparedInputs
     watch: LayerWatch | None
@@ -178,7 +178,7 @@ class ModelRunner:
         A request draws a token when all its known tokens are computed after this step; the token joins its known
         tokens. Others get an empty list, and so does a request whose logits are not numbers (it is in
         ``num_nans_in_logits``). One that pools draws none; rank 0 has its embedding in ``pooler_output``. Without
-        scheduled tokens nothing is computed, and nobody draws anything where the step was cut short.
+        scheduled tokens nothing is computed, and nobody draws anything where the step was interrupted.
         """
         _ready(self._batch, "initialize_from_config").update(scheduled)
         self.memory.copy_blocks(scheduled.block_copies)
@@ -191,7 +191,7 @@ class ModelRunner:
         is_of_answers = inputs.num_tokens == inputs.num_reqs and scheduled.kv_connector_metadata is None
         with torch.inference_mode():
             states = _ready(self._forward, "load_model").begin(
-                inputs, self.memory.layers, watch, may_be_cut_short=is_of_answers
+                inputs, self.memory.layers, watch, may_be_interrupted=is_of_answers
             )
         return _Begun(inputs, watch, states)
 
@@ -209,13 +209,13 @@ class ModelRunner:
             output.finished_recving = received or None
         return output
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """From any thread: end the step that is under way without results, if nothing is promised for its end.
 
         That is so in a step of one token for each request, with no orders for the connector.
         """
         if self._forward is not None:
-            self._forward.cut_short()
+            self._forward.interrupt()
 
     def shutdown(self) -> None:
         """Stop the connector's rank half, give the pool back, leave the other ranks."""
@@ -236,7 +236,7 @@ class ModelRunner:
         hidden = begun.states()
         if hidden is None:
             self._ahead = None
-            return ModelRunnerOutput(was_cut_short=True)
+            return ModelRunnerOutput(was_interrupted=True)
         logits = self._logits(hidden, drawing.last)
         if watch is not None:
             watch.computed()

@@ -28,7 +28,7 @@ from engine.distributed.process import GroupPlan, RankProcess
 from engine.distributed.process_group import listen_for_ranks
 from engine.distributed.pulse import RankWatch
 from engine.distributed.ring import create_shared_file, ring_bytes
-from engine.hosting.watching import Patience
+from engine.hosting.watching import LivenessTimeouts
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
@@ -63,7 +63,7 @@ class RanksExecutor:
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             self._start(settings)
-            patience = Patience(settings.peer_timeout_seconds, settings.step_timeout_seconds)
+            patience = LivenessTimeouts(settings.peer_timeout_seconds, settings.step_timeout_seconds)
             self._watch = RankWatch(self._processes, patience)
             self._watch.start()
             self.collective_rpc("load_model")
@@ -140,7 +140,7 @@ class RanksExecutor:
             output.finished_recving = received or None
         return output
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor. Ranks go on to the end: they have to agree on what they compute."""
 
     def watch(self, wake: Callable[[], None]) -> None:

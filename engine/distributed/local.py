@@ -137,7 +137,7 @@ class LocalRanksExecutor:
         """See Executor. Nothing happens meanwhile."""
         return partial(self.execute_model, scheduled)
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor. A step goes on to its end."""
 
     def watch(self, wake: Callable[[], None]) -> None:

@@ -40,8 +40,8 @@ class Executor(Protocol):
         It is called before anything else is asked of the executor.
         """
 
-    def cut_short(self) -> None:
-        """From any thread: the step that is under way had better end without results (``was_cut_short``). It need not."""
+    def interrupt(self) -> None:
+        """From any thread: the step that is under way had better end without results (``was_interrupted``). It need not."""
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when a rank has ended unasked: the next step then raises. Called once."""
@@ -87,9 +87,9 @@ class InProcessExecutor:
         """See Executor."""
         return self.runner.begin(scheduled)
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor."""
-        self.runner.cut_short()
+        self.runner.interrupt()
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. The rank ends with its caller, so there is nothing to see."""

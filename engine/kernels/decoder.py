@@ -84,11 +84,11 @@ class KernelDecoder:
     ) -> Tensor:
         """Final hidden states ``[num_tokens, hidden_size]``, valid until the next call. Without caches nothing is kept.
 
-        Raises InternalError where it was cut short.
+        Raises InternalError where it was interrupted.
         """
         states = self.begin(inputs, caches, watch)()
         if states is None:
-            raise InternalError("a forward pass was cut short that is needed")
+            raise InternalError("a forward pass was interrupted that is needed")
         return states
 
     def begin(
@@ -97,7 +97,7 @@ class KernelDecoder:
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
         *,
-        may_be_cut_short: bool = False,
+        may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor | None]:
         """See ForwardPass. Meanwhile Python's lock is free, but for what the watch does with it."""
         num_tokens = inputs.num_tokens
@@ -122,7 +122,7 @@ class KernelDecoder:
             *self._addresses,
             self._model_pointer,
             heard.callback,
-            may_be_cut_short,
+            may_be_interrupted,
         )
         self._kernels.launch(self._threads, step)
 
@@ -135,9 +135,9 @@ class KernelDecoder:
         self._under_way = inputs, caches, step, heard
         return finish
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See ForwardPass."""
-        self._kernels.cut_short(self._threads)
+        self._kernels.interrupt(self._threads)
 
     def logits(self, states: Tensor) -> Tensor:
         """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""

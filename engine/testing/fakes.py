@@ -146,7 +146,7 @@ class FakeRunner:
         self.memory = memory
         self.connector: RankConnector | None = None
         self.num_forward_passes = 0
-        self.is_cut_short = False
+        self.is_interrupted = False
         self.batch_sizes: list[int] = []
         self._sequences: dict[str, _Sequence] = {}
 
@@ -159,10 +159,10 @@ class FakeRunner:
         starts = self._learn(scheduled)
         assert starts.keys() == scheduled.num_scheduled_tokens.keys()
         is_of_answers = set(scheduled.num_scheduled_tokens.values()) == {1}
-        may_be_cut_short = is_of_answers and scheduled.kv_connector_metadata is None
-        output = ModelRunnerOutput(was_cut_short=self.is_cut_short and may_be_cut_short)
+        may_be_interrupted = is_of_answers and scheduled.kv_connector_metadata is None
+        output = ModelRunnerOutput(was_interrupted=self.is_interrupted and may_be_interrupted)
         output.num_nans_in_logits = {}
-        computed = {} if output.was_cut_short else scheduled.num_scheduled_tokens
+        computed = {} if output.was_interrupted else scheduled.num_scheduled_tokens
         for row, (key, num_tokens) in enumerate(computed.items()):
             output.req_ids.append(key)
             output.req_id_to_index[key] = row
@@ -319,12 +319,12 @@ class FakeExecutor:
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See Executor. Nothing happens meanwhile."""
-        self.runner.is_cut_short = False
+        self.runner.is_interrupted = False
         return partial(self.execute_model, scheduled)
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor."""
-        self.runner.is_cut_short = True
+        self.runner.is_interrupted = True
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. Ranks in this process end with it."""
@@ -337,6 +337,6 @@ class FakeExecutor:
 
 
 def start_fake_executor(settings: EngineSettings) -> tuple[FakeExecutor, int]:
-    """In place of ``engine.core.start_executor``: ``kv_cache_bytes`` counts blocks here (default 64). Picklable."""
+    """In place of ``engine.startup.start_executor``: ``kv_cache_bytes`` counts blocks here (default 64). Picklable."""
     executor = FakeExecutor(settings)
     return executor, executor.memory.num_blocks

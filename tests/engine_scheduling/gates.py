@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.stepping.dispatch import WAKE, Inbox
 from engine.stepping.gate import StepGate, Work
-from engine.stepping.loop import WAKE, Inbox
 
 
 class ToldGate:

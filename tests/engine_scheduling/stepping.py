@@ -110,11 +110,11 @@ class SteppedEngine:
     ) -> None:
         """Step, hear, check. Of several steps each may begin while the one before is taken in."""
         for number in range(times):
-            may_go_on = goes_on and number + 1 < times
-            for outputs in self.core.step(meanwhile, partial(bool, may_go_on)).values():
+            may_start_early = goes_on and number + 1 < times
+            for outputs in self.core.step(meanwhile, partial(bool, may_start_early)).values():
                 for output in outputs:
                     self._hear(output)
-            self.num_gone_on += self.core.is_under_way
+            self.num_gone_on += self.core.step_in_flight
             check_integrity(self.scheduler)
 
     def run(self) -> None:

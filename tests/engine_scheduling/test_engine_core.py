@@ -28,7 +28,7 @@ from engine.hosting.messages import (
 from engine.hosting.running import EnginePlan, run_engine
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
-from engine.stepping.loop import Inbox
+from engine.stepping.dispatch import Inbox
 from engine.testing.fakes import (
     CRASH_TOKEN,
     FAKE_EOS,

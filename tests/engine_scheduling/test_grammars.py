@@ -12,7 +12,7 @@ from contract.errors import TransferError
 from contract.requests import FinishReason, Grammar, ReceiveTransfer, SendTransfer
 from engine.connector import FirstToken, Received
 from engine.grammar.vocabulary import load_vocabulary
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SEND, SteppedEngine, fake_request
 from tests.text.tiny_model import END, byte_ids, write_model
@@ -121,7 +121,7 @@ def test_it_waits_without_blocks_then_matches(engine: Engine) -> None:
     engine.run()
     assert len(engine.tokens("plain#0.0")) == 2, "others go on"
     assert engine.status(key) is FSM and engine.pool.num_blocks_of(key) == 0
-    assert engine.scheduler.get_request_counts() == (0, 1) and not engine.core.needs_step()
+    assert engine.scheduler.load.get_request_counts() == (0, 1) and not engine.core.needs_step()
     engine.compile()
     engine.run()
     assert engine.tokens(key)[-1] == END and engine.end(key).finish_reason is FinishReason.STOP

@@ -104,7 +104,7 @@ def test_no_more_than_its_share_of_the_time_is_spent(share: float) -> None:
     assert held >= 0.95 * 1000 * share * STEP_SECONDS
 
 
-def test_a_step_that_was_cut_short_counts_as_held_and_says_nothing_of_how_long_steps_take() -> None:
+def test_a_step_that_was_interrupted_counts_as_held_and_says_nothing_of_how_long_steps_take() -> None:
     pacing, clock = stepping(share=0.1)
     for _ in range(3):
         pacing.started()
@@ -115,7 +115,7 @@ def test_a_step_that_was_cut_short_counts_as_held_and_says_nothing_of_how_long_s
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
-def test_a_step_is_cut_short_in_its_first_half_alone(share: float) -> None:
+def test_a_step_is_interrupted_in_its_first_half_alone(share: float) -> None:
     pacing, clock = stepping(share)
     pacing.started()
     clock.now += 0.49 * STEP_SECONDS
@@ -124,21 +124,21 @@ def test_a_step_is_cut_short_in_its_first_half_alone(share: float) -> None:
     assert not pacing.may_interrupt()
 
 
-def test_steps_are_not_cut_short_for_ever() -> None:
+def test_steps_are_not_interrupted_for_ever() -> None:
     """Each counts as held, and what may be spent on that is saved up slowly."""
     pacing, clock = stepping(share=0.1)
-    num_cut = 0
+    num_interrupted = 0
     for _ in range(100):
         pacing.started()
         clock.now += 0.4 * STEP_SECONDS
         if pacing.may_interrupt():
-            num_cut += 1
+            num_interrupted += 1
             pacing.interrupted()
             step(pacing, clock)
         else:
             clock.now += 0.6 * STEP_SECONDS
             pacing.ended(is_empty=False)
-    assert 10 <= num_cut <= (4 + 100 * 0.1) / 0.4
+    assert 10 <= num_interrupted <= (4 + 100 * 0.1) / 0.4
 
 
 def test_nobody_knows_a_first_step_well_enough_to_cut_it_short() -> None:
@@ -180,7 +180,7 @@ def test_a_core_holds_a_step_for_kv_that_is_about_to_arrive() -> None:
     engine.connector.expected = None
     assert engine.core.seconds_to_start() == 0, "it is here"
     engine.step()
-    assert engine.scheduler.get_request_counts() == (2, 0)
+    assert engine.scheduler.load.get_request_counts() == (2, 0)
     assert engine.core.call("counters", [])["step_held_seconds_total"] == pytest.approx(0.2 * STEP_SECONDS)
 
 
@@ -227,7 +227,7 @@ def landing(engine: SteppedEngine, part_of_step: float) -> Callable[[], None]:
         engine.now += part_of_step * STEP_SECONDS
         if "d#0.0" in engine.connector.fetches:
             engine.connector.land("d#0.0")
-            engine.now += (1 - part_of_step) * STEP_SECONDS * (not engine.executor.runner.is_cut_short)
+            engine.now += (1 - part_of_step) * STEP_SECONDS * (not engine.executor.runner.is_interrupted)
 
     return compute
 
@@ -244,7 +244,7 @@ def test_a_step_begins_anew_for_who_arrives_early_in_it(part: float) -> None:
     assert len(engine.tokens("r#0.0")) == num_tokens + (0 if is_early else 1)
     assert engine.executor.runner.num_forward_passes == passes + (0 if is_early else 1)
     engine.step()
-    assert engine.scheduler.get_request_counts() == (2, 0)
+    assert engine.scheduler.load.get_request_counts() == (2, 0)
     held = engine.core.call("counters", [])["step_held_seconds_total"]
     assert held == pytest.approx(part * STEP_SECONDS if is_early else 0.0)
     engine.connector.attach(lambda: None)

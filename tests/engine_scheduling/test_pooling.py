@@ -4,7 +4,7 @@ import pytest
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.requests import EngineRequest, FinishReason, PoolingParams, SendTransfer
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import FAKE_MAX_MODEL_LEN, FAKE_VOCAB_SIZE, NAN_TOKEN, fake_answer, fake_embedding
 from tests.engine_scheduling.stepping import PROMPT, SEND, SteppedEngine, fake_request
 
@@ -27,7 +27,7 @@ def test_a_prompt_becomes_an_embedding_and_no_token(pooling: PoolingParams, prom
     assert (output.token_ids, output.finish_reason, output.is_leg_finished) == ([], FinishReason.STOP, True)
     assert (output.num_cached_tokens, output.timings is not None) == (0, True)
     assert engine.executor.runner.num_forward_passes == -(-len(prompt) // 32)
-    assert not engine.scheduler.has_requests()
+    assert not engine.scheduler.load.has_requests()
     assert engine.pool.usage == 0
 
 

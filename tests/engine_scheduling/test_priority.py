@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import (
     RECEIVE,
@@ -25,7 +25,7 @@ def until_preempted(engine: SteppedEngine) -> set[str]:
     """Step until somebody is preempted; whom."""
     while True:
         engine.step()
-        waiting = engine.scheduler.batcher.waiting
+        waiting = engine.scheduler.queues.waiting
         if victims := {r.key for r in waiting if r.status is RequestStatus.PREEMPTED}:
             return victims
 
@@ -73,7 +73,7 @@ def test_preempted_requests_come_back_by_priority_then_arrival() -> None:
     came_back: list[str] = []
     while engine.core.needs_step():
         engine.step()
-        for request in engine.scheduler.batcher.running:
+        for request in engine.scheduler.queues.running:
             if request.key not in came_back and engine.scheduler.totals.num_preemptions:
                 came_back.append(request.key)
     assert engine.scheduler.totals.num_preemptions >= 2

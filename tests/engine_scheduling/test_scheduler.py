@@ -3,7 +3,7 @@
 import pytest
 
 from contract.requests import FinishReason, SamplingParams
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import FAKE_EOS, NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 
@@ -14,7 +14,7 @@ def test_add_request_only_enqueues_and_each_step_advances_by_one_token() -> None
     engine.add(fake_request("a", [1, 2, 3], max_tokens=3, priority=2, client_index=0, cache_salt="s"))
     assert engine.executor.runner.num_forward_passes == 0
     request = engine.scheduler.requests["a#0.0"]
-    assert (request.priority, request.client_index, request.cache_salt) == (2, 0, "s")
+    assert (request.priority, request.client_index, request.asked.cache_salt) == (2, 0, "s")
     assert request.structured_output_request is None
     for num_tokens in (1, 2, 3):
         engine.step()
@@ -89,15 +89,17 @@ def test_no_more_than_max_num_seqs_run() -> None:
     """A27, B15: the others wait; counts say so."""
     engine = SteppedEngine(max_num_seqs=2)
     engine.add(*(fake_request(f"r{n}", [n + 1], max_tokens=2) for n in range(3)))
-    assert engine.scheduler.get_request_counts() == (0, 3)
+    assert engine.scheduler.load.get_request_counts() == (0, 3)
     engine.step()
-    assert engine.scheduler.get_request_counts() == (2, 1)
-    assert engine.scheduler.get_num_unfinished_requests() == 3
-    assert engine.scheduler.has_unfinished_requests() and not engine.scheduler.has_finished_requests()
+    assert engine.scheduler.load.get_request_counts() == (2, 1)
+    assert engine.scheduler.load.get_num_unfinished_requests() == 3
+    assert (
+        engine.scheduler.load.has_unfinished_requests() and not engine.scheduler.load.has_finished_requests()
+    )
     engine.step()
-    assert engine.scheduler.has_finished_requests() and engine.scheduler.has_requests()
+    assert engine.scheduler.load.has_finished_requests() and engine.scheduler.load.has_requests()
     engine.run()
-    assert not engine.scheduler.has_requests()
+    assert not engine.scheduler.load.has_requests()
 
 
 def test_higher_priority_starts_earlier() -> None:
@@ -205,7 +207,7 @@ def test_second_request_finds_the_first_ones_blocks() -> None:
     engine.run()
     assert [engine.heard[f"{name}#0.0"][0].num_cached_tokens for name in "abc"] == [0, 8, 0]
     assert engine.tokens("b#0.0") == engine.tokens("a#0.0") == fake_answer(prompt, 2)
-    stats = engine.scheduler.make_stats().prefix_cache_stats
+    stats = engine.scheduler.load.make_stats().prefix_cache_stats
     assert (stats.requests, stats.queries, stats.hits, stats.reset) == (3, 36, 8, False)
     assert engine.scheduler.totals.num_cached_tokens == 8
 
@@ -284,7 +286,7 @@ def test_nan_logits_end_the_request_and_its_kv_is_not_reused() -> None:
     engine.run()
     assert engine.end("bad#0.0").error_kind == "internal"
     assert engine.tokens("good#0.0") == fake_answer([1, 2], 4)
-    assert engine.scheduler.make_stats().num_corrupted_reqs == 1
+    assert engine.scheduler.load.make_stats().num_corrupted_reqs == 1
     engine.add(fake_request("again", list(range(1, 10))))
     engine.run()
     assert engine.heard["again#0.0"][0].num_cached_tokens == 0

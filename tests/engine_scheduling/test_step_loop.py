@@ -10,7 +10,8 @@ from engine.core import EngineCore
 from engine.hosting.messages import AddRequest, FromEngine, Shutdown, StepOutputs
 from engine.hosting.running import EnginePlan, run_engine
 from engine.mailbox import Mailbox
-from engine.stepping.loop import WAKE, Inbox, StepLoop
+from engine.stepping.dispatch import WAKE, Inbox
+from engine.stepping.loop import StepLoop
 from engine.testing.fakes import fake_answer, start_fake_executor
 from tests.engine_scheduling.gates import ToldGate
 from tests.engine_scheduling.stepping import fake_request, fake_settings
@@ -20,7 +21,7 @@ class BusyCore:
     """Always has work, goes on where it may, and hears of a request in its third step."""
 
     def __init__(self, inbox: Inbox) -> None:
-        self.is_under_way = False
+        self.step_in_flight = False
         self.happened: list[str] = []
         self._inbox = inbox
 
@@ -28,19 +29,19 @@ class BusyCore:
         return 0.0
 
     def step(
-        self, meanwhile: Callable[[], None], may_go_on: Callable[[], bool]
+        self, meanwhile: Callable[[], None], may_start_early: Callable[[], bool]
     ) -> dict[int, list[EngineOutput]]:
         meanwhile()
-        self.happened.append("goes on" if self.is_under_way else "begins")
+        self.happened.append("goes on" if self.step_in_flight else "begins")
         if len(self.happened) == 3:
             self._inbox.put(AddRequest(fake_request("late", [1, 2, 3])))
         if len(self.happened) == 5:
             self._inbox.put(Shutdown())
-        self.is_under_way = may_go_on()
+        self.step_in_flight = may_start_early()
         return {}
 
     def add_request(self, request: EngineRequest) -> None:
-        assert not self.is_under_way
+        assert not self.step_in_flight
         self.happened.append(request.request_id)
 
 
@@ -63,7 +64,7 @@ class HoldingCore(BusyCore):
         return 600.0
 
     def step(
-        self, meanwhile: Callable[[], None], may_go_on: Callable[[], bool]
+        self, meanwhile: Callable[[], None], may_start_early: Callable[[], bool]
     ) -> dict[int, list[EngineOutput]]:
         meanwhile()
         self.happened.append("begins")

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 
 from contract.errors import InternalError
 from contract.requests import FinishReason, SendTransfer
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,

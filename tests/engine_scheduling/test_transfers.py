@@ -3,7 +3,7 @@
 import pytest
 
 from contract.requests import FinishReason
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import (
     PROMPT,

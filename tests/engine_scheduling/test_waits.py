@@ -6,7 +6,7 @@ import pytest
 
 from contract.requests import EngineOutput
 from engine.connector import FirstToken, Received
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import FAKE_VOCAB_SIZE
 from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import (
@@ -146,7 +146,7 @@ def test_first_token_outside_the_vocabulary_fails_the_transfer(token: int | None
     arrive(engine, "d#0.0")
     end: EngineOutput = engine.end("d#0.0")
     assert (end.error_kind, end.token_ids) == ("transfer_failed", [])
-    assert ("with 0 tokens" if token is None else f"token id {token}") in (end.error_message or "")
+    assert ("with 0 first tokens" if token is None else f"token id {token}") in (end.error_message or "")
     wind_up(engine)
     engine.add(fake_request("again", PROMPT, max_tokens=1))
     engine.run()

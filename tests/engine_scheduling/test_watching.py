@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from engine.hosting.processor_time import processor_nanoseconds
-from engine.hosting.watching import COMPUTING_FACTOR, STEP_LOOP, EngineWatch, Patience
+from engine.hosting.watching import COMPUTING_FACTOR, STEP_LOOP, EngineWatch, LivenessTimeouts
 
-PATIENCE = Patience(stopped_seconds=3.0, hung_seconds=30.0)
+PATIENCE = LivenessTimeouts(stopped_seconds=3.0, hung_seconds=30.0)
 SECOND = 10**9
 OTHER = "thread that publishes KV"
 
