@@ -5,7 +5,7 @@ half of the connector. Rank 0 of several draws the tokens and tells the others, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
-from contract.requests import PoolingParams, SamplingParams
+from contract.requests import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.compute.forward import ForwardPass, forward_pass
-from engine.compute.inputs import IntVector, Outline, PreparedInputs, outline_next, prepare_inputs
+from engine.compute.inputs import Outline, PreparedInputs, outline_next, prepare_inputs
 from engine.compute.pooling import pool
-from engine.compute.profiling import profile_inputs
-from engine.compute.staging import on_device
+from engine.compute.profiling import profile_inputs, warm_up_steps
+from engine.compute.rank_sampler import RankSampler
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.distributed.group import RankGroup, SingleRank, rank_device
 from engine.distributed.opening import open_half
@@ -29,15 +29,13 @@ from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
 from engine.models.info import ModelInfo
 from engine.models.loading import LoadedModel, load
-from engine.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.prompt_logprobs import PromptLogprobs
-from engine.sampling.sampler import Samples, sample
 from engine.sampling.sampling_batch import Drawing
 from engine.settings import EngineSettings
 
 _T = TypeVar("_T")
-_WARM_UP_ID = "warm-up"
 _HOST_PROFILE_TOKENS = 512
 
 
@@ -48,6 +46,19 @@ class _Begun:
     inputs: PreparedInputs
     watch: LayerWatch | None
     states: Callable[[], Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A loaded model, and what computes with it."""
+
+    loaded: LoadedModel
+    forward: ForwardPass
+    sampler: RankSampler
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.loaded.info
 
 
 class ModelRunner:
@@ -62,8 +73,7 @@ class ModelRunner:
         )
         self._settings = settings
         self._probe = create_probe(self.device) if probe is None else probe
-        self._loaded: LoadedModel | None = None
-        self._forward: ForwardPass | None = None
+        self._loaded: _Model | None = None
         self._memory: PagedKVMemory | None = None
         self._batch: InputBatch | None = None
         self._ahead: Outline | None = None
@@ -72,7 +82,11 @@ class ModelRunner:
     @property
     def model_info(self) -> ModelInfo:
         """What was loaded. Raises InternalError before ``load_model``."""
-        return _ready(self._loaded, "load_model").info
+        return self._model.info
+
+    @property
+    def _model(self) -> _Model:
+        return _ready(self._loaded, "load_model")
 
     @property
     def memory(self) -> PagedKVMemory:
@@ -85,8 +99,9 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         settings = self._settings
-        self._loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device, self._group)
-        self._forward = forward_pass(self._loaded, settings, self.device)
+        loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device, self._group)
+        forward = forward_pass(loaded, settings, self.device)
+        self._loaded = _Model(loaded, forward, RankSampler(forward, self._group, self.device))
 
     def get_model_info(self) -> ModelInfo:
         """``model_info`` for ``collective_rpc``."""
@@ -98,7 +113,7 @@ class ModelRunner:
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """What each layer needs on this rank, by layer name, first to last."""
-        config = _ready(self._loaded, "load_model").config
+        config = self._model.loaded.config
         spec = KVCacheSpec(
             self._settings.block_size, config.num_kv_heads, config.head_dim, self.model_info.dtype
         )
@@ -116,10 +131,13 @@ class ModelRunner:
         lengths = profile_lengths(num_tokens, settings.max_num_seqs, self.model_info.max_model_len)
         inputs = profile_inputs(lengths)
         with torch.inference_mode():
-            hidden = _ready(_ready(self._forward, "load_model").begin(inputs, None)(), "it has profiled")
+            hidden = _ready(self._model.forward.begin(inputs, None)(), "it has profiled")
             if self.model_info.has_head:
-                logits = self._logits(hidden, inputs.query_start_loc[1:] - 1)
-                self._draw(logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths])
+                sampler = self._model.sampler
+                logits = sampler.logits(hidden, inputs.query_start_loc[1:] - 1)
+                sampler.sample_rows(
+                    logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths]
+                )
                 del logits
         del hidden
         return available_kv_bytes(self._probe.read(), settings)
@@ -134,25 +152,10 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """One step of a dummy request in the null block, which is zeroed again, and the captures: no surprise is left."""
-        memory = self.memory
-        has_head = self.model_info.has_head
-        num_tokens = min(2, self.model_info.max_model_len, self._settings.max_num_batched_tokens)
-        dummy = NewRequestData(
-            req_id=_WARM_UP_ID,
-            prompt_token_ids=[0] * num_tokens,
-            sampling_params=SamplingParams() if has_head else None,
-            pooling_params=None if has_head else PoolingParams(),
-            block_ids=([0],),
-            num_computed_tokens=0,
-            num_prompt_tokens=num_tokens,
-        )
-        scheduled = {_WARM_UP_ID: num_tokens}
-        self.execute_model(
-            SchedulerOutput([dummy], num_scheduled_tokens=scheduled, total_num_scheduled_tokens=num_tokens)
-        )
-        self.execute_model(SchedulerOutput(finished_req_ids={_WARM_UP_ID}))
-        memory.pool[0] = 0
-        _ready(self._forward, "load_model").capture(memory.layers)
+        for scheduled in warm_up_steps(self.model_info, self._settings.max_num_batched_tokens):
+            self.execute_model(scheduled)
+        self.memory.pool[0] = 0
+        self._model.forward.capture(self.memory.layers)
 
     def set_connector(self, rank: RankConnector) -> None:
         """Put in the rank's half of the connector and start it on the pool."""
@@ -190,7 +193,7 @@ class ModelRunner:
         watch = self._layer_watch(scheduled)
         is_of_answers = inputs.num_tokens == inputs.num_reqs and scheduled.kv_connector_metadata is None
         with torch.inference_mode():
-            states = _ready(self._forward, "load_model").begin(
+            states = self._model.forward.begin(
                 inputs, self.memory.layers, watch, may_be_interrupted=is_of_answers
             )
         return _Begun(inputs, watch, states)
@@ -214,15 +217,15 @@ class ModelRunner:
 
         That is so in a step of one token for each request, with no orders for the connector.
         """
-        if self._forward is not None:
-            self._forward.interrupt()
+        if self._loaded is not None:
+            self._loaded.forward.interrupt()
 
     def shutdown(self) -> None:
         """Stop the connector's rank half, give the pool back, leave the other ranks."""
         if self._connector is not None:
             self._connector.close()
-        if self._forward is not None:
-            self._forward.close()
+        if self._loaded is not None:
+            self._loaded.forward.close()
         if self._memory is not None:
             self._memory.close()
         self._group.close()
@@ -237,61 +240,26 @@ class ModelRunner:
         if hidden is None:
             self._ahead = None
             return ModelRunnerOutput(was_interrupted=True)
-        logits = self._logits(hidden, drawing.last)
+        logits = self._model.sampler.logits(hidden, drawing.last)
         if watch is not None:
             watch.computed()
         prompt_logprobs = PromptLogprobs(
             batch,
-            partial(self._logits, hidden),
+            partial(self._model.sampler.logits, hidden),
             self.model_info.vocab_size,
             is_teller=self._group.rank == 0,
         ).of_step(inputs, drawing.states)
-        output = drawing.spread(self._draw_all(logits, drawing))
+        output = drawing.spread(self._model.sampler.sample_step(logits, drawing))
         output.prompt_logprobs_dict = prompt_logprobs
         if self._group.rank == 0:  # hidden states are equal on all ranks
             pool(hidden, inputs, drawing.states, output)
         batch.append_tokens(drawing.states, output.sampled_token_ids)
         return output
 
-    def _draw_all(self, logits: Tensor, drawing: Drawing) -> Samples:
-        """By the logits' best tokens, where all draw so and these are known; else row by row."""
-        best = _ready(self._forward, "load_model").best_tokens(logits) if drawing.takes_best else None
-        if best is not None:
-            return Samples(list(best), [0] * len(best), None)
-        return self._draw(_repeated(logits, drawing.places), drawing.rows)
-
-    def _draw(self, logits: Tensor, rows: list[SamplingRow]) -> Samples:
-        """The same tokens on every rank. Counts of NaN and log probabilities are known to rank 0 alone."""
-        draw = _ready(self._forward, "load_model").draw
-        drawn = sample(logits, rows, draw) if self._group.rank == 0 else _undrawn(len(rows))
-        if self._group.size == 1:
-            return drawn
-        return replace(drawn, token_ids=self._group.share_tokens(drawn.token_ids))
-
     def _layer_watch(self, scheduled: SchedulerOutput) -> LayerWatch | None:
         if self._connector is None or scheduled.kv_connector_metadata is None:
             return None
         return self._connector.watch_layers(scheduled.kv_connector_metadata)
-
-    def _logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
-        """``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 alone)."""
-        forward = _ready(self._forward, "load_model")
-        if len(rows) == len(hidden):  # in order, as they always are
-            return forward.logits(hidden)
-        (indices,) = on_device([rows], self.device)
-        return forward.logits(hidden[indices])
-
-
-def _undrawn(num_rows: int) -> Samples:
-    return Samples([None] * num_rows, [0] * num_rows, None)
-
-
-def _repeated(logits: Tensor, places: IntVector | None) -> Tensor:
-    """Each row so often as tokens are drawn from it."""
-    if places is None:
-        return logits
-    (indices,) = on_device([places], logits.device)
-    return logits[indices]
 
 
 def _ready(value: _T | None, needed: str) -> _T:

@@ -1,8 +1,9 @@
 """A public fake of a connector: both directions of ``engine/connector.py``, moved by the test instead of by a peer.
 
-The test decides when a sender publishes, when bytes land, when a read that was cancelled is terminal. The fake asserts
-the order of calls that the contract demands, that published KV is computed, and that lent KV stays as it was until the
-lease ends. A late read scribbles into its blocks just before it is ``Drained``: whoever got them too early is noticed.
+The test decides when a sender publishes, when bytes land, and when a read that was cancelled is terminal. The fake asserts
+the order of calls that the contract demands, that published KV is computed, and that lent KV does not change before the
+lease ends. A late read writes garbage into its blocks just before it is ``Drained``, so a request that got them too early
+fails.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class FakeFetch:
 
     @property
     def destination(self) -> list[int]:
-        """The blocks that a read goes into."""
+        """The blocks that a read writes to."""
         return self.block_ids[self.num_cached_blocks :]
 
 
@@ -62,27 +63,29 @@ class FakeRank:
         self.is_closed = False
 
     def start(self, memory: Any) -> None:
-        """The pool is allocated."""
+        """Keep the pool."""
         self._transfers.memory = memory
 
     def watch_layers(self, metadata: Any) -> None:
-        """See RankConnector. Nobody listens."""
+        """Return None: no layer is watched."""
 
     def execute(self, metadata: Any) -> None:
-        """Each order is (key, tokens published up to there); all of them must be computed now."""
+        """Carry out orders, each (key, number of tokens to publish); all of these must be computed by now."""
         for key, num_tokens in metadata:
             send = self._transfers.sends[key]
             self._transfers.pool_memory.check(send.block_ids, send.codes, num_tokens)
             send.num_published = num_tokens
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Completions since the last call."""
-        done = self.finished_sending, self.finished_recving
-        self.finished_sending, self.finished_recving = set(), set()
-        return done
+        """Return the completions since the last call."""
+        sent = self.finished_sending
+        received = self.finished_recving
+        self.finished_sending = set()
+        self.finished_recving = set()
+        return sent, received
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Record the call."""
         self.is_closed = True
 
 
@@ -110,17 +113,17 @@ class FakeConnector:
     # The levers.
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """Whom to tell of news."""
+        """Call ``wake`` on every event from now on."""
         self._wake = wake
 
     def publish_peer(self, key: str) -> None:
-        """The peer has published its first range."""
+        """Let the peer publish its first range."""
         assert self.fetches[key].state == "asked"
         self.fetches[key].state = "published"
-        self._tell(Published(key))
+        self._report(Published(key))
 
     def land(self, key: str) -> None:
-        """Everything has arrived and is verified."""
+        """Let everything arrive, verified."""
         fetch = self.fetches[key]
         assert fetch.state == "reading"
         fetch.state = "landed"
@@ -131,20 +134,20 @@ class FakeConnector:
         self._wake()
 
     def fail(self, key: str, kind: str = "transfer_failed", message: str = "the peer is gone") -> None:
-        """The transfer failed; what landed is garbage. It may still be cancelled until the scheduler has heard of it."""
+        """Let the transfer fail; what landed is garbage. It may be cancelled until the scheduler has taken the event."""
         self.fetches[key].state = "failed"
         self.pool_memory.scribble(self.fetches[key].destination)
-        self._tell(Failed(key, kind, message))
+        self._report(Failed(key, kind, message))
 
     def drain(self, key: str) -> None:
-        """The last read of a cancelled fetch is terminal, after it wrote once more."""
+        """Let the last read of a cancelled fetch write once more, and end."""
         fetch = self.fetches.pop(key)
         assert fetch.state == "draining"
         self.pool_memory.scribble(fetch.destination)
-        self._tell(Drained(key))
+        self._report(Drained(key))
 
     def end_lease(self, key: str) -> None:
-        """The peer has read everything: it is still what was published."""
+        """End a lease: the peer has read everything. Asserts that it is still what was published."""
         send = self.sends.pop(key)
         assert send.end is not None
         self.pool_memory.check(send.block_ids, send.codes, send.num_published)
@@ -162,28 +165,28 @@ class FakeConnector:
         self.pool_memory.check(block_ids, codes, num_cached_tokens)
         self.sends[request.key] = FakeSend(codes, list(block_ids), num_cached_tokens)
 
-    def publish(self, request_id: str, num_computed_tokens: int) -> None:
+    def publish(self, key: str, num_computed_tokens: int) -> None:
         """See SchedulerConnector."""
-        send = self.sends[request_id]
+        send = self.sends[key]
         assert send.end is None and send.num_published < num_computed_tokens <= len(send.codes)
-        self._orders.append((request_id, num_computed_tokens))
+        self._orders.append((key, num_computed_tokens))
 
-    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
+    def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See SchedulerConnector."""
-        send = self.sends[request_id]
+        send = self.sends[key]
         assert send.end is None and send.num_published == len(send.codes)
         send.end = "finished"
         send.first_tokens = first_tokens
 
-    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
+    def abandon_send(self, key: str, kind: str, message: str) -> None:
         """See SchedulerConnector."""
-        send = self.sends.get(request_id)
+        send = self.sends.get(key)
         assert message and (kind == ErrorKind.CANCELLED or (send is not None and send.end is None))
         if send is not None and send.end in (None, "finished"):
             send.end = kind
 
     def start_fetch(self, request: EngineRequest) -> None:
-        """See SchedulerConnector. Raises ``refusal`` where the test has set one."""
+        """See SchedulerConnector. Raises ``refusal`` if the test has set one."""
         if self.refusal:
             raise self.refusal
         assert request.key not in self.fetches
@@ -191,26 +194,28 @@ class FakeConnector:
             list(request.prompt_token_ids), request.sampling.seed, request.num_choices
         )
 
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """See SchedulerConnector."""
-        fetch = self.fetches[request_id]
+        fetch = self.fetches[key]
         size = self.pool_memory.layout.block_size
         assert fetch.state == "published"
         assert len(block_ids) == -(-len(fetch.prompt) // size)
         self.pool_memory.check(block_ids, prefix_codes(fetch.prompt), num_cached_blocks * size)
-        fetch.state, fetch.block_ids, fetch.num_cached_blocks = "reading", list(block_ids), num_cached_blocks
+        fetch.state = "reading"
+        fetch.block_ids = list(block_ids)
+        fetch.num_cached_blocks = num_cached_blocks
 
-    def cancel_fetch(self, request_id: str) -> bool:
-        """See SchedulerConnector. A read that has begun goes on until ``drain``."""
-        if self.fetches[request_id].state == "reading":
-            self.fetches[request_id].state = "draining"
+    def cancel_fetch(self, key: str) -> bool:
+        """See SchedulerConnector. A read that has started lasts until ``drain``."""
+        if self.fetches[key].state == "reading":
+            self.fetches[key].state = "draining"
             return False
-        del self.fetches[request_id]
+        del self.fetches[key]
         return True
 
-    def take_received(self, request_id: str) -> Received:
+    def take_received(self, key: str) -> Received:
         """See SchedulerConnector."""
-        fetch = self.fetches.pop(request_id)
+        fetch = self.fetches.pop(key)
         assert fetch.state == "landed"
         code = prefix_codes(fetch.prompt)[-1]
         tokens = [
@@ -260,12 +265,12 @@ class FakeConnector:
         """See SchedulerConnector."""
         self.is_closed = True
 
-    def _tell(self, event: TransferEvent) -> None:
+    def _report(self, event: TransferEvent) -> None:
         self._events.append(event)
         self._wake()
 
 
 def fake_connector_factory(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
-    """A ConnectorFactory; picklable. The address is nobody's."""
+    """Return both halves of a fake, as a ConnectorFactory does; picklable. No process listens at the address."""
     connector = FakeConnector(wake)
     return ConnectorPair(connector, connector.rank, "127.0.0.1:9")
