@@ -1,4 +1,4 @@
-"""A model's weights, packed and compressed for the kernels in one piece of memory."""
+"""A model's weights, packed and compressed for the kernels in one allocation."""
 
 import ctypes
 import logging
@@ -109,11 +109,11 @@ def _weights(model: CausalLM) -> list[Tensor]:
 
 
 def null_caches(config: DecoderConfig, block_size: int) -> list[Tensor]:
-    """A pool of one block for a forward pass whose KV nobody keeps."""
+    """Allocate a pool of one block for a forward pass whose KV is not kept."""
     shape = (1, 2, config.num_kv_heads, block_size, config.head_dim)
     return [torch.zeros(shape, dtype=torch.bfloat16)] * config.num_layers
 
 
 def addresses(tensors: Sequence[Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Where tensors lie, as C reads it."""
+    """Return the addresses of tensors as a C array."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
