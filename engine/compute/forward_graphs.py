@@ -79,7 +79,7 @@ class CudaRecorder:
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4 and the multiples of 8, up to the first that holds ``max_num_seqs``, at most 8192."""
+    """Return 1, 2, 4 and the multiples of 8, up to the first that holds ``max_num_seqs``, at most 8192."""
     sizes = [*_SMALL_SIZES, *range(_SIZE_STEP, _LARGEST_SIZE + 1, _SIZE_STEP)]
     return [size for size, before in zip(sizes, [0, *sizes], strict=False) if before < max_num_seqs]
 
@@ -163,7 +163,7 @@ class GraphedForward:
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
-        """Final hidden states, or on a GPU what will hold them."""
+        """Return the final hidden states; on a GPU, a tensor that will hold them."""
         is_captured = caches is not None and caches is self._caches
         if (
             not is_captured

@@ -48,7 +48,7 @@ class PlainForward:
         *,
         may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor]:
-        """See ForwardPass. On the host nothing can go on meanwhile: whoever has something else to do does it first."""
+        """See ForwardPass. On the host the pass runs when the result is called: the caller may do other work before."""
         if self._device.type == "cpu":
             return partial(self.forward, inputs, caches, watch)
         states = self.forward(inputs, caches, watch)

@@ -11,7 +11,7 @@ _WARM_UP_ID = "warm-up"
 
 
 def profile_inputs(lengths: list[int]) -> PreparedInputs:
-    """Inputs of new requests with these numbers of tokens, all of them token 0; nothing has a place in the KV cache."""
+    """Return inputs of new requests with these numbers of tokens, all of id 0, without a place in the KV cache."""
     counts = np.array(lengths, dtype=np.int32)
     query_start_loc = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     num_tokens = int(query_start_loc[-1])

@@ -1,7 +1,7 @@
 """One rank: the model, its KV memory, and one forward pass per ``execute_model``.
 
-Decides nothing: what runs is the scheduler's word. Owns the persistent batch, the pool of KV blocks, and the rank's
-half of the connector. Rank 0 of several draws the tokens and tells the others, so that all know the same ones.
+It decides nothing: the scheduler orders what runs. It owns the persistent batch, the pool of KV blocks, and the rank's
+half of the connector. Rank 0 of several samples the tokens and shares them, so that all ranks have the same ones.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ _HOST_PROFILE_TOKENS = 512
 
 @dataclass(frozen=True)
 class _Begun:
-    """A step whose forward pass is under way. states: waits for it; None where it was interrupted."""
+    """A step whose forward pass has begun. states: waits for it; returns None if it was interrupted."""
 
     inputs: PreparedInputs
     watch: LayerWatch | None
@@ -81,7 +81,7 @@ class ModelRunner:
 
     @property
     def model_info(self) -> ModelInfo:
-        """What was loaded. Raises InternalError before ``load_model``."""
+        """Facts about the loaded model. Raises InternalError before ``load_model``."""
         return self._model.info
 
     @property
@@ -94,7 +94,7 @@ class ModelRunner:
         return _ready(self._memory, "initialize_from_config")
 
     def load_model(self) -> None:
-        """Read the checkpoint and put the weights on the device. Raises SettingError for what cannot be served."""
+        """Read the checkpoint and put the weights on the device. Raises SettingError for a model that cannot be served."""
         torch.set_num_threads(max(1, self._settings.num_threads // self._group.size))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -104,15 +104,15 @@ class ModelRunner:
         self._loaded = _Model(loaded, forward, RankSampler(forward, self._group, self.device))
 
     def get_model_info(self) -> ModelInfo:
-        """``model_info`` for ``collective_rpc``."""
+        """Return ``model_info``, for ``collective_rpc``."""
         return self.model_info
 
     def echo(self, payload: bytes) -> bytes:
-        """Give the payload back: shows that this rank can be talked to."""
+        """Return the payload, as a sign that this rank can be reached."""
         return payload
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """What each layer needs on this rank, by layer name, first to last."""
+        """Return the spec of each layer on this rank, by layer name, first to last."""
         config = self._model.loaded.config
         spec = KVCacheSpec(
             self._settings.block_size, config.num_kv_heads, config.head_dim, self.model_info.dtype
@@ -120,11 +120,11 @@ class ModelRunner:
         return {f"model.layers.{layer}.self_attn": spec for layer in range(config.num_layers)}
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, after a forward pass without KV over a full batch of dummy tokens.
+        """Return the bytes for the KV cache, measured by a forward pass without KV over a full batch of dummy tokens.
 
-        On the host the pass is no measurement, so it is short: memory is touched, kernels are made.
+        On the host nothing is measured, so the pass is short: it touches memory and compiles kernels.
         """
-        self._probe.start()  # what loading took for a while is none of it
+        self._probe.start()  # what only loading took does not count
         settings = self._settings
         most = self._settings.max_num_batched_tokens
         num_tokens = min(most, _HOST_PROFILE_TOKENS) if self.device.type == "cpu" else most
@@ -151,14 +151,14 @@ class ModelRunner:
         return config.layout
 
     def warm_up(self) -> None:
-        """One step of a dummy request in the null block, which is zeroed again, and the captures: no surprise is left."""
+        """Run one step of a dummy request in the null block, which is zeroed again, and capture graphs."""
         for scheduled in warm_up_steps(self.model_info, self._settings.max_num_batched_tokens):
             self.execute_model(scheduled)
         self.memory.pool[0] = 0
         self._model.forward.capture(self.memory.layers)
 
     def set_connector(self, rank: RankConnector) -> None:
-        """Put in the rank's half of the connector and start it on the pool."""
+        """Set the rank's half of the connector and start it on the pool."""
         rank.start(self.memory)
         self._connector = rank
 
@@ -176,12 +176,12 @@ class ModelRunner:
         return self.begin(scheduled)()
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Let a step begin: update the batch, forward. What is returned waits, samples, and hands the connector its orders.
+        """Begin a step. The returned function waits for it, samples, and passes the connector its orders.
 
-        A request draws a token when all its known tokens are computed after this step; the token joins its known
-        tokens. Others get an empty list, and so does a request whose logits are not numbers (it is in
-        ``num_nans_in_logits``). One that pools draws none; rank 0 has its embedding in ``pooler_output``. Without
-        scheduled tokens nothing is computed, and nobody draws anything where the step was interrupted.
+        A request gets a token if all its known tokens are computed after this step; the token is added to these. Others
+        get an empty list, and so does a request whose logits are not numbers (it is in ``num_nans_in_logits``). One that
+        pools gets none; rank 0 has its embedding in ``pooler_output``. Without scheduled tokens nothing is computed, and
+        nothing is sampled if the step was interrupted.
         """
         _ready(self._batch, "initialize_from_config").update(scheduled)
         self.memory.copy_blocks(scheduled.block_copies)
@@ -191,10 +191,10 @@ class ModelRunner:
     def _begin(self, scheduled: SchedulerOutput) -> _Begun:
         inputs = prepare_inputs(_ready(self._batch, "initialize_from_config"), scheduled, self._ahead)
         watch = self._layer_watch(scheduled)
-        is_of_answers = inputs.num_tokens == inputs.num_reqs and scheduled.kv_connector_metadata is None
+        has_answers_only = inputs.num_tokens == inputs.num_reqs and scheduled.kv_connector_metadata is None
         with torch.inference_mode():
             states = self._model.forward.begin(
-                inputs, self.memory.layers, watch, may_be_interrupted=is_of_answers
+                inputs, self.memory.layers, watch, may_be_interrupted=has_answers_only
             )
         return _Begun(inputs, watch, states)
 
@@ -213,15 +213,15 @@ class ModelRunner:
         return output
 
     def interrupt(self) -> None:
-        """From any thread: end the step that is under way without results, if nothing is promised for its end.
+        """End the running step without results; from any thread.
 
-        That is so in a step of one token for each request, with no orders for the connector.
+        Only a step of one token for each request, without orders for the connector, is interrupted.
         """
         if self._loaded is not None:
             self._loaded.forward.interrupt()
 
     def shutdown(self) -> None:
-        """Stop the connector's rank half, give the pool back, leave the other ranks."""
+        """Stop the connector's rank half, free the pool, leave the other ranks."""
         if self._connector is not None:
             self._connector.close()
         if self._loaded is not None:
@@ -234,7 +234,7 @@ class ModelRunner:
         batch = _ready(self._batch, "initialize_from_config")
         inputs = begun.inputs
         watch = begun.watch
-        drawing = Drawing.of_step(batch, scheduled, inputs)  # while the pass is under way
+        drawing = Drawing.of_step(batch, scheduled, inputs)  # while the pass is computed
         self._ahead = outline_next(batch, inputs)
         hidden = begun.states()
         if hidden is None:

@@ -337,6 +337,6 @@ class FakeExecutor:
 
 
 def start_fake_executor(settings: EngineSettings) -> tuple[FakeExecutor, int]:
-    """Start a fake instead of ``engine.startup.start_executor``; ``kv_cache_bytes`` counts blocks (default 64). Picklable."""
+    """Start a fake for ``engine.startup.start_executor``: ``kv_cache_bytes`` counts blocks, 64 if unset. Picklable."""
     executor = FakeExecutor(settings)
     return executor, executor.memory.num_blocks
