@@ -111,7 +111,7 @@ async def test_an_answer_that_ends_at_its_first_token_is_no_error_at_the_decode_
 
 
 async def test_abort_before_anybody_fetched_frees_the_loan(model: Path) -> None:
-    """The prefill leg has ended with its first token and no decode leg ever came: its blocks do not wait for the lease's end."""
+    """The prefill leg has ended with its first token and no decode leg came: its blocks do not wait for the lease's end."""
     async with running_pair(model) as pair:
         send, _ = pair.legs("alone", PROMPT, SAMPLED)
         assert len(tokens_of(await outputs_of(pair.prefill, send))) == 1
