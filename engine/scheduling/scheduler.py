@@ -48,6 +48,9 @@ class Scheduler:
 
     max_model_len: tokens that prompt and answer may have together. vocab_size: bounds the token ids that another
     worker may send. stages: what requests wait for beside their grammar and their KV. clock: seconds, monotonic.
+
+    A request enters by ``_intake``, is in ``waits`` or in ``queues`` while it is ``live``, and advances by ``_results``.
+    ``load`` answers how much work there is.
     """
 
     def __init__(
