@@ -23,6 +23,7 @@ Receiver's side (decode):
    blocks stay quarantined until a ``Drained`` event.
 """
 
+import pkgutil
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from contract.errors import SettingError
 from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest, TokenLogprobs, TransferReport
 
@@ -211,81 +213,85 @@ class RankConnector(Protocol):
         """Stop the data thread. Outstanding reads are terminal when this returns."""
 
 
-@dataclass(frozen=True)
-class ConnectorPair:
-    """Both halves, for an engine whose single rank lives in the core process.
-
-    address: "host:port" of the control link, for the worker's registration.
-    """
-
-    scheduler: SchedulerConnector
-    rank: RankConnector
-    address: str
-
-
 class RankConnectorPlan(msgspec.Struct, frozen=True):
     """How a rank process opens its half of a connector.
 
-    opener: "module:function" that takes (settings, line) and returns a ``RankConnector``. line: descriptor, in that
-    process, of the socket by which the half speaks with the other one.
+    opener: "module:function" that takes (settings, socket) and returns a ``RankConnector``. descriptor: of the socket to the
+    scheduler's half, in that process.
     """
 
     opener: str
     settings: bytes
-    line: int
+    descriptor: int
+
+    def open(self) -> RankConnector:
+        """Open the half, which owns the socket from then on. Raises what the opener raises."""
+        opener: Callable[[bytes, socket.socket], RankConnector] = pkgutil.resolve_name(self.opener)
+        return opener(self.settings, socket.socket(fileno=self.descriptor))
 
 
 class RanksConnector(Protocol):
-    """The rank halves of an engine of several ranks, as seen by its executor. Each is opened in its rank's process.
+    """The halves beside the KV memory of an engine's ranks, as its executor handles them.
 
-    opener: see ``RankConnectorPlan``. The executor calls ``connect``, has every rank open its half, calls ``begin``, takes
-    what is finished after each step, and calls ``close`` when the ranks have ended.
+    An executor whose only rank is in its own process calls ``in_process``. Any other one calls ``connect``, has every rank
+    open its half, and calls ``begin``; it calls ``close`` when the ranks have ended.
     """
 
-    @property
-    def opener(self) -> str:
-        """What makes a half in its rank's process."""
+    def in_process(self) -> RankConnector:
+        """Return the half of the only rank. Raises SettingError if there are several."""
 
-    def settings_of(self, rank: int) -> bytes:
-        """What it is made with."""
+    def connect(self, sockets: Sequence[socket.socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """Take our ends of the ranks' sockets, in rank order, and return how each rank opens its half.
 
-    def connect(self, lines: Sequence[socket.socket]) -> None:
-        """Our ends of the lines, in rank order; from now on this object owns them."""
+        peers: descriptors of the other ends, each in its rank's process. Raises SettingError if there is one rank only.
+        """
 
     def begin(self) -> None:
-        """Every rank has opened its half and started it on its pool."""
+        """Begin to serve peers: every rank has opened its half and started it on its pool."""
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Request ids (finished_sending, finished_recving) since the last call, finished on all ranks."""
+        """Return request ids (finished_sending, finished_recving) since the last call, finished on all ranks."""
 
     def close(self) -> None:
-        """Close the lines. May be called twice, and before ``connect``."""
+        """Close the sockets. May be called twice, and before ``connect``."""
+
+
+class SingleRankConnector:
+    """Fulfils ``RanksConnector`` with the half of an engine's only rank, which is called without anything in between."""
+
+    def __init__(self, half: RankConnector) -> None:
+        self._half = half
+        self.take_finished = half.take_finished
+        self.close = half.close
+
+    def in_process(self) -> RankConnector:
+        """See RanksConnector."""
+        return self._half
+
+    def connect(self, sockets: Sequence[socket.socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """Raise SettingError; the sockets are closed."""
+        for each in sockets:
+            each.close()
+        raise SettingError(
+            f"tensor_parallel_size is {len(peers)}, and this connector serves engines of one rank only",
+            param="tensor_parallel_size",
+        )
+
+    def begin(self) -> None:
+        """See RanksConnector."""
 
 
 @dataclass(frozen=True)
-class RanksConnectorPair:
-    """A connector for an engine of several ranks. address: as in ``ConnectorPair``."""
+class ConnectorPair:
+    """Both sides of a connector.
+
+    address: "host:port" of the control link, for the worker's registration.
+    """
 
     scheduler: SchedulerConnector
     ranks: RanksConnector
     address: str
 
 
-@runtime_checkable
-class JoinsRanks(Protocol):
-    """An executor whose ranks are several."""
-
-    def join_ranks(self, connector: RanksConnector) -> None:
-        """Have every rank open its half of the connector; after the KV start-up. Closes it in ``shutdown``."""
-
-
-@runtime_checkable
-class RanksConnectorFactory(Protocol):
-    """A ``ConnectorFactory`` that serves engines of several ranks too."""
-
-    def for_ranks(self, side: Side, model_fingerprint: str, wake: Callable[[], None]) -> RanksConnectorPair:
-        """Both halves; ``side`` says how many ranks there are, and the layout of one."""
-
-
-ConnectorFactory = Callable[[KVLayout, str, Callable[[], None]], ConnectorPair]
-"""(layout, model fingerprint, wake) → both halves. ``wake`` may be called from any thread and wakes an idle core."""
+ConnectorFactory = Callable[[Side, str, Callable[[], None]], ConnectorPair]
+"""(how the engine keeps its KV, model fingerprint, wake) → a connector. ``wake`` may be called from any thread."""

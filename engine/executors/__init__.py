@@ -1,1 +1,1 @@
-"""What a core orders its steps from: one runner in this process, or ranks (``engine.distributed``)."""
+"""What a core runs its steps on: one runner in this process, or ranks (``engine.distributed``)."""

@@ -17,6 +17,7 @@ import torch
 from contract.errors import ErrorKind, InternalError, KvbatonError, SettingError, WorkerLostError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams
+from engine.connector import SingleRankConnector
 from engine.distributed.channel import SLOT_BYTES
 from engine.distributed.executor import RanksExecutor
 from engine.executors.executor import InProcessExecutor, create_executor
@@ -106,10 +107,10 @@ def test_what_cannot_be_called_is_refused_here(ranks: RanksExecutor, model: Path
         for method in ("fly", "_draw", "device"):
             with pytest.raises(InternalError, match=f"no method '{method}'"):
                 executor.collective_rpc(method)
-    with pytest.raises(InternalError, match="cannot travel"):
+    with pytest.raises(InternalError, match="cannot be sent"):
         ranks.collective_rpc("echo", object())
     with pytest.raises(SettingError, match="one rank only"):
-        ranks.set_connector(RecordingConnector())
+        ranks.set_connector(SingleRankConnector(RecordingConnector()))
     assert ranks.collective_rpc("echo", b"still") == [b"still"] * 2
 
 
@@ -168,14 +169,14 @@ def test_shutdown_leaves_nothing(model: Path) -> None:
 def assert_halves_are_joined(executor: RanksExecutor) -> None:
     """Each rank opens its half, by its own settings, on its own pool; orders reach all behind the step; all are closed."""
     connector = EchoingRanks()
-    executor.join_ranks(connector)
+    executor.set_connector(connector)
     started = [["start", pid] for pid in executor.pids]
-    assert [[words[1], words[3]] for words in connector.said] == started
+    assert [[words[1], words[3]] for words in connector.reports] == started
     output = executor.execute_model(SchedulerOutput(kv_connector_metadata={"orders": [1, 2**64 - 1]}))
     assert (output.finished_sending, output.finished_recving) == ({"sent"}, None)
-    connector.hear()
+    connector.receive()
     executor.shutdown()
-    assert [words for words in connector.said if words[1] != "start"] == [
+    assert [words for words in connector.reports if words[1] != "start"] == [
         *([f"half {rank}", "execute", {"orders": [1, 2**64 - 1]}] for rank in range(2)),
         *([f"half {rank}", "close"] for rank in range(2)),
     ]

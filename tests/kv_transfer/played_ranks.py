@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from contract.layout import KVLayout, Side
-from engine.connector import ConnectorPair, KVMemory, RanksConnector
+from engine.connector import ConnectorPair, KVMemory, RanksConnector, SingleRankConnector
 from kv_transfer.connector import TransferFactory
-from kv_transfer.links.framing import FrameBuffer, encode_frame
-from kv_transfer.ranks import words
-from kv_transfer.ranks.rank_half import RankHalf, open_rank_half
+from kv_transfer.links.framing import FrameBuffer
+from kv_transfer.ranks import rank_messages as messages
+from kv_transfer.ranks.rank_half import RankHalf
 from kv_transfer.settings import TransferSettings
 from kv_transfer.testing import ByteMemory, TransferDriver
 from tests.kv_transfer.builders import LAYOUT, MODEL, Worker
@@ -34,14 +34,17 @@ class PlayedRanks:
     def start(self, memory: KVMemory) -> None:
         """Open every rank's half on its own pool; ``memory`` is nobody's."""
         pairs = [socket.socketpair() for _ in self._memories]
-        self._connector.connect([ours for ours, _ in pairs])
+        ours, theirs = zip(*pairs, strict=True)
+        plans = self._connector.connect(ours, [each.fileno() for each in theirs])
         with ExitStack() as unused:
-            for _, theirs in pairs:
-                unused.callback(theirs.close)
-            for rank, (memory_of_rank, (_, theirs)) in enumerate(zip(self._memories, pairs, strict=True)):
-                line = socket.socket(fileno=theirs.detach())
-                self.halves.append(open_rank_half(self._connector.settings_of(rank), line))
-                self.halves[-1].start(memory_of_rank)
+            for each in theirs:
+                unused.callback(each.close)
+            for rank, (memory_of_rank, plan) in enumerate(zip(self._memories, plans, strict=True)):
+                theirs[rank].detach()
+                half = plan.open()
+                assert isinstance(half, RankHalf)
+                self.halves.append(half)
+                half.start(memory_of_rank)
         self._connector.begin()
 
     def watch_layers(self, metadata: Any) -> None:
@@ -75,11 +78,11 @@ class PlayedRank:
         """The next word."""
         while not self._heard:
             self._heard += self._frames.feed(self._end.recv(_MAX_BYTES))
-        return words.to_rank.decode(self._heard.pop(0))
+        return messages.to_rank.decode(self._heard.pop(0))
 
-    def say(self, word: words.FromRank) -> None:
+    def say(self, word: messages.FromRank) -> None:
         """Tell the control half."""
-        self._end.sendall(encode_frame(word, _MAX_BYTES))
+        self._end.sendall(messages.to_frame(word))
 
     def close(self) -> None:
         """Die."""
@@ -92,10 +95,10 @@ def worker_of_ranks(
 ) -> Iterator[Worker]:
     """A running connector of ``len(memories)`` ranks, closed at the end; its driver's own memory is not used."""
     driver = TransferDriver(ByteMemory(layout, 1))
-    pair = TransferFactory(settings).for_ranks(Side(layout, len(memories)), MODEL, driver.wake)
+    pair = TransferFactory(settings)(Side(layout, len(memories)), MODEL, driver.wake)
     ranks = PlayedRanks(pair.ranks, memories)
     with ExitStack() as stack:
         stack.callback(ranks.close)
         stack.callback(pair.scheduler.close)
-        driver.attach(ConnectorPair(pair.scheduler, ranks, pair.address))
+        driver.attach(ConnectorPair(pair.scheduler, SingleRankConnector(ranks), pair.address))
         yield Worker(settings, driver)

@@ -13,7 +13,7 @@ from contract.layout import KVLayout, Side
 from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Offer
-from kv_transfer.ranks import words
+from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.testing import ByteMemory, TransferDriver
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Pair, Worker, prompt_of, settings_for, worker
 from tests.kv_transfer.played_ranks import SHARE, PlayedRank
@@ -74,14 +74,14 @@ def prefill_with_played_ranks() -> Iterator[tuple[Worker, list[PlayedRank]]]:
     """Its ranks do what the test says; their transports are open, nowhere."""
     driver = TransferDriver(ByteMemory(SHARE, 1))
     settings = settings_for("p", Role.PREFILL)
-    pair = TransferFactory(settings).for_ranks(Side(SHARE, 2), MODEL, driver.wake)
+    pair = TransferFactory(settings)(Side(SHARE, 2), MODEL, driver.wake)
     ends = [socket.socketpair() for _ in range(2)]
     ranks = [PlayedRank(theirs) for _, theirs in ends]
     driver.scheduler, driver.address = pair.scheduler, pair.address
     try:
-        pair.ranks.connect([ours for ours, _ in ends])
+        pair.ranks.connect([ours for ours, _ in ends], [0, 0])
         for number, rank in enumerate(ranks):
-            rank.say(words.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"], []))
+            rank.say(messages.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"], []))
         pair.ranks.begin()
         yield Worker(settings, driver), ranks
     finally:
@@ -103,12 +103,12 @@ def test_a_peer_is_welcomed_when_every_rank_would_let_it_in() -> None:
             request = Pair(prefill, decode).fetch_request(decode.settings.worker_id, prompt_of(2))
             decode.driver.scheduler.start_fetch(request)
             heard = [rank.hear() for rank in ranks]
-            assert [type(word) for word in heard] == [words.BeginSession] * 2
+            assert [type(word) for word in heard] == [messages.BeginSession] * 2
             tokens.append(heard[0].token)
         for rank, token in ((0, tokens[0]), (0, tokens[1]), (1, tokens[1])):
-            ranks[rank].say(words.SessionBegun(token))
+            ranks[rank].say(messages.Answer(token))
         up = "link_handshakes_total{result=ok}"
         late.driver.wait_for(lambda: late.count(up) == 1, "the later one is welcomed")
         assert early.count(up) == 0
-        ranks[1].say(words.SessionBegun(tokens[0]))
+        ranks[1].say(messages.Answer(tokens[0]))
         early.driver.wait_for(lambda: early.count(up) == 1, "so is the earlier one")

@@ -1,4 +1,4 @@
-"""What several ranks report goes up as one: in every order of their words, once, and never before the last of them."""
+"""Reports of several ranks become one report: in every order, once, and never before the last of them."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +8,8 @@ from contract.errors import ErrorKind
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.protocol.states import ImpossibleEventError
-from kv_transfer.ranks.gathering import JobGather, Range, RangeGather, has_failed
-from kv_transfer.ranks.receivers import ranks_read
+from kv_transfer.ranks.aggregation import JobAggregator, Range, RangeAggregator, has_failed
+from kv_transfer.ranks.rank_data import ranks_read
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
 NUM_RANKS = 3
@@ -24,12 +24,15 @@ ENDS: dict[str, ev.FetchEvent] = {
 
 @given(st.lists(st.sampled_from(list(ENDS)), min_size=1, max_size=4))
 def test_a_job_is_terminal_when_it_is_so_on_every_rank(ends: list[str]) -> None:
-    """Law 2: whatever the ranks say, in whatever order, nothing goes up before the last, and then one end."""
-    gather = JobGather(len(ends))
-    gather.open(7)
-    *before, end = [gather.over(7, rank, ENDS[end]) for rank, end in enumerate(ends)]
+    """Law 2: whatever the ranks report, in whatever order, nothing is returned before the last, and then one end."""
+    jobs = JobAggregator(len(ends))
+    jobs.begin("7", "r")
+    *before, outcome = [jobs.add("7", rank, ENDS[end]) for rank, end in enumerate(ends)]
     assert before == [None] * (len(ends) - 1)
-    assert gather.waiting_for() == {}
+    assert jobs.debug_state() == []
+    assert outcome is not None
+    request, end = outcome
+    assert request == "r"
     failures = [name for name in ends if name in ("failed", "lost")]
     if failures:
         assert isinstance(end, ev.JobFailed)
@@ -42,45 +45,46 @@ def test_a_job_is_terminal_when_it_is_so_on_every_rank(ends: list[str]) -> None:
     assert [name for name in ENDS if has_failed(ENDS[name])] == ["failed", "lost", "stopped"]
 
 
-def test_the_ranks_are_told_to_stop_once() -> None:
-    """Whoever asks first: the first rank that fails, or the control half; and not when all is over."""
-    gather = JobGather(2)
-    gather.open(1)
-    assert [gather.stop(1), gather.stop(1), gather.stop(2)] == [True, False, False]
-    gather.open(2)
+def test_the_ranks_are_asked_to_stop_once() -> None:
+    """By the first rank that fails or by the control half; and not when all is over."""
+    jobs = JobAggregator(2)
+    jobs.begin("1", "r")
+    assert [jobs.stop("1"), jobs.stop("1"), jobs.stop("2")] == [True, False, False]
+    jobs.begin("2", "r")
     for rank in range(2):
-        gather.over(2, rank, ev.CommitDone())
-    assert not gather.stop(2)
+        jobs.add("2", rank, ev.CommitDone())
+    assert not jobs.stop("2")
 
 
-def test_the_last_rank_says_when_all_is_verified() -> None:
-    gather = JobGather(2)
-    gather.open(1)
-    assert gather.over(1, 1, ev.PieceVerified(4, 9.0)) is None
-    assert gather.waiting_for() == {1: [0]}
-    assert gather.over(1, 0, ev.PieceVerified(4, 8.0)) == ev.PieceVerified(4, 9.0)
+def test_a_job_is_verified_when_the_last_rank_has_verified_it() -> None:
+    jobs = JobAggregator(2)
+    jobs.begin("1", "r")
+    assert jobs.add("1", 1, ev.PieceVerified(4, 9.0)) is None
+    assert jobs.debug_state() == [{"request": "r", "ranks": [0]}]
+    assert jobs.add("1", 0, ev.PieceVerified(4, 8.0)) == ("r", ev.PieceVerified(4, 9.0))
 
 
-def test_what_has_landed_is_what_has_landed_on_all() -> None:
+def test_blocks_have_landed_when_they_have_on_all_ranks() -> None:
     """Blocks are counted once, when their last share is there."""
-    gather = JobGather(2)
-    gather.open(1)
+    jobs = JobAggregator(2)
+    jobs.begin("1", "r")
     pieces = [ev.PieceLanded(count, float(count), 10.0 + count) for count in range(1, 5)]
-    assert gather.landed(1, 0, pieces[2]) is None
-    assert gather.landed(1, 1, pieces[0]) == ev.PieceLanded(1, 1.0, 11.0)
-    assert gather.landed(1, 1, pieces[3]) == ev.PieceLanded(2, 4.0, 14.0)
-    assert gather.landed(1, 0, pieces[1]) == ev.PieceLanded(2, 2.0, 12.0)
+    assert jobs.add("1", 0, pieces[2]) is None
+    assert jobs.add("1", 1, pieces[0]) == ("r", ev.PieceLanded(1, 1.0, 11.0))
+    assert jobs.add("1", 1, pieces[3]) == ("r", ev.PieceLanded(2, 4.0, 14.0))
+    assert jobs.add("1", 0, pieces[1]) == ("r", ev.PieceLanded(2, 2.0, 12.0))
 
 
 def test_a_rank_ends_a_job_once() -> None:
-    gather = JobGather(2)
-    gather.open(1)
-    gather.over(1, 0, ev.CommitDone())
-    for number, rank in ((1, 0), (2, 0)):
-        with pytest.raises(ImpossibleEventError, match=f"rank {rank} reports of job {number}, which is over"):
-            gather.over(number, rank, ev.CommitDone())
-        with pytest.raises(ImpossibleEventError):
-            gather.landed(number, rank, ev.PieceLanded(1, 0.0, 0.0))
+    jobs = JobAggregator(2)
+    jobs.begin("1", "r")
+    jobs.add("1", 0, ev.CommitDone())
+    for key, rank in (("1", 0), ("2", 0)):
+        for event in (ev.CommitDone(), ev.PieceLanded(1, 0.0, 0.0)):
+            with pytest.raises(
+                ImpossibleEventError, match=f"rank {rank} reports on job {key}, which is over"
+            ):
+                jobs.add(key, rank, event)
 
 
 def ready(first: int, count: int, rank: int) -> ev.RangeReady:
@@ -113,7 +117,7 @@ def test_a_range_is_published_when_every_rank_lends_it(
     data: st.DataObject, failing: dict[int, tuple[int, int]]
 ) -> None:
     """In every interleaving: blocks go up in order, without a gap, and never before each rank is done with them."""
-    left, gather, next_block = orders(2, failing), RangeGather(NUM_RANKS), 0
+    left, gather, next_block = orders(2, failing), RangeAggregator(NUM_RANKS), 0
     done = [0] * NUM_RANKS
     while any(left):
         rank = data.draw(st.sampled_from([rank for rank, words in enumerate(left) if words]))
@@ -138,9 +142,9 @@ def test_a_range_is_published_when_every_rank_lends_it(
 
 
 def test_ranks_that_digest_different_ranges_are_a_bug() -> None:
-    gather = RangeGather(2)
+    gather = RangeAggregator(2)
     gather.add("r", 0, ready(0, 2, 0))
-    with pytest.raises(ImpossibleEventError, match="other ranges"):
+    with pytest.raises(ImpossibleEventError, match="different ranges"):
         gather.add("r", 1, ready(0, 1, 1))
 
 
