@@ -150,7 +150,7 @@ class RankChannel:
 
     @property
     def num_answered(self) -> int:
-        """How many answers the rank has written; whether they were taken does not matter."""
+        """The number of answers that the rank has written; whether they were taken does not matter."""
         return self._answers.num_written
 
     def take_answer(self) -> Answer | None:

@@ -15,7 +15,7 @@ from engine.settings import EngineSettings
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank process is started with.
+    """The parameters of a rank process.
 
     doorbell, calls, answers, connector_socket, store: inherited descriptors. connector_socket: for the rank's half of a
     connector, if it gets one. large_address: of the socket for payloads that fit into no slot. store: rank 0's listening

@@ -26,7 +26,7 @@ _NUM_BEFORE_CALLS = 1
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """What all rank processes of one engine have in common.
+    """The parameters that all rank processes of one engine share.
 
     calls: descriptor of the calls' ring. store: listening socket of rank 0's store. folder: for the sockets of large
     payloads, until all are connected.
@@ -74,7 +74,7 @@ class RankProcess:
 
     @property
     def num_answered(self) -> int:
-        """How many calls the process has answered."""
+        """The number of calls that the process has answered."""
         return self.channel.num_answered
 
     @property

@@ -1,5 +1,6 @@
 """Reports of several ranks as one report, made once all ranks have reported. No I/O; every class is thread-safe."""
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -31,11 +32,14 @@ class JobAggregator:
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
+        self._keys = itertools.count(1)
 
-    def begin(self, key: str, request: str) -> None:
-        """Add a job that is sent to all ranks."""
+    def begin(self, request: str) -> str:
+        """Add a job of this request that is sent to all ranks; return the job's key."""
+        key = str(next(self._keys))
         with self._lock:
             self._jobs[key] = _Job(request, [0] * self._num_ranks)
+        return key
 
     def add(self, key: str, rank: int, event: ev.FetchEvent) -> tuple[str, ev.FetchEvent] | None:
         """Take a rank's report on a job. If something is true on every rank now and was not before, return it.

@@ -1,5 +1,6 @@
-"""Questions that every rank answers: whether a source can be read, and whether a peer's session is known."""
+"""Questions that every rank answers: can a source be read, and has a session begun; and receivers that ask the first."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,8 +17,8 @@ _Errors = dict[int, str | None]
 class RankQuestions:
     """Owns the questions that are open, by key. A question is over when every rank has answered it. Thread-safe.
 
-    The ranks serve a peer's reads, so the peer is told of its session after all ranks know it. Otherwise it could show its
-    token to a rank that refuses it.
+    The ranks serve a peer's reads, so a peer's link is up only after its session has begun on all ranks. Otherwise the peer
+    could show its token to a rank that refuses it.
     """
 
     def __init__(self, num_ranks: int, send_to_all: Callable[[ToRank], None]) -> None:
@@ -26,6 +27,7 @@ class RankQuestions:
         self._lock = threading.Lock()
         self._open: dict[str, tuple[_Errors, Callable[[_Errors | None], None]]] = {}
         self._is_closed = False
+        self._num_probes = itertools.count(1)
 
     def begin(self, token: str, then: Callable[[], None]) -> bool:
         """See ``SessionBook``; ``then`` is not called if the session ends before."""
@@ -38,9 +40,9 @@ class RankQuestions:
             self._open.pop(token, None)
         self._send_to_all(EndSession(token))
 
-    def probe(self, new_key: Callable[[], str], source: Source, read: Read) -> None:
+    def probe(self, source: Source, read: Read) -> None:
         """Block until all ranks have tried to read a source. Raises TransferError with the ranks that cannot, and why."""
-        key = new_key()
+        key = f"probe {next(self._num_probes)}"
         answers = Mailbox[_Errors | None]()
         self._ask(key, Probe(key, source), answers.put)
         read.when_stopped(partial(self._send_to_all, Stop(key)))

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from contract.errors import InternalError, SettingError
+from engine.connector import RanksConnector, SingleRankConnector
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
 from kv_transfer.data.reports import DataReports
@@ -21,7 +23,7 @@ from kv_transfer.transports.transport import ReceiverTransport
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank's transports are opened with; see ``TransferSettings``. boot_id: of this rank's transports."""
+    """The parameters of one rank's transports; see ``TransferSettings``. boot_id: of this rank's transports."""
 
     rank: int
     num_ranks: int
@@ -97,27 +99,59 @@ class RankData:
             on_thread_failed=self._on_thread_failed,
         )
         senders, receivers = open_transports(settings.transport, context)
-        self.lending = Lending(senders)
-        self.readers = {
+        self._lending = Lending(senders)
+        self.release = self._lending.release
+        self.offers = self._lending.offers
+        self._readers = {
             name: _rank_reader(receiver, settings.rank, settings.num_ranks)
             for name, receiver in receivers.items()
         }
-        self.chooser = Chooser(self.readers, counters)
+        self.chooser = Chooser(self._readers, counters)
         receiver = self.chooser if decorate is None else decorate(self.chooser)
         self.half = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
+        self.post_commit = self.half.post_commit
         self.chooser.attach(self.half.post_pull)
 
     def attach(self, reports: DataReports) -> None:
-        """Say who gets the reports; called once, before ``half.start``."""
+        """Set the receiver of the reports; called once, before ``half.start``."""
         self._reports = reports
-        self.half.attach(self.lending, reports)
+        self.half.attach(self._lending, reports)
+
+    def connector(self, serve: Callable[[], None]) -> RanksConnector:
+        """Return the executor's side, for a worker of one rank. serve: begins to serve peers; called at once."""
+        serve()
+        return SingleRankConnector(self.half)
+
+    def readers(self) -> list[str]:
+        """Return the transports that can be read over, best first."""
+        return list(self._readers)
+
+    def probing(self) -> list[str]:
+        """Return the transports that have to be probed."""
+        return [name for name, reader in self._readers.items() if isinstance(reader, Probing)]
 
     def probe(self, source: Source, read: Read) -> None:
         """Try to read a source. Raises what a read would, and InternalError for a transport that cannot be probed."""
-        reader = self.readers[source.transport]
+        reader = self._readers[source.transport]
         if not isinstance(reader, Probing):
             raise InternalError(f"transport {source.transport} cannot be probed")
         reader.probe(source, read)
+
+    def leave(self, source: Source) -> None:
+        """See ``DataSide``."""
+        self.half.leave(source)
+
+    def debug_state(self) -> dict[str, Any]:
+        """See ``DataSide``."""
+        return self.half.debug_state()
+
+    def progress(self) -> dict[str, int]:
+        """See ``DataSide``."""
+        return self.half.progress()
+
+    def close(self) -> None:
+        """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""
+        self._lending.close()
 
     def _on_idle(self, name: LeaseName) -> None:
         self._reports.lease_idle(name)

@@ -1,18 +1,19 @@
-"""The data halves of several ranks as one: what the control half uses in place of a ``DataHalf`` and its transports.
+"""The data halves of several ranks as one: what the control half uses in place of one rank's, and their executor's side.
 
 Jobs, releases and sessions are sent to every rank; what the ranks report is passed on once all have reported it.
 """
 
-import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from socket import socket
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from contract.errors import InternalError
+from contract.errors import InternalError, SettingError
+from engine.connector import RankConnector, RankConnectorPlan
 from kv_transfer.counters import Counters
 from kv_transfer.data.reports import DataReports
 from kv_transfer.protocol import events as ev
@@ -22,18 +23,20 @@ from kv_transfer.protocol.reads import LeaseName, Source
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.aggregation import JobAggregator, RangeAggregator, RankProgress, has_failed
 from kv_transfer.ranks.probes import RankQuestions, rank_receivers
+from kv_transfer.ranks.rank_data import RankSettings
 from kv_transfer.ranks.rank_sockets import RankSockets
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.lending import IdleTogether
 
+_OPENER = "kv_transfer.ranks.rank_half:open_rank_half"
 _OPEN_SECONDS = 30.0
 
 
-class RankAbilities:
-    """What the ranks' transports can do together: only what every rank can. Thread-safe."""
+class RankStartup:
+    """Collects what each rank's transports can do. Together the ranks can do only what every one can. Thread-safe."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+        self._num_ranks = num_ranks
         self._opened: dict[int, messages.Opened] = {}
         self._changed = threading.Condition()
 
@@ -43,15 +46,15 @@ class RankAbilities:
             self._opened[rank] = opened
             self._changed.notify_all()
 
-    def wait(self, timeout_seconds: float) -> None:
-        """Wait until all have reported. Raises InternalError for those that have not in time."""
+    def wait(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
+        """Wait until all ranks have reported. Raises InternalError for those that have not in time."""
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._opened) == self.num_ranks, timeout_seconds):
-                missing = [rank for rank in range(self.num_ranks) if rank not in self._opened]
+            if not self._changed.wait_for(lambda: len(self._opened) == self._num_ranks, timeout_seconds):
+                missing = [rank for rank in range(self._num_ranks) if rank not in self._opened]
                 raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
 
     def readers(self) -> list[str]:
-        """Return what every rank can read over, best first; nothing before all have reported."""
+        """Return the transports that every rank can read over, best first; nothing before all have reported."""
         return _shared([opened.readers for opened in self._in_order()])
 
     def probing(self) -> set[str]:
@@ -59,17 +62,17 @@ class RankAbilities:
         return {name for opened in self._in_order() for name in opened.probing}
 
     def offers(self) -> list[Offer]:
-        """Return what every rank lends over, best first, with each rank's address."""
+        """Return what every rank lends over, best first, with each rank's address; nothing before all have reported."""
         ranks = [{offer.transport: offer.address for offer in opened.offers} for opened in self._in_order()]
+        names = _shared([list(addresses) for addresses in ranks])
         return [
-            Offer(name, ranks[0][name], tuple(addresses[name] for addresses in ranks[1:]))
-            for name in _shared([list(addresses) for addresses in ranks])
+            Offer(name, ranks[0][name], tuple(addresses[name] for addresses in ranks[1:])) for name in names
         ]
 
     def _in_order(self) -> list[messages.Opened]:
         with self._changed:
-            is_complete = len(self._opened) == self.num_ranks
-            return [self._opened[rank] for rank in range(self.num_ranks)] if is_complete else []
+            is_complete = len(self._opened) == self._num_ranks
+            return [self._opened[rank] for rank in range(self._num_ranks)] if is_complete else []
 
 
 def _shared(names: list[list[str]]) -> list[str]:
@@ -80,16 +83,16 @@ class RankDataGroup:
     """Sends to the ranks and aggregates their reports, which come in the sockets' threads. Thread-safe.
 
     A job that fails on one rank is stopped on the others, and ends when it is terminal on all: until then its blocks
-    stay quarantined. sessions: see ``SessionBook``. abilities: complete after ``wait_opened``.
+    stay quarantined. sessions: see ``SessionBook``.
     """
 
     def __init__(self, num_ranks: int, counters: Counters) -> None:
-        self.abilities = RankAbilities(num_ranks)
+        self.num_ranks = num_ranks
         self.chooser = Chooser({}, counters)
         self.chooser.attach(self.post_pull)
         self.sessions = RankQuestions(num_ranks, self._send_to_all)
+        self.startup = RankStartup(num_ranks)
         self._counters = counters
-        self._keys = itertools.count(1)
         self._jobs = JobAggregator(num_ranks)
         self._ranges = RangeAggregator(num_ranks)
         self._progress = RankProgress(num_ranks)
@@ -97,19 +100,26 @@ class RankDataGroup:
         self._sockets: RankSockets | None = None
 
     def attach(self, reports: DataReports) -> None:
-        """Say who gets the reports; called once, before ``connect``."""
+        """Set the receiver of the reports; called once, before ``connect``."""
         self._reports = reports
+
+    def readers(self) -> list[str]:
+        """Return the transports that all ranks read over, best first."""
+        return self.startup.readers()
+
+    def offers(self) -> list[Offer]:
+        """Return what all ranks lend over, best first."""
+        return self.startup.offers()
 
     def connect(self, sockets: Sequence[socket]) -> None:
         """Take the sockets to the ranks, in rank order; the ranks' transports may not be open yet."""
         self._sockets = RankSockets(sockets, self._on_message, self._reports.thread_failed)
 
-    def wait_opened(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
-        """Wait until every rank has opened its transports, then read over them. Raises InternalError if one does not."""
-        self.abilities.wait(timeout_seconds)
-        probe = partial(self.sessions.probe, self._new_key)
+    def wait_opened(self) -> None:
+        """Wait until every rank has opened its transports, and read over them. Raises InternalError if one does not."""
+        self.startup.wait()
         self.chooser.add(
-            rank_receivers(self.abilities.readers(), self.abilities.probing(), self._forget, probe)
+            rank_receivers(self.startup.readers(), self.startup.probing(), self._forget, self.sessions.probe)
         )
 
     def post_pull(self, job: PullJob) -> None:
@@ -119,14 +129,14 @@ class RankDataGroup:
         """
         if job.part is not None or job.ahead is not None:
             raise InternalError(f"blocks of {job.key} cannot be read ahead by several ranks")
-        key = self._begin(job)
-        for rank in range(self.abilities.num_ranks):
+        key = self._jobs.begin(job.key)
+        for rank in range(self.num_ranks):
             self._connected.send(rank, messages.Pull(replace(job.in_rank(rank), key=key)))
         job.read.when_stopped(partial(self._stop, key))
 
     def post_commit(self, job: CommitJob) -> None:
         """Have every rank commit; ends with CommitDone, JobFailed or JobStopped."""
-        key = self._begin(job)
+        key = self._jobs.begin(job.key)
         self._send_to_all(messages.Commit(replace(job, key=key)))
         job.read.when_stopped(partial(self._stop, key))
 
@@ -148,8 +158,8 @@ class RankDataGroup:
     def debug_state(self) -> dict[str, Any]:
         """Return what the ranks are doing. current: requests whose blocks are moved, with the ranks that are not done."""
         return {
-            "num_ranks": self.abilities.num_ranks,
-            "transports": self.abilities.readers(),
+            "num_ranks": self.num_ranks,
+            "transports": self.startup.readers(),
             "current": self._jobs.debug_state(),
             "uneven_ranges": self._ranges.waiting(),
             **({} if self._sockets is None else self._sockets.debug_state()),
@@ -170,14 +180,6 @@ class RankDataGroup:
 
     def _send_to_all(self, message: messages.ToRank) -> None:
         self._connected.send_to_all(message)
-
-    def _new_key(self) -> str:
-        return str(next(self._keys))
-
-    def _begin(self, job: PullJob | CommitJob) -> str:
-        key = self._new_key()
-        self._jobs.begin(key, job.key)
-        return key
 
     def _stop(self, key: str) -> None:
         if self._jobs.stop(key):
@@ -205,7 +207,7 @@ class RankDataGroup:
             case messages.Progress(counts):
                 self._progress.add(rank, counts)
             case messages.Opened():
-                self.abilities.add(rank, message)
+                self.startup.add(rank, message)
             case messages.ThreadFailed(thread, error):
                 self._reports.thread_failed(thread, InternalError(f"on rank {rank}: {error}"))
 
@@ -215,3 +217,38 @@ class RankDataGroup:
             self._stop(key)
         if outcome is not None:
             self._reports.fetch_event(*outcome)
+
+
+class MultiRankConnector:
+    """Fulfils ``RanksConnector`` for several ranks. serve: begins to serve peers, once every rank has opened its half."""
+
+    def __init__(
+        self,
+        settings: Sequence[RankSettings],
+        group: RankDataGroup,
+        take_finished: Callable[[], tuple[set[str], set[str]]],
+        serve: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._group = group
+        self._serve = serve
+        self.take_finished = take_finished
+        self.close = group.close
+
+    def in_process(self) -> RankConnector:
+        """Raise SettingError: each half is opened in its rank's process."""
+        raise SettingError(
+            f"the connector is for {len(self._settings)} ranks, each in a process of its own",
+            param="tensor_parallel_size",
+        )
+
+    def connect(self, sockets: Sequence[socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """See RanksConnector."""
+        self._group.connect(sockets)
+        encoded = [msgspec.msgpack.encode(each) for each in self._settings]
+        return [RankConnectorPlan(_OPENER, *each) for each in zip(encoded, peers, strict=True)]
+
+    def begin(self) -> None:
+        """See RanksConnector."""
+        self._group.wait_opened()
+        self._serve()

@@ -17,7 +17,6 @@ from kv_transfer.protocol.reads import LeaseName, Read
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.rank_data import RankData, RankSettings
 from kv_transfer.ranks.rank_sockets import RankSocket
-from kv_transfer.transports.choosing import Probing
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +50,9 @@ class RankHalf:
     def start(self, memory: KVMemory) -> None:
         """See RankConnector."""
         self._data.half.start(memory)
-        readers = self._data.readers
-        probing = [name for name, reader in readers.items() if isinstance(reader, Probing)]
         self._report_counters()
-        self._socket.send(messages.Opened(self._data.lending.offers(), list(readers), probing))
+        data = self._data
+        self._socket.send(messages.Opened(data.offers(), data.readers(), data.probing()))
         self._thread.start()
 
     def watch_layers(self, metadata: Any) -> None:
@@ -120,20 +118,20 @@ class RankHalf:
                 self._data.half.post_pull(job)
             case messages.Commit(job):
                 self._begin_read(job.key, job.read)
-                self._data.half.post_commit(job)
+                self._data.post_commit(job)
             case messages.Stop(key):
                 self._stop(key)
             case messages.Forget(source):
-                self._data.half.leave(source)
+                self._data.leave(source)
             case messages.Release(name):
-                self._data.lending.release(name)
+                self._data.release(name)
             case messages.BeginSession(token):
                 self._data.sessions.begin(token)
                 self._socket.send(messages.Answer(token))
             case messages.EndSession(token):
                 self._data.sessions.end(token)
             case messages.RequestProgress():
-                self._socket.send(messages.Progress(self._data.half.progress()))
+                self._socket.send(messages.Progress(self._data.progress()))
             case messages.Probe():
                 self._start_probe(message)
 

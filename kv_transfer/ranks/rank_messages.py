@@ -78,7 +78,7 @@ class Probe(RankMessage, frozen=True):
 
 
 class RequestProgress(RankMessage, frozen=True):
-    """Report how far the threads have come; answered by ``Progress``."""
+    """Report the progress of the threads; answered by ``Progress``."""
 
 
 ToRank = Pull | Commit | Stop | Forget | Release | BeginSession | EndSession | Probe | RequestProgress
@@ -125,13 +125,13 @@ class Answer(RankMessage, frozen=True):
 
 
 class Counted(RankMessage, frozen=True):
-    """What was added to this rank's counters since the last report, by their full names."""
+    """Additions to this rank's counters since the last report, by their full names."""
 
     added: dict[str, float]
 
 
 class Progress(RankMessage, frozen=True):
-    """How far the threads of this rank have come; see ``ShowsProgress``."""
+    """Counts of what the threads of this rank have done; see ``ShowsProgress``."""
 
     counts: dict[str, int]
 

@@ -15,7 +15,7 @@ from contract.errors import SettingError
 from contract.requests import EngineRequest, SamplingParams
 from engine.attention.backend import LayerShape
 from engine.client import InProcessClient
-from engine.distributed.local import LocalRankGroup, Exchange
+from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load

@@ -67,8 +67,10 @@ def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
     try:
         initialize_kv_cache(executor)
         executor.set_connector(HangingRanks())
-        words = r"rank 1 of 2 \(process \d+\) was killed by signal 9: its loop of calls has made no progress"
-        with pytest.raises(WorkerLostError, match=words):
+        message = (
+            r"rank 1 of 2 \(process \d+\) was killed by signal 9: its loop of calls has made no progress"
+        )
+        with pytest.raises(WorkerLostError, match=message):
             executor.execute_model(SchedulerOutput(kv_connector_metadata={"orders": []}))
     finally:
         executor.shutdown()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from contract.errors import SettingError
 from contract.requests import SamplingParams
 from engine.distributed.group import rank_device
-from engine.distributed.local import LocalRankGroup, LocalRanksExecutor, Exchange
+from engine.distributed.local import Exchange, LocalRankGroup, LocalRanksExecutor
 from engine.models.loading import load
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

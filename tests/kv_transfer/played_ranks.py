@@ -1,4 +1,4 @@
-"""A worker of several ranks without processes: each rank's half of the connector in this one, over a torch-free pool."""
+"""A worker of several ranks without processes: each rank's half is in this one, over a torch-free pool."""
 
 import socket
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ _MAX_BYTES = 2**20
 
 
 class PlayedRanks:
-    """What an executor of several ranks does with a connector, as a ``RankConnector`` for a ``TransferDriver``."""
+    """The work of an executor of several ranks, as a ``RankConnector`` for a ``TransferDriver``."""
 
     def __init__(self, connector: RanksConnector, memories: list[ByteMemory]) -> None:
         self._connector, self._memories = connector, memories
         self.halves: list[RankHalf] = []
 
     def start(self, memory: KVMemory) -> None:
-        """Open every rank's half on its own pool; ``memory`` is nobody's."""
+        """Open every rank's half on its own pool; ``memory`` is not used."""
         pairs = [socket.socketpair() for _ in self._memories]
         ours, theirs = zip(*pairs, strict=True)
         plans = self._connector.connect(ours, [each.fileno() for each in theirs])
@@ -48,15 +48,15 @@ class PlayedRanks:
         self._connector.begin()
 
     def watch_layers(self, metadata: Any) -> None:
-        """See RankConnector. Nobody listens."""
+        """See RankConnector."""
 
     def execute(self, metadata: Any) -> None:
-        """As it arrives in another process."""
+        """Have every half carry out the orders as they arrive in another process."""
         for half in self.halves:
             half.execute(msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """What is finished on all ranks."""
+        """Return what is finished on all ranks."""
         return self._connector.take_finished()
 
     def close(self) -> None:
@@ -67,25 +67,26 @@ class PlayedRanks:
 
 
 class PlayedRank:
-    """A rank's end of its line: what it hears, and what a test has it say."""
+    """A rank's end of its socket, played by a test."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._frames = end, FrameBuffer(_MAX_BYTES)
-        self._heard: list[bytes] = []
+        self._end = end
+        self._frames = FrameBuffer(_MAX_BYTES)
+        self._received: list[bytes] = []
         end.settimeout(30)
 
-    def hear(self) -> Any:
-        """The next word."""
-        while not self._heard:
-            self._heard += self._frames.feed(self._end.recv(_MAX_BYTES))
-        return messages.to_rank.decode(self._heard.pop(0))
+    def receive(self) -> Any:
+        """Return the next message."""
+        while not self._received:
+            self._received += self._frames.feed(self._end.recv(_MAX_BYTES))
+        return messages.to_rank.decode(self._received.pop(0))
 
-    def say(self, word: messages.FromRank) -> None:
-        """Tell the control half."""
-        self._end.sendall(messages.to_frame(word))
+    def send(self, message: messages.FromRank) -> None:
+        """Send a message to the control half."""
+        self._end.sendall(messages.to_frame(message))
 
     def close(self) -> None:
-        """Die."""
+        """End, as when the process dies."""
         self._end.close()
 
 
@@ -93,7 +94,7 @@ class PlayedRank:
 def worker_of_ranks(
     settings: TransferSettings, memories: list[ByteMemory], layout: KVLayout = SHARE
 ) -> Iterator[Worker]:
-    """A running connector of ``len(memories)`` ranks, closed at the end; its driver's own memory is not used."""
+    """Run a connector of ``len(memories)`` ranks; its driver's own memory is not used."""
     driver = TransferDriver(ByteMemory(layout, 1))
     pair = TransferFactory(settings)(Side(layout, len(memories)), MODEL, driver.wake)
     ranks = PlayedRanks(pair.ranks, memories)

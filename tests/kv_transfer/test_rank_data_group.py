@@ -1,4 +1,4 @@
-"""The control half's end of several ranks' data group, against ranks that a test plays word by word."""
+"""The data halves of several ranks as one, against ranks that a test plays message by message."""
 
 import socket
 import threading
@@ -33,7 +33,7 @@ FAILURE = ev.JobFailed(ErrorKind.TRANSFER_FAILED, "a block was damaged")
 
 
 @dataclass
-class Heard:
+class Reports:
     """Fulfils ``DataReports``."""
 
     events: Mailbox[tuple[str, Any]] = field(default_factory=Mailbox)
@@ -57,130 +57,131 @@ class Heard:
 @dataclass
 class World:
     group: RankDataGroup
-    heard: Heard
+    reports: Reports
     ranks: list[PlayedRank]
     counters: Counters
 
     def pull(self, read: Read | None = None) -> tuple[Read, list[messages.Pull]]:
-        """Post a read of four blocks; what each rank is told."""
+        """Post a read of four blocks; return what each rank receives."""
         read = read or Read()
         shares = (Share(1, (5, 6, 7, 8)),)
         job = PullJob("r", SOURCE, NAME, 0, (9, 8, 7, 6), (1, 2, 3, 4), (0, 0, 0, 0), read, others=shares)
         self.group.post_pull(job)
-        return read, [rank.hear() for rank in self.ranks]
+        return read, [rank.receive() for rank in self.ranks]
 
     def probe(self, read: Read) -> None:
-        self.group.sessions.probe(lambda: "probe", SOURCE, read)
+        self.group.sessions.probe(SOURCE, read)
 
-    def nothing_was_told(self) -> None:
-        """All that the ranks have said so far was heard, and nothing went up."""
+    def assert_nothing_reported(self) -> None:
+        """Check that all messages of the ranks so far were received, and none was passed on."""
         for rank in self.ranks:
-            rank.say(messages.LeaseIdle(LeaseName("marker", 0, "")))
-        assert self.heard.next() == ("idle", LeaseName("marker", 0, ""))
+            rank.send(messages.LeaseIdle(LeaseName("marker", 0, "")))
+        assert self.reports.next() == ("idle", LeaseName("marker", 0, ""))
 
 
 @contextmanager
 def two_ranks() -> Iterator[World]:
-    counters, heard = Counters(), Heard()
+    counters = Counters()
+    reports = Reports()
     group = RankDataGroup(2, counters)
-    group.attach(heard)
+    group.attach(reports)
     pairs = [socket.socketpair() for _ in range(2)]
     ranks = [PlayedRank(theirs) for _, theirs in pairs]
     group.connect([ours for ours, _ in pairs])
     try:
-        yield World(group, heard, ranks, counters)
+        yield World(group, reports, ranks, counters)
     finally:
         group.close()
         for rank in ranks:
             rank.close()
 
 
-def test_each_rank_is_told_its_own_share() -> None:
+def test_each_rank_reads_its_own_share() -> None:
     with two_ranks() as world:
-        _, told = world.pull()
-        assert [(word.job.rank, word.job.digests, word.job.others) for word in told] == [
+        _, received = world.pull()
+        assert [(message.job.rank, message.job.digests, message.job.others) for message in received] == [
             (0, (1, 2, 3, 4), ()),
             (1, (5, 6, 7, 8), ()),
         ]
-        assert told[0].job.key == told[1].job.key
-        assert told[1].job.source.of_rank(1).address == "there:1"
+        assert received[0].job.key == received[1].job.key
+        assert received[1].job.source.of_rank(1).address == "there:1"
 
 
 def test_a_failure_on_one_rank_waits_for_the_other() -> None:
-    """Law 2: rank 0 still reads, so the blocks stay quarantined: nothing is told before its read is terminal."""
+    """Law 2: rank 0 still reads, so the blocks stay quarantined: nothing is reported before its read is terminal."""
     with two_ranks() as world:
-        read, told = world.pull()
-        key = told[0].job.key
-        world.ranks[1].say(messages.JobReport(key, ev.PieceLanded(4, 1.0, 2.0)))
-        world.ranks[1].say(messages.JobReport(key, FAILURE))
-        assert [rank.hear() for rank in world.ranks] == [messages.Stop(key)] * 2
-        world.nothing_was_told()
+        read, received = world.pull()
+        key = received[0].job.key
+        world.ranks[1].send(messages.JobReport(key, ev.PieceLanded(4, 1.0, 2.0)))
+        world.ranks[1].send(messages.JobReport(key, FAILURE))
+        assert [rank.receive() for rank in world.ranks] == [messages.Stop(key)] * 2
+        world.assert_nothing_reported()
         assert world.group.debug_state()["current"] == [{"request": "r", "ranks": [0]}]
-        assert not read.is_stopped, "other reads of the same request go on until it is told"
-        world.ranks[0].say(messages.JobReport(key, ev.JobStopped()))
-        assert world.heard.next() == ("r", FAILURE)
+        assert not read.is_stopped, "other reads of the same request go on until the end is reported"
+        world.ranks[0].send(messages.JobReport(key, ev.JobStopped()))
+        assert world.reports.next() == ("r", FAILURE)
         assert world.group.debug_state()["current"] == []
 
 
 def test_a_stop_reaches_every_rank() -> None:
     """Also one that came before the job did."""
     with two_ranks() as world:
-        read, told = world.pull()
+        read, received = world.pull()
         read.stop()
-        assert [rank.hear() for rank in world.ranks] == [messages.Stop(told[0].job.key)] * 2
-        world.ranks[0].say(messages.JobReport(told[0].job.key, ev.JobStopped()))
-        world.ranks[1].say(messages.JobReport(told[0].job.key, ev.PieceVerified(4, 3.0)))
-        assert world.heard.next() == ("r", ev.JobStopped())
-        _, told = world.pull(read)
-        assert [rank.hear() for rank in world.ranks] == [messages.Stop(told[0].job.key)] * 2
+        assert [rank.receive() for rank in world.ranks] == [messages.Stop(received[0].job.key)] * 2
+        world.ranks[0].send(messages.JobReport(received[0].job.key, ev.JobStopped()))
+        world.ranks[1].send(messages.JobReport(received[0].job.key, ev.PieceVerified(4, 3.0)))
+        assert world.reports.next() == ("r", ev.JobStopped())
+        _, received = world.pull(read)
+        assert [rank.receive() for rank in world.ranks] == [messages.Stop(received[0].job.key)] * 2
 
 
-def test_what_all_have_done_goes_up() -> None:
+def test_reports_of_all_ranks_are_passed_on() -> None:
     with two_ranks() as world:
-        _, told = world.pull()
-        key = told[0].job.key
+        _, received = world.pull()
+        key = received[0].job.key
         for rank in world.ranks:
-            rank.say(messages.Counted({"transfer_blocks_total{transport=tcp}": 4.0}))
-            rank.say(messages.JobReport(key, ev.PieceLanded(4, 1.0, 2.0)))
-            rank.say(messages.JobReport(key, ev.PieceVerified(4, 3.0)))
-        assert world.heard.next() == ("r", ev.PieceLanded(4, 1.0, 2.0))
-        assert world.heard.next() == ("r", ev.PieceVerified(4, 3.0))
+            rank.send(messages.Counted({"transfer_blocks_total{transport=tcp}": 4.0}))
+            rank.send(messages.JobReport(key, ev.PieceLanded(4, 1.0, 2.0)))
+            rank.send(messages.JobReport(key, ev.PieceVerified(4, 3.0)))
+        assert world.reports.next() == ("r", ev.PieceLanded(4, 1.0, 2.0))
+        assert world.reports.next() == ("r", ev.PieceVerified(4, 3.0))
         assert world.counters.snapshot() == {"transfer_blocks_total{transport=tcp}": 8.0}
         world.group.post_commit(CommitJob("r", (9, 8), Read()))
-        commits = [rank.hear() for rank in world.ranks]
-        assert [word.job.block_ids for word in commits] == [(9, 8)] * 2
-        world.ranks[1].say(messages.JobReport(commits[0].job.key, ev.CommitDone()))
-        world.nothing_was_told()
-        world.ranks[0].say(messages.JobReport(commits[0].job.key, ev.CommitDone()))
-        assert world.heard.next() == ("r", ev.CommitDone())
+        commits = [rank.receive() for rank in world.ranks]
+        assert [message.job.block_ids for message in commits] == [(9, 8)] * 2
+        world.ranks[1].send(messages.JobReport(commits[0].job.key, ev.CommitDone()))
+        world.assert_nothing_reported()
+        world.ranks[0].send(messages.JobReport(commits[0].job.key, ev.CommitDone()))
+        assert world.reports.next() == ("r", ev.CommitDone())
 
 
 def test_a_lease_is_idle_when_no_rank_reads_it() -> None:
     with two_ranks() as world:
         world.group.release(NAME)
-        assert [rank.hear() for rank in world.ranks] == [messages.Release(NAME)] * 2
-        world.ranks[1].say(messages.LeaseIdle(NAME))
-        world.nothing_was_told()
-        world.ranks[0].say(messages.LeaseIdle(NAME))
-        assert world.heard.next() == ("idle", NAME)
+        assert [rank.receive() for rank in world.ranks] == [messages.Release(NAME)] * 2
+        world.ranks[1].send(messages.LeaseIdle(NAME))
+        world.assert_nothing_reported()
+        world.ranks[0].send(messages.LeaseIdle(NAME))
+        assert world.reports.next() == ("idle", NAME)
 
 
-def test_a_session_has_begun_when_every_rank_knows_it() -> None:
-    """Until then the peer must not hear of it: it might show its token to a rank that would refuse it."""
+def test_a_session_has_begun_when_it_has_on_every_rank() -> None:
+    """Until then the peer must not use it: it might show its token to a rank that would refuse it."""
     with two_ranks() as world:
         begun: list[str] = []
         for token in ("one", "two"):
             assert not world.group.sessions.begin(token, lambda token=token: begun.append(token))  # type: ignore[misc]
-            assert [rank.hear() for rank in world.ranks] == [messages.BeginSession(token)] * 2
+            assert [rank.receive() for rank in world.ranks] == [messages.BeginSession(token)] * 2
         world.group.sessions.end("one")
-        assert [rank.hear() for rank in world.ranks] == [messages.EndSession("one")] * 2
+        assert [rank.receive() for rank in world.ranks] == [messages.EndSession("one")] * 2
         for token in ("one", "two"):
-            world.ranks[0].say(messages.Answer(token))
-        world.nothing_was_told()
+            world.ranks[0].send(messages.Answer(token))
+        world.assert_nothing_reported()
         assert begun == []
         for token in ("one", "two"):
-            world.ranks[1].say(messages.Answer(token))
-        world.nothing_was_told()
+            world.ranks[1].send(messages.Answer(token))
+        world.assert_nothing_reported()
         assert begun == ["two"]
 
 
@@ -198,35 +199,33 @@ def in_thread(action: Callable[[], None]) -> tuple[threading.Thread, list[BaseEx
     return thread, raised
 
 
-@pytest.mark.parametrize(
-    ("why_not", "words_of_it"), [(None, ""), ("no such folder", "rank 1: no such folder")]
-)
-def test_a_peer_can_be_read_when_every_rank_can(why_not: str | None, words_of_it: str) -> None:
-    """A transport is chosen for all ranks; who cannot read over it is named."""
+@pytest.mark.parametrize(("why_not", "message"), [(None, ""), ("no such folder", "rank 1: no such folder")])
+def test_a_peer_can_be_read_when_every_rank_can(why_not: str | None, message: str) -> None:
+    """A transport is chosen for all ranks; a rank that cannot read over it is named."""
     with two_ranks() as world:
         thread, raised = in_thread(lambda: world.probe(Read()))
-        key, _ = (rank.hear().key for rank in world.ranks)
-        world.ranks[0].say(messages.Answer(key, None))
-        world.nothing_was_told()
+        key, _ = (rank.receive().key for rank in world.ranks)
+        world.ranks[0].send(messages.Answer(key, None))
+        world.assert_nothing_reported()
         assert thread.is_alive()
-        world.ranks[1].say(messages.Answer(key, why_not))
+        world.ranks[1].send(messages.Answer(key, why_not))
         thread.join(30)
-        assert [str(error) for error in raised] == ([words_of_it] if words_of_it else [])
+        assert [str(error) for error in raised] == ([message] if message else [])
 
 
-def test_a_trial_can_be_stopped_and_ends_with_the_ranks() -> None:
+def test_a_probe_can_be_stopped_and_ends_with_the_ranks() -> None:
     with two_ranks() as world:
         read = Read()
         thread, raised = in_thread(lambda: world.probe(read))
-        key, _ = (rank.hear().key for rank in world.ranks)
+        key, _ = (rank.receive().key for rank in world.ranks)
         read.stop()
-        assert [rank.hear() for rank in world.ranks] == [messages.Stop(key)] * 2
+        assert [rank.receive() for rank in world.ranks] == [messages.Stop(key)] * 2
         for rank in world.ranks:
-            rank.say(messages.Answer(key, "the read was stopped"))
+            rank.send(messages.Answer(key, "the read was stopped"))
         thread.join(30)
         assert isinstance(raised[0], ReadStoppedError)
         thread, raised = in_thread(lambda: world.probe(Read()))
-        assert world.ranks[0].hear().source == SOURCE
+        assert world.ranks[0].receive().source == SOURCE
         world.group.sessions.close()
         thread.join(30)
         assert "the ranks have ended" in str(raised[0])
@@ -235,41 +234,40 @@ def test_a_trial_can_be_stopped_and_ends_with_the_ranks() -> None:
 
 
 def test_only_what_every_rank_can_do_is_offered() -> None:
-    """In the first one's order, with everybody's address."""
+    """In the first rank's order, with the address of each."""
     with two_ranks() as world:
         offers = [Offer("shm", "/a"), Offer("tcp", "h:1")]
-        world.ranks[0].say(messages.Opened(offers, ["shm", "tcp"], ["shm"]))
+        world.ranks[0].send(messages.Opened(offers, ["shm", "tcp"], ["shm"]))
         with pytest.raises(InternalError, match=r"ranks \[1\] did not open"):
-            world.group.abilities.wait(0.05)
-        assert world.group.abilities.offers() == []
-        world.ranks[1].say(messages.Opened([Offer("tcp", "h:2")], ["tcp"], []))
-        world.group.wait_opened(30)
-        abilities = world.group.abilities
-        assert world.group.abilities.offers() == [Offer("tcp", "h:1", ("h:2",))]
-        assert (abilities.readers(), abilities.probing()) == (["tcp"], {"shm"})
+            world.group.startup.wait(0.05)
+        assert world.group.offers() == []
+        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp"], []))
+        world.group.wait_opened()
+        assert world.group.offers() == [Offer("tcp", "h:1", ("h:2",))]
+        assert (world.group.readers(), world.group.startup.probing()) == (["tcp"], {"shm"})
 
 
 def test_a_bug_in_a_rank_ends_the_worker() -> None:
-    """Words of a rank's own, and words that mean nothing here."""
+    """A bug that a rank reports, and a message that makes no sense."""
     with two_ranks() as world:
-        world.ranks[1].say(messages.ThreadFailed("kv-data", "KeyError('x')"))
-        thread, error = world.heard.next()
+        world.ranks[1].send(messages.ThreadFailed("kv-data", "KeyError('x')"))
+        thread, error = world.reports.next()
         assert thread == "kv-data"
         assert "on rank 1: KeyError" in error
-        world.ranks[0].say(messages.JobReport("77", ev.CommitDone()))
-        thread, error = world.heard.next()
+        world.ranks[0].send(messages.JobReport("77", ev.CommitDone()))
+        thread, error = world.reports.next()
         assert (thread, "job 77" in error) == ("kv-ranks-0", True)
 
 
-def test_a_dead_rank_holds_nobody_up() -> None:
-    """Its executor sees that it is dead; the lines go on for the others."""
+def test_a_dead_rank_does_not_delay_the_others() -> None:
+    """Its executor notices its death; the other sockets go on."""
     with two_ranks() as world:
         world.ranks[1].close()
         world.group.release(NAME)
-        assert world.ranks[0].hear() == messages.Release(NAME)
-        world.ranks[0].say(messages.RangeReport("r", ev.RangeReady(0, (1,))))
-        world.ranks[0].say(messages.ThreadFailed("marker", ""))
-        assert world.heard.next()[0] == "marker"
+        assert world.ranks[0].receive() == messages.Release(NAME)
+        world.ranks[0].send(messages.RangeReport("r", ev.RangeReady(0, (1,))))
+        world.ranks[0].send(messages.ThreadFailed("marker", ""))
+        assert world.reports.next()[0] == "marker"
         with suppress(OSError):
             world.ranks[0].close()
 
@@ -286,7 +284,7 @@ def test_settings_that_ranks_cannot_have(change: dict[str, Any], message: str) -
         rank_settings(settings_for("p", Role.PREFILL, **change), 2)
 
 
-def test_what_ranks_of_one_worker_do_not_share() -> None:
+def test_ports_and_boot_ids_of_ranks() -> None:
     """Ports follow the first one's; names of sockets and agents are made of boot ids of their own."""
     settings = settings_for("p", Role.PREFILL, data_port=5000, boot_id="b")
     each = rank_settings(settings, 2)
@@ -295,18 +293,18 @@ def test_what_ranks_of_one_worker_do_not_share() -> None:
     assert (rank_boot_id("b", 0, 1), SOURCE.of_rank(1).boot_id) == ("b", "boot.1")
 
 
-def test_progress_is_what_the_ranks_have_reported() -> None:
+def test_progress_is_that_which_the_ranks_have_reported() -> None:
     """P4: a rank that does not answer is asked once, and none of its counts moves."""
     with two_ranks() as world:
         listeners = ["listener on rank 0", "listener on rank 1"]
         assert world.group.progress() == dict.fromkeys(listeners, 0)
-        assert [rank.hear() for rank in world.ranks] == [messages.RequestProgress()] * 2
-        world.ranks[1].say(messages.Progress({"data": 7}))
-        world.nothing_was_told()
+        assert [rank.receive() for rank in world.ranks] == [messages.RequestProgress()] * 2
+        world.ranks[1].send(messages.Progress({"data": 7}))
+        world.assert_nothing_reported()
         assert world.group.progress() == {listeners[0]: 0, listeners[1]: 1, "data on rank 1": 7}
-        assert world.ranks[1].hear() == messages.RequestProgress()
-        _, told = world.pull()
-        assert [word.job.rank for word in told] == [0, 1], "rank 0 was not asked again"
+        assert world.ranks[1].receive() == messages.RequestProgress()
+        _, received = world.pull()
+        assert [message.job.rank for message in received] == [0, 1], "rank 0 was not asked again"
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.integers(0, 9))), max_size=40))
