@@ -11,12 +11,14 @@ from kv_transfer.control.control_half import ControlHalf, ControlParts
 from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
 from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
+from kv_transfer.data.data_half import DataHalf
 from kv_transfer.links.link_events import LinkSettings
 from kv_transfer.links.link_loop import LinkLoop
 from kv_transfer.protocol.handshake import LocalIdentity
 from kv_transfer.ranks.rank_data import RankData, rank_settings
 from kv_transfer.ranks.rank_data_group import MultiRankConnector, RankDataGroup
 from kv_transfer.settings import TransferSettings
+from kv_transfer.transports.choosing import Chooser
 
 _Data = RankData | RankDataGroup
 
@@ -47,19 +49,22 @@ def create_connector(
         links = LinkLoop(_link_settings(settings), me.counters)
         undo.callback(links.close)
         data: _Data
+        half: DataHalf | RankDataGroup
         connect: Callable[[Callable[[], None]], RanksConnector]
         if side.num_ranks == 1:
             only = each_rank[0]
             data = RankData(only, me.counters, me.completions, settings.local, settings.decorate)
+            half = data.half
             connect = data.connector
         else:
-            data = RankDataGroup(side.num_ranks, me.counters)
-            connect = partial(MultiRankConnector, each_rank, data, me.completions.take)
+            half = RankDataGroup(side.num_ranks, me.counters)
+            data = half
+            connect = partial(MultiRankConnector, each_rank, half, me.completions.take)
         undo.callback(data.close)
         sends = _send_transfers(me, data, links)
-        fetches = _fetch_transfers(me, data, links)
+        fetches = _fetch_transfers(me, data.chooser, half, links)
         control = ControlHalf(
-            ControlParts(sends, fetches, links, data, data.sessions, me.counters, me.completions)
+            ControlParts(sends, fetches, links, half, data.sessions, me.counters, me.completions)
         )
         data.attach(control)
         connector = connect(lambda: links.start(_identity(me, data), control))
@@ -97,7 +102,9 @@ def _send_transfers(me: _Worker, data: _Data, links: LinkLoop) -> SendTransfers:
     )
 
 
-def _fetch_transfers(me: _Worker, data: _Data, links: LinkLoop) -> FetchTransfers:
+def _fetch_transfers(
+    me: _Worker, chooser: Chooser, half: DataHalf | RankDataGroup, links: LinkLoop
+) -> FetchTransfers:
     layout = me.side.layout
     return FetchTransfers(
         FetchSettings(
@@ -109,11 +116,11 @@ def _fetch_transfers(me: _Worker, data: _Data, links: LinkLoop) -> FetchTransfer
         FetchPorts(
             links.dial_and_send,
             links.send,
-            data.chooser.pull,
-            data.post_commit,
+            chooser.pull,
+            half.post_commit,
             me.wake,
-            data.chooser.choose,
-            data.chooser.alternatives,
+            chooser.choose,
+            chooser.alternatives,
         ),
         me.counters,
         me.completions,

@@ -2,14 +2,13 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from contract.errors import InternalError, TransferError
 from engine.mailbox import Mailbox
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.ranks.rank_messages import Answer, BeginSession, EndSession, Probe, Stop, ToRank
-from kv_transfer.transports.transport import ReceiverTransport
 
 _Errors = dict[int, str | None]
 
@@ -87,10 +86,17 @@ class RankQuestions:
 
 
 class RankReceiver:
-    """A transport over which the ranks read; the chooser has it in place of a receiver. forget: passed on to the ranks."""
+    """A transport over which the ranks read; the chooser has it in place of a receiver.
 
-    def __init__(self, forget: Callable[[Source], None]) -> None:
+    forget, probe: see ReceiverTransport and Probing; without ``probe`` the transport is chosen untried.
+    """
+
+    def __init__(
+        self, forget: Callable[[Source], None], probe: Callable[[Source, Read], None] | None = None
+    ) -> None:
         self.forget = forget
+        if probe is not None:
+            self.probe = probe
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Raise InternalError: jobs are sent to the ranks."""
@@ -98,23 +104,3 @@ class RankReceiver:
 
     def close(self) -> None:
         """Do nothing: the ranks close what they have opened."""
-
-
-class ProbedRankReceiver(RankReceiver):
-    """A transport that every rank has to try before it is chosen."""
-
-    def __init__(self, forget: Callable[[Source], None], probe: Callable[[Source, Read], None]) -> None:
-        super().__init__(forget)
-        self.probe = probe
-
-
-def rank_receivers(
-    names: Iterable[str],
-    probing: set[str],
-    forget: Callable[[Source], None],
-    probe: Callable[[Source, Read], None],
-) -> Mapping[str, ReceiverTransport]:
-    """Return a receiver for each transport that all ranks can read over."""
-    return {
-        name: ProbedRankReceiver(forget, probe) if name in probing else RankReceiver(forget) for name in names
-    }

@@ -1,8 +1,8 @@
 """The data half of one rank with the transports of its own; in the core's process, or in the rank's."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -103,13 +103,12 @@ class RankData:
         self.release = self._lending.release
         self.offers = self._lending.offers
         self._readers = {
-            name: _rank_reader(receiver, settings.rank, settings.num_ranks)
+            name: RankReader(receiver, settings.rank, settings.num_ranks)
             for name, receiver in receivers.items()
         }
         self.chooser = Chooser(self._readers, counters)
         receiver = self.chooser if decorate is None else decorate(self.chooser)
         self.half = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
-        self.post_commit = self.half.post_commit
         self.chooser.attach(self.half.post_pull)
 
     def attach(self, reports: DataReports) -> None:
@@ -137,18 +136,6 @@ class RankData:
             raise InternalError(f"transport {source.transport} cannot be probed")
         reader.probe(source, read)
 
-    def leave(self, source: Source) -> None:
-        """See ``DataSide``."""
-        self.half.leave(source)
-
-    def debug_state(self) -> dict[str, Any]:
-        """See ``DataSide``."""
-        return self.half.debug_state()
-
-    def progress(self) -> dict[str, int]:
-        """See ``DataSide``."""
-        return self.half.progress()
-
     def close(self) -> None:
         """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""
         self._lending.close()
@@ -163,7 +150,8 @@ class RankData:
 class RankReader:
     """A receiver for peers of several ranks: the source of a link names all, a read goes to one.
 
-    It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks: this worker's.
+    It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks: this worker's. probe:
+    see Probing; only over a transport that has to be probed.
     """
 
     def __init__(self, receiver: ReceiverTransport, rank: int, num_ranks: int) -> None:
@@ -171,6 +159,8 @@ class RankReader:
         self._rank = rank
         self._num_ranks = num_ranks
         self.close = receiver.close
+        if isinstance(receiver, Probing):
+            self.probe = partial(self._probe_each, receiver)
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """See ReceiverTransport; ``source`` is one rank's."""
@@ -181,33 +171,12 @@ class RankReader:
         for each in self._each(source):
             self._receiver.forget(each)
 
+    def _probe_each(self, receiver: Probing, source: Source, read: Read) -> None:
+        for each in self._each(source):
+            receiver.probe(each, read)
+
     def _each(self, source: Source) -> list[Source]:
         return [source.of_rank(rank) for rank in ranks_read(self._rank, self._num_ranks, source.num_ranks)]
-
-
-class ProbingRankReader(RankReader):
-    """A reader over a transport that has to be probed. probe_one: probes one of the peer's ranks."""
-
-    def __init__(
-        self,
-        receiver: ReceiverTransport,
-        rank: int,
-        num_ranks: int,
-        probe_one: Callable[[Source, Read], None],
-    ) -> None:
-        super().__init__(receiver, rank, num_ranks)
-        self._probe_one = probe_one
-
-    def probe(self, source: Source, read: Read) -> None:
-        """See Probing; every rank of ``source`` that this one reads from."""
-        for each in self._each(source):
-            self._probe_one(each, read)
-
-
-def _rank_reader(receiver: ReceiverTransport, rank: int, num_ranks: int) -> RankReader:
-    if isinstance(receiver, Probing):
-        return ProbingRankReader(receiver, rank, num_ranks, receiver.probe)
-    return RankReader(receiver, rank, num_ranks)
 
 
 def ranks_read(rank: int, num_ranks: int, num_theirs: int) -> range:

@@ -22,7 +22,7 @@ from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import LeaseName, Source
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.aggregation import JobAggregator, RangeAggregator, RankProgress, has_failed
-from kv_transfer.ranks.probes import RankQuestions, rank_receivers
+from kv_transfer.ranks.probes import RankQuestions, RankReceiver
 from kv_transfer.ranks.rank_data import RankSettings
 from kv_transfer.ranks.rank_sockets import RankSockets
 from kv_transfer.transports.choosing import Chooser
@@ -33,9 +33,16 @@ _OPEN_SECONDS = 30.0
 
 
 class RankStartup:
-    """Collects what each rank's transports can do. Together the ranks can do only what every one can. Thread-safe."""
+    """Collects what each rank's transports can do. Together the ranks can do only what every one can. Thread-safe.
+
+    Empty before all ranks have reported: readers, the transports that all can read over, best first; probing, those of them
+    that have to be probed on some rank; offers, what all lend over, best first, with each rank's address.
+    """
 
     def __init__(self, num_ranks: int) -> None:
+        self.readers: list[str] = []
+        self.probing: set[str] = set()
+        self.offers: list[Offer] = []
         self._num_ranks = num_ranks
         self._opened: dict[int, messages.Opened] = {}
         self._changed = threading.Condition()
@@ -44,7 +51,9 @@ class RankStartup:
         """Take a rank's report that its transports are open."""
         with self._changed:
             self._opened[rank] = opened
-            self._changed.notify_all()
+            if len(self._opened) == self._num_ranks:
+                self._combine([self._opened[rank] for rank in range(self._num_ranks)])
+                self._changed.notify_all()
 
     def wait(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
         """Wait until all ranks have reported. Raises InternalError for those that have not in time."""
@@ -53,30 +62,19 @@ class RankStartup:
                 missing = [rank for rank in range(self._num_ranks) if rank not in self._opened]
                 raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
 
-    def readers(self) -> list[str]:
-        """Return the transports that every rank can read over, best first; nothing before all have reported."""
-        return _shared([opened.readers for opened in self._in_order()])
-
-    def probing(self) -> set[str]:
-        """Return the transports that have to be probed on some rank."""
-        return {name for opened in self._in_order() for name in opened.probing}
-
-    def offers(self) -> list[Offer]:
-        """Return what every rank lends over, best first, with each rank's address; nothing before all have reported."""
-        ranks = [{offer.transport: offer.address for offer in opened.offers} for opened in self._in_order()]
-        names = _shared([list(addresses) for addresses in ranks])
-        return [
-            Offer(name, ranks[0][name], tuple(addresses[name] for addresses in ranks[1:])) for name in names
+    def _combine(self, ranks: list[messages.Opened]) -> None:
+        self.readers = _shared([rank.readers for rank in ranks])
+        self.probing = {name for rank in ranks for name in rank.probing}
+        addresses = [{offer.transport: offer.address for offer in rank.offers} for rank in ranks]
+        first, *others = addresses
+        self.offers = [
+            Offer(name, first[name], tuple(other[name] for other in others))
+            for name in _shared([list(each) for each in addresses])
         ]
-
-    def _in_order(self) -> list[messages.Opened]:
-        with self._changed:
-            is_complete = len(self._opened) == self._num_ranks
-            return [self._opened[rank] for rank in range(self._num_ranks)] if is_complete else []
 
 
 def _shared(names: list[list[str]]) -> list[str]:
-    return [name for name in names[0] if all(name in other for other in names)] if names else []
+    return [name for name in names[0] if all(name in other for other in names)]
 
 
 class RankDataGroup:
@@ -105,11 +103,11 @@ class RankDataGroup:
 
     def readers(self) -> list[str]:
         """Return the transports that all ranks read over, best first."""
-        return self.startup.readers()
+        return self.startup.readers
 
     def offers(self) -> list[Offer]:
         """Return what all ranks lend over, best first."""
-        return self.startup.offers()
+        return self.startup.offers
 
     def connect(self, sockets: Sequence[socket]) -> None:
         """Take the sockets to the ranks, in rank order; the ranks' transports may not be open yet."""
@@ -117,10 +115,10 @@ class RankDataGroup:
 
     def wait_opened(self) -> None:
         """Wait until every rank has opened its transports, and read over them. Raises InternalError if one does not."""
-        self.startup.wait()
-        self.chooser.add(
-            rank_receivers(self.startup.readers(), self.startup.probing(), self._forget, self.sessions.probe)
-        )
+        startup = self.startup
+        startup.wait()
+        probes = dict.fromkeys(startup.probing, self.sessions.probe)
+        self.chooser.add({name: RankReceiver(self._forget, probes.get(name)) for name in startup.readers})
 
     def post_pull(self, job: PullJob) -> None:
         """Have every rank read its share; ends with PieceVerified, JobFailed or JobStopped.
@@ -159,7 +157,7 @@ class RankDataGroup:
         """Return what the ranks are doing. current: requests whose blocks are moved, with the ranks that are not done."""
         return {
             "num_ranks": self.num_ranks,
-            "transports": self.startup.readers(),
+            "transports": self.startup.readers,
             "current": self._jobs.debug_state(),
             "uneven_ranges": self._ranges.waiting(),
             **({} if self._sockets is None else self._sockets.debug_state()),

@@ -118,11 +118,11 @@ class RankHalf:
                 self._data.half.post_pull(job)
             case messages.Commit(job):
                 self._begin_read(job.key, job.read)
-                self._data.post_commit(job)
+                self._data.half.post_commit(job)
             case messages.Stop(key):
                 self._stop(key)
             case messages.Forget(source):
-                self._data.leave(source)
+                self._data.half.leave(source)
             case messages.Release(name):
                 self._data.release(name)
             case messages.BeginSession(token):
@@ -131,7 +131,7 @@ class RankHalf:
             case messages.EndSession(token):
                 self._data.sessions.end(token)
             case messages.RequestProgress():
-                self._socket.send(messages.Progress(self._data.progress()))
+                self._socket.send(messages.Progress(self._data.half.progress()))
             case messages.Probe():
                 self._start_probe(message)
 

@@ -244,7 +244,7 @@ def test_only_what_every_rank_can_do_is_offered() -> None:
         world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp"], []))
         world.group.wait_opened()
         assert world.group.offers() == [Offer("tcp", "h:1", ("h:2",))]
-        assert (world.group.readers(), world.group.startup.probing()) == (["tcp"], {"shm"})
+        assert (world.group.readers(), world.group.startup.probing) == (["tcp"], {"shm"})
 
 
 def test_a_bug_in_a_rank_ends_the_worker() -> None:
