@@ -129,13 +129,13 @@ class RankDataGroup:
             raise InternalError(f"blocks of {job.key} cannot be read ahead by several ranks")
         key = self._jobs.begin(job.key)
         for rank in range(self.num_ranks):
-            self._connected.send(rank, messages.Pull(replace(job.in_rank(rank), key=key)))
+            self._connected.send(rank, replace(job.in_rank(rank), key=key))
         job.read.when_stopped(partial(self._stop, key))
 
     def post_commit(self, job: CommitJob) -> None:
         """Have every rank commit; ends with CommitDone, JobFailed or JobStopped."""
         key = self._jobs.begin(job.key)
-        self._send_to_all(messages.Commit(replace(job, key=key)))
+        self._send_to_all(replace(job, key=key))
         job.read.when_stopped(partial(self._stop, key))
 
     def release(self, name: LeaseName) -> None:

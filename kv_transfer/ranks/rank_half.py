@@ -12,7 +12,7 @@ from contract.errors import InternalError, KvbatonError
 from engine.connector import KVMemory
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.orders import TransferMetadata
+from kv_transfer.protocol.orders import CommitJob, PullJob, TransferMetadata
 from kv_transfer.protocol.reads import LeaseName, Read
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.rank_data import RankData, RankSettings
@@ -113,12 +113,12 @@ class RankHalf:
 
     def _on_message(self, message: messages.ToRank) -> None:
         match message:
-            case messages.Pull(job):
-                self._begin_read(job.key, job.read)
-                self._data.half.post_pull(job)
-            case messages.Commit(job):
-                self._begin_read(job.key, job.read)
-                self._data.half.post_commit(job)
+            case PullJob():
+                self._begin_read(message.key, message.read)
+                self._data.half.post_pull(message)
+            case CommitJob():
+                self._begin_read(message.key, message.read)
+                self._data.half.post_commit(message)
             case messages.Stop(key):
                 self._stop(key)
             case messages.Forget(source):

@@ -1,6 +1,7 @@
 """The messages between the control half's process and its ranks: tagged msgpack maps, one in a frame.
 
-Jobs go to the ranks as they are. The key of a job is made by the control half's side; it is the same on every rank.
+A ``PullJob``, cut to a rank's share, and a ``CommitJob`` are sent as they are, but for their ``read``, which stays in its
+process. Their keys are those of the group, the same on every rank. A rank answers them with ``JobReport``.
 """
 
 from typing import Any
@@ -22,22 +23,10 @@ JobEvent = ev.PieceLanded | ev.PieceVerified | ev.JobFailed | ev.JobStopped | ev
 
 
 class RankMessage(msgspec.Struct, frozen=True, tag=True):
-    """The root of all messages on a rank's socket."""
+    """The root of all messages on a rank's socket but for the jobs."""
 
 
 # To a rank.
-
-
-class Pull(RankMessage, frozen=True):
-    """Carry out a read, cut to this rank's share; reported by ``JobReport``. Its ``read`` stays in each process."""
-
-    job: PullJob
-
-
-class Commit(RankMessage, frozen=True):
-    """Carry out a commit; reported by ``JobReport``."""
-
-    job: CommitJob
 
 
 class Stop(RankMessage, frozen=True):
@@ -81,7 +70,7 @@ class RequestProgress(RankMessage, frozen=True):
     """Report the progress of the threads; answered by ``Progress``."""
 
 
-ToRank = Pull | Commit | Stop | Forget | Release | BeginSession | EndSession | Probe | RequestProgress
+ToRank = PullJob | CommitJob | Stop | Forget | Release | BeginSession | EndSession | Probe | RequestProgress
 
 # From a rank.
 
@@ -146,7 +135,7 @@ class ThreadFailed(RankMessage, frozen=True):
 FromRank = Opened | RangeReport | JobReport | LeaseIdle | Answer | Counted | Progress | ThreadFailed
 
 
-def to_frame(message: RankMessage) -> bytes:
+def to_frame(message: ToRank | FromRank) -> bytes:
     """Encode a message. Raises InternalError for one that does not fit into a frame."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:

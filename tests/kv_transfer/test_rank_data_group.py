@@ -61,7 +61,7 @@ class World:
     ranks: list[PlayedRank]
     counters: Counters
 
-    def pull(self, read: Read | None = None) -> tuple[Read, list[messages.Pull]]:
+    def pull(self, read: Read | None = None) -> tuple[Read, list[PullJob]]:
         """Post a read of four blocks; return what each rank receives."""
         read = read or Read()
         shares = (Share(1, (5, 6, 7, 8)),)
@@ -99,19 +99,19 @@ def two_ranks() -> Iterator[World]:
 def test_each_rank_reads_its_own_share() -> None:
     with two_ranks() as world:
         _, received = world.pull()
-        assert [(message.job.rank, message.job.digests, message.job.others) for message in received] == [
+        assert [(message.rank, message.digests, message.others) for message in received] == [
             (0, (1, 2, 3, 4), ()),
             (1, (5, 6, 7, 8), ()),
         ]
-        assert received[0].job.key == received[1].job.key
-        assert received[1].job.source.of_rank(1).address == "there:1"
+        assert received[0].key == received[1].key
+        assert received[1].source.of_rank(1).address == "there:1"
 
 
 def test_a_failure_on_one_rank_waits_for_the_other() -> None:
     """Law 2: rank 0 still reads, so the blocks stay quarantined: nothing is reported before its read is terminal."""
     with two_ranks() as world:
         read, received = world.pull()
-        key = received[0].job.key
+        key = received[0].key
         world.ranks[1].send(messages.JobReport(key, ev.PieceLanded(4, 1.0, 2.0)))
         world.ranks[1].send(messages.JobReport(key, FAILURE))
         assert [rank.receive() for rank in world.ranks] == [messages.Stop(key)] * 2
@@ -128,18 +128,18 @@ def test_a_stop_reaches_every_rank() -> None:
     with two_ranks() as world:
         read, received = world.pull()
         read.stop()
-        assert [rank.receive() for rank in world.ranks] == [messages.Stop(received[0].job.key)] * 2
-        world.ranks[0].send(messages.JobReport(received[0].job.key, ev.JobStopped()))
-        world.ranks[1].send(messages.JobReport(received[0].job.key, ev.PieceVerified(4, 3.0)))
+        assert [rank.receive() for rank in world.ranks] == [messages.Stop(received[0].key)] * 2
+        world.ranks[0].send(messages.JobReport(received[0].key, ev.JobStopped()))
+        world.ranks[1].send(messages.JobReport(received[0].key, ev.PieceVerified(4, 3.0)))
         assert world.reports.next() == ("r", ev.JobStopped())
         _, received = world.pull(read)
-        assert [rank.receive() for rank in world.ranks] == [messages.Stop(received[0].job.key)] * 2
+        assert [rank.receive() for rank in world.ranks] == [messages.Stop(received[0].key)] * 2
 
 
 def test_reports_of_all_ranks_are_passed_on() -> None:
     with two_ranks() as world:
         _, received = world.pull()
-        key = received[0].job.key
+        key = received[0].key
         for rank in world.ranks:
             rank.send(messages.Counted({"transfer_blocks_total{transport=tcp}": 4.0}))
             rank.send(messages.JobReport(key, ev.PieceLanded(4, 1.0, 2.0)))
@@ -149,10 +149,10 @@ def test_reports_of_all_ranks_are_passed_on() -> None:
         assert world.counters.snapshot() == {"transfer_blocks_total{transport=tcp}": 8.0}
         world.group.post_commit(CommitJob("r", (9, 8), Read()))
         commits = [rank.receive() for rank in world.ranks]
-        assert [message.job.block_ids for message in commits] == [(9, 8)] * 2
-        world.ranks[1].send(messages.JobReport(commits[0].job.key, ev.CommitDone()))
+        assert [message.block_ids for message in commits] == [(9, 8)] * 2
+        world.ranks[1].send(messages.JobReport(commits[0].key, ev.CommitDone()))
         world.assert_nothing_reported()
-        world.ranks[0].send(messages.JobReport(commits[0].job.key, ev.CommitDone()))
+        world.ranks[0].send(messages.JobReport(commits[0].key, ev.CommitDone()))
         assert world.reports.next() == ("r", ev.CommitDone())
 
 
@@ -304,7 +304,7 @@ def test_progress_is_that_which_the_ranks_have_reported() -> None:
         assert world.group.progress() == {listeners[0]: 0, listeners[1]: 1, "data on rank 1": 7}
         assert world.ranks[1].receive() == messages.RequestProgress()
         _, received = world.pull()
-        assert [message.job.rank for message in received] == [0, 1], "rank 0 was not asked again"
+        assert [message.rank for message in received] == [0, 1], "rank 0 was not asked again"
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.integers(0, 9))), max_size=40))
