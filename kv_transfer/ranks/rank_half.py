@@ -39,7 +39,6 @@ class RankHalf:
     def __init__(self, settings: RankSettings, sock: socket) -> None:
         self._socket = RankSocket(sock)
         self._counters = Counters()
-        self._counted: dict[str, float] = {}
         self._data = RankData(settings, self._counters, Completions())
         self._data.attach(self)
         self._lock = threading.Lock()
@@ -174,14 +173,5 @@ class RankHalf:
         self._socket.send(messages.Answer(probe.key, error))
 
     def _report_counters(self) -> None:
-        """Send what was added since the last report."""
-        with self._lock:
-            now = self._counters.snapshot()
-            added = {
-                name: value - self._counted.get(name, 0.0)
-                for name, value in now.items()
-                if self._counted.get(name) != value
-            }
-            self._counted = now
-            if added:
-                self._socket.send(messages.Counted(added))
+        if added := self._counters.take():
+            self._socket.send(messages.Counted(added))

@@ -18,7 +18,6 @@ from kv_transfer.protocol.reads import LeaseName, Read, Source
 MAX_FRAME_BYTES = 2**28
 """Both ends are ours: a longer frame is a bug."""
 
-
 JobEvent = ev.PieceLanded | ev.PieceVerified | ev.JobFailed | ev.JobStopped | ev.CommitDone
 
 
