@@ -31,7 +31,7 @@ class EchoingHalf:
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return what the executor must ignore."""
-        return {"never told"}, set()
+        return {"ignored"}, set()
 
     def close(self) -> None:
         """Report it, and close the socket."""

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import pytest
 
-from contract.errors import IncompatiblePeerError
+from contract.errors import IncompatiblePeerError, SettingError
 from contract.identity import Role
 from contract.layout import KVLayout, Side
 from kv_transfer.connector import TransferFactory
@@ -83,6 +83,8 @@ def prefill_with_played_ranks() -> Iterator[tuple[Worker, list[PlayedRank]]]:
         for number, rank in enumerate(ranks):
             rank.send(messages.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"], []))
         pair.ranks.begin()
+        with pytest.raises(SettingError, match="for 2 ranks, each in a process of its own"):
+            pair.ranks.in_process()
         yield Worker(settings, driver), ranks
     finally:
         pair.scheduler.close()
