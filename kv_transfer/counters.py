@@ -62,7 +62,7 @@ class Completions:
             self._received.add(key)
 
     def discard_received(self, key: str) -> None:
-        """Forget a completed fetch: the request was cancelled before it was taken."""
+        """Drop a completed fetch: the request was cancelled before it was taken."""
         with self._lock:
             self._received.discard(key)
 
@@ -70,7 +70,8 @@ class Completions:
         """Return the keys (sent, received) since the last call."""
         with self._lock:
             taken = (self._sent, self._received)
-            self._sent, self._received = set(), set()
+            self._sent = set()
+            self._received = set()
             return taken
 
     @property

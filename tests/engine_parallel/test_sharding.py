@@ -137,7 +137,7 @@ def test_shapes_are_compared_whole(tmp_path: Path) -> None:
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 100}))
     with pytest.raises(
-        SettingError, match=r"gate_proj\.weight is \[96, 64\]; config\.json asks for \[100, 64\]"
+        SettingError, match=r"gate_proj\.weight is \[96, 64\]; config\.json requires \[100, 64\]"
     ):
         load_rank(folder, 1, 2)
     save_file({"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
