@@ -13,13 +13,12 @@ from kv_transfer.data.data_half import DataHalf
 from kv_transfer.data.reports import DataReports
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, rank_boot_id
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transports.choosing import Chooser, Probing
-from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import open_transports
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.senders import Senders
+from kv_transfer.transports.transport import Probing, ReceiverTransport, TransportContext
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,9 +98,9 @@ class RankData:
             on_thread_failed=self._on_thread_failed,
         )
         senders, receivers = open_transports(settings.transport, context)
-        self._lending = Lending(senders)
-        self.release = self._lending.release
-        self.offers = self._lending.offers
+        self._senders = Senders(senders)
+        self.release = self._senders.release
+        self.offers = self._senders.offers
         self._readers = {
             name: RankReader(receiver, settings.rank, settings.num_ranks)
             for name, receiver in receivers.items()
@@ -114,7 +113,7 @@ class RankData:
     def attach(self, reports: DataReports) -> None:
         """Set the receiver of the reports; called once, before ``half.start``."""
         self._reports = reports
-        self.half.attach(self._lending, reports)
+        self.half.attach(self._senders, reports)
 
     def connector(self, serve: Callable[[], None]) -> RanksConnector:
         """Return the executor's side, for a worker of one rank. serve: begins to serve peers; called at once."""
@@ -138,7 +137,7 @@ class RankData:
 
     def close(self) -> None:
         """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""
-        self._lending.close()
+        self._senders.close()
 
     def _on_idle(self, name: LeaseName) -> None:
         self._reports.lease_idle(name)

@@ -26,7 +26,7 @@ from kv_transfer.ranks.probes import RankQuestions, RankReceiver
 from kv_transfer.ranks.rank_data import RankSettings
 from kv_transfer.ranks.rank_sockets import RankSockets
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.lending import IdleTogether
+from kv_transfer.transports.senders import IdleTogether
 
 _OPENER = "kv_transfer.ranks.rank_half:open_rank_half"
 _OPEN_SECONDS = 30.0
@@ -197,7 +197,7 @@ class RankDataGroup:
             case messages.JobReport(key, event):
                 self._on_job_report(rank, key, event)
             case messages.LeaseIdle(name):
-                self._idle.say(str(rank), name)
+                self._idle.report(str(rank), name)
             case messages.Answer():
                 self.sessions.answer(rank, message)
             case messages.Counted(added):

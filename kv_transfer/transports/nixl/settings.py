@@ -1,4 +1,4 @@
-"""What libraries of transports read from the environment, set before they are loaded."""
+"""The environment of the NIXL library, set before it is loaded, and the devices that it can use."""
 
 import logging
 import os
@@ -13,20 +13,20 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def has_rdma_device(folder: Path = _RDMA_DEVICES) -> bool:
-    """This machine has a network card that can read another machine's memory."""
+    """Return True if a network card here can read another machine's memory."""
     return folder.is_dir() and any(folder.iterdir())
 
 
 def has_nvidia_gpu(driver: Path = _NVIDIA_DRIVER) -> bool:
-    """The driver is loaded; whether the KV pool lies on a GPU is another question."""
+    """Return True if the driver is loaded, whether the KV pool is on a GPU or not."""
     return driver.exists()
 
 
 def prepare_ucx(host: str) -> None:
-    """Keep UCX, below ``nixl``, to ``host``'s interface, and its words out of standard output.
+    """Restrict UCX, which ``nixl`` uses, to ``host``'s interface, and its log to standard error.
 
-    UCX opens ports of its own, which authenticate nobody. Without an RDMA card its verbs modules are left out: where
-    the system's verbs library is installed they crash the process at its exit. What the environment says already wins.
+    UCX opens ports of its own without authentication. Without an RDMA card its verbs modules are left out: where the
+    system's verbs library is installed they crash the process at its exit. Variables that are set already win.
     """
     defaults = {"UCX_LOG_FILE": "stderr", "NIXL_LOG_LEVEL": "WARN"}
     if not has_rdma_device():
@@ -42,7 +42,7 @@ def prepare_ucx(host: str) -> None:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface with this address (or this name's); None where none has it, as for a wildcard."""
+    """Return the network interface with this address (or this name's); None if there is none, as for a wildcard."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:

@@ -1,7 +1,8 @@
-"""Blocks of a flat pool through a socket: one system call moves many, and Python makes no view of any of them.
+"""Blocks and frames over a socket on which only the kernel waits.
 
-That is ``sendmsg`` and ``recvmsg``, with lists of addresses that numpy makes. Python's own take a list of views, which
-costs more than the call for the small blocks of small models.
+A piece of a read crosses in one system call at each end (a blocking ``sendmsg`` here, ``MSG_WAITALL`` there), and
+Python runs between pieces only. For blocks of a flat pool these calls get lists of addresses that numpy makes:
+Python's own functions take a list of views, which costs more than the call for the small blocks of small models.
 """
 
 import ctypes
@@ -25,24 +26,24 @@ _Vectors = npt.NDArray[np.uint64]
 
 
 class SocketBlocks(Protocol):
-    """Blocks that go through a socket, some after others. Raises OSError as the socket itself does."""
+    """Blocks that cross a socket in order. Raises OSError as the socket does."""
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
-        """Send ``frames``, and the blocks ``start``..``end`` - 1 behind them; in order, each of them once."""
+        """Send ``frames``, then the blocks ``start``..``end`` - 1. Each block is sent once."""
 
     def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
-        """Fill ``frames``, and then the blocks ``start``..``end`` - 1. Raises ShortReadError."""
+        """Fill ``frames``, then the blocks ``start``..``end`` - 1. Raises ShortReadError."""
 
 
 def socket_blocks(views: Sequence[memoryview]) -> SocketBlocks:
-    """The fastest that these views and this system allow: the layout of ``struct msghdr`` below is Linux's."""
+    """Return the fastest way for these views on this system: the layout of ``struct msghdr`` below is Linux's."""
     if isinstance(views, BlockViews) and sys.platform == "linux" and sys.maxsize > 2**32:
         return _VectorBlocks(views)
     return _ViewBlocks(views)
 
 
-def vectors_behind(vectors: _Vectors, count: int) -> _Vectors:
-    """What is left when so many bytes are done; one byte at least. Changes the vector that they end in."""
+def vectors_after(vectors: _Vectors, count: int) -> _Vectors:
+    """Return the vectors of the bytes after the first ``count``, at least one. Changes the vector in which these end."""
     ends = np.cumsum(vectors[:, 1])
     first = int(np.searchsorted(ends, np.uint64(count), side="right"))
     begun = count - (int(ends[first - 1]) if first else 0)
@@ -53,7 +54,7 @@ def vectors_behind(vectors: _Vectors, count: int) -> _Vectors:
 
 
 class _ViewBlocks:
-    """Python's own way."""
+    """Blocks by Python's own functions."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
@@ -69,37 +70,37 @@ class _ViewBlocks:
 
 
 class _VectorBlocks:
-    """Owns a list of vectors, in which each block has one, behind a free one."""
+    """Blocks by a list of vectors, one for each block after a free one."""
 
     def __init__(self, views: BlockViews) -> None:
-        self._views = views  # keeps the pool where it is
+        self._views = views  # keeps the pool alive
         self._vectors = np.empty((len(views) + 1, 2), np.uint64)
         views.put_addresses(self._vectors[1:, 0])
         self._vectors[1:, 1] = views.view_bytes
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
         """See SocketBlocks."""
-        vectors, left = self._behind(frames, start, end)
+        vectors, left = self._vectors_of(frames, start, end)
         while left:
             count = _call(_send, sock, vectors, socket.MSG_NOSIGNAL)
             left -= count
-            vectors = vectors_behind(vectors, count) if left else vectors
+            vectors = vectors_after(vectors, count) if left else vectors
 
     def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
         """See SocketBlocks."""
-        vectors, wanted = self._behind(frames, start, end)
+        vectors, wanted = self._vectors_of(frames, start, end)
         left = wanted
         while left:
             count = _call(_receive, sock, vectors, socket.MSG_WAITALL)
             if count == 0:
                 raise ShortReadError(wanted - left, wanted)
             left -= count
-            vectors = vectors_behind(vectors, count) if left else vectors
+            vectors = vectors_after(vectors, count) if left else vectors
 
-    def _behind(self, frames: bytes | bytearray, start: int, end: int) -> tuple[_Vectors, int]:
-        """The vectors of the frames, if any, and of the blocks; and how many bytes they have.
+    def _vectors_of(self, frames: bytes | bytearray, start: int, end: int) -> tuple[_Vectors, int]:
+        """Return the vectors of the frames, if any, and of the blocks, and their number of bytes.
 
-        The vector of the block before these, with which nobody is concerned any more, becomes that of the frames.
+        The vector of the block before these, which is done, becomes that of the frames.
         """
         num_bytes = (end - start) * self._views.view_bytes
         if not frames:
@@ -131,7 +132,7 @@ for _function in (_send, _receive):
 
 
 def _call(function: Any, sock: socket.socket, vectors: _Vectors, flags: int) -> int:
-    """Without Python's lock. Begins anew after a signal."""
+    """Call without Python's lock, and again after a signal."""
     address = vectors.__array_interface__["data"][0]
     header = _Header(vectors=address, num_vectors=min(len(vectors), _MAX_VECTORS))
     while (count := int(function(sock.fileno(), ctypes.addressof(header), flags))) < 0:
