@@ -4,15 +4,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from contract.errors import SettingError
 from contract.layout import Side
-from engine.connector import (
-    ConnectorFactory,
-    JoinsRanks,
-    RanksConnectorFactory,
-    SchedulerConnector,
-    ShowsProgress,
-)
+from engine.connector import ConnectorFactory, SchedulerConnector, ShowsProgress
 
 if TYPE_CHECKING:
     from engine.executors.executor import Executor
@@ -60,28 +53,14 @@ def connect(
 ) -> EngineConnector:
     """Open both halves of a connector for an executor with an allocated KV cache. factory: None opens none.
 
-    Raises SettingError for a connector that does not serve ``num_ranks`` ranks.
+    Raises SettingError if the connector does not serve ``num_ranks`` ranks.
     """
     if factory is None:
         return EngineConnector()
-    layout = executor.layout
-    fingerprint = executor.model_info.fingerprint
     with ExitStack() as undo:
-        if not isinstance(executor, JoinsRanks):
-            pair = factory(layout, fingerprint, wake)
-            connector = EngineConnector(pair.scheduler, pair.rank.take_finished, pair.address)
-            undo.callback(connector.close)
-            executor.set_connector(pair.rank)
-        else:
-            ranks_factory: object = factory
-            if not isinstance(ranks_factory, RanksConnectorFactory):
-                raise SettingError(
-                    f"tensor_parallel_size is {num_ranks}, and this connector serves engines of one rank only",
-                    param="tensor_parallel_size",
-                )
-            joined = ranks_factory.for_ranks(Side(layout, num_ranks), fingerprint, wake)
-            connector = EngineConnector(joined.scheduler, joined.ranks.take_finished, joined.address)
-            undo.callback(connector.close)
-            executor.join_ranks(joined.ranks)
+        pair = factory(Side(executor.layout, num_ranks), executor.model_info.fingerprint, wake)
+        connector = EngineConnector(pair.scheduler, pair.ranks.take_finished, pair.address)
+        undo.callback(connector.close)
+        executor.set_connector(pair.ranks)
         undo.pop_all()
     return connector

@@ -1,9 +1,8 @@
 """A public fake of a connector: both directions of ``engine/connector.py``, moved by the test instead of by a peer.
 
-The test decides when a sender publishes, when bytes land, and when a read that was cancelled is terminal. The fake asserts
-the order of calls that the contract demands, that published KV is computed, and that lent KV does not change before the
-lease ends. A late read writes garbage into its blocks just before it is ``Drained``, so a request that got them too early
-fails.
+The test decides when a sender publishes, when bytes land, when a read that was cancelled is terminal. The fake asserts
+the order of calls that the contract demands, that published KV is computed, and that lent KV stays as it was until the
+lease ends. A late read scribbles into its blocks just before it is ``Drained``: whoever got them too early is noticed.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
-from contract.layout import KVLayout
+from contract.layout import Side
 from contract.requests import EngineRequest, TransferReport
 from engine.connector import (
     ConnectorPair,
@@ -20,6 +19,7 @@ from engine.connector import (
     FirstToken,
     Published,
     Received,
+    SingleRankConnector,
     TransferEvent,
 )
 from engine.testing.fakes import FakeMemory, fake_first_token, prefix_codes
@@ -49,7 +49,7 @@ class FakeFetch:
 
     @property
     def destination(self) -> list[int]:
-        """The blocks that a read writes to."""
+        """The blocks that a read goes into."""
         return self.block_ids[self.num_cached_blocks :]
 
 
@@ -63,29 +63,27 @@ class FakeRank:
         self.is_closed = False
 
     def start(self, memory: Any) -> None:
-        """Keep the pool."""
+        """The pool is allocated."""
         self._transfers.memory = memory
 
     def watch_layers(self, metadata: Any) -> None:
-        """Return None: no layer is watched."""
+        """See RankConnector. Nobody listens."""
 
     def execute(self, metadata: Any) -> None:
-        """Carry out orders, each (key, number of tokens to publish); all of these must be computed by now."""
+        """Each order is (key, tokens published up to there); all of them must be computed now."""
         for key, num_tokens in metadata:
             send = self._transfers.sends[key]
             self._transfers.pool_memory.check(send.block_ids, send.codes, num_tokens)
             send.num_published = num_tokens
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return the completions since the last call."""
-        sent = self.finished_sending
-        received = self.finished_recving
-        self.finished_sending = set()
-        self.finished_recving = set()
-        return sent, received
+        """Completions since the last call."""
+        done = self.finished_sending, self.finished_recving
+        self.finished_sending, self.finished_recving = set(), set()
+        return done
 
     def close(self) -> None:
-        """Record the call."""
+        """Nothing runs."""
         self.is_closed = True
 
 
@@ -113,17 +111,17 @@ class FakeConnector:
     # The levers.
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` on every event from now on."""
+        """Whom to tell of news."""
         self._wake = wake
 
     def publish_peer(self, key: str) -> None:
-        """Let the peer publish its first range."""
+        """The peer has published its first range."""
         assert self.fetches[key].state == "asked"
         self.fetches[key].state = "published"
-        self._report(Published(key))
+        self._tell(Published(key))
 
     def land(self, key: str) -> None:
-        """Let everything arrive, verified."""
+        """Everything has arrived and is verified."""
         fetch = self.fetches[key]
         assert fetch.state == "reading"
         fetch.state = "landed"
@@ -134,20 +132,20 @@ class FakeConnector:
         self._wake()
 
     def fail(self, key: str, kind: str = "transfer_failed", message: str = "the peer is gone") -> None:
-        """Let the transfer fail; what landed is garbage. It may be cancelled until the scheduler has taken the event."""
+        """The transfer failed; what landed is garbage. It may still be cancelled until the scheduler has heard of it."""
         self.fetches[key].state = "failed"
         self.pool_memory.scribble(self.fetches[key].destination)
-        self._report(Failed(key, kind, message))
+        self._tell(Failed(key, kind, message))
 
     def drain(self, key: str) -> None:
-        """Let the last read of a cancelled fetch write once more, and end."""
+        """The last read of a cancelled fetch is terminal, after it wrote once more."""
         fetch = self.fetches.pop(key)
         assert fetch.state == "draining"
         self.pool_memory.scribble(fetch.destination)
-        self._report(Drained(key))
+        self._tell(Drained(key))
 
     def end_lease(self, key: str) -> None:
-        """End a lease: the peer has read everything. Asserts that it is still what was published."""
+        """The peer has read everything: it is still what was published."""
         send = self.sends.pop(key)
         assert send.end is not None
         self.pool_memory.check(send.block_ids, send.codes, send.num_published)
@@ -165,28 +163,28 @@ class FakeConnector:
         self.pool_memory.check(block_ids, codes, num_cached_tokens)
         self.sends[request.key] = FakeSend(codes, list(block_ids), num_cached_tokens)
 
-    def publish(self, key: str, num_computed_tokens: int) -> None:
+    def publish(self, request_id: str, num_computed_tokens: int) -> None:
         """See SchedulerConnector."""
-        send = self.sends[key]
+        send = self.sends[request_id]
         assert send.end is None and send.num_published < num_computed_tokens <= len(send.codes)
-        self._orders.append((key, num_computed_tokens))
+        self._orders.append((request_id, num_computed_tokens))
 
-    def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
+    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
         """See SchedulerConnector."""
-        send = self.sends[key]
+        send = self.sends[request_id]
         assert send.end is None and send.num_published == len(send.codes)
         send.end = "finished"
         send.first_tokens = first_tokens
 
-    def abandon_send(self, key: str, kind: str, message: str) -> None:
+    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
         """See SchedulerConnector."""
-        send = self.sends.get(key)
+        send = self.sends.get(request_id)
         assert message and (kind == ErrorKind.CANCELLED or (send is not None and send.end is None))
         if send is not None and send.end in (None, "finished"):
             send.end = kind
 
     def start_fetch(self, request: EngineRequest) -> None:
-        """See SchedulerConnector. Raises ``refusal`` if the test has set one."""
+        """See SchedulerConnector. Raises ``refusal`` where the test has set one."""
         if self.refusal:
             raise self.refusal
         assert request.key not in self.fetches
@@ -194,28 +192,26 @@ class FakeConnector:
             list(request.prompt_token_ids), request.sampling.seed, request.num_choices
         )
 
-    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """See SchedulerConnector."""
-        fetch = self.fetches[key]
+        fetch = self.fetches[request_id]
         size = self.pool_memory.layout.block_size
         assert fetch.state == "published"
         assert len(block_ids) == -(-len(fetch.prompt) // size)
         self.pool_memory.check(block_ids, prefix_codes(fetch.prompt), num_cached_blocks * size)
-        fetch.state = "reading"
-        fetch.block_ids = list(block_ids)
-        fetch.num_cached_blocks = num_cached_blocks
+        fetch.state, fetch.block_ids, fetch.num_cached_blocks = "reading", list(block_ids), num_cached_blocks
 
-    def cancel_fetch(self, key: str) -> bool:
-        """See SchedulerConnector. A read that has started lasts until ``drain``."""
-        if self.fetches[key].state == "reading":
-            self.fetches[key].state = "draining"
+    def cancel_fetch(self, request_id: str) -> bool:
+        """See SchedulerConnector. A read that has begun goes on until ``drain``."""
+        if self.fetches[request_id].state == "reading":
+            self.fetches[request_id].state = "draining"
             return False
-        del self.fetches[key]
+        del self.fetches[request_id]
         return True
 
-    def take_received(self, key: str) -> Received:
+    def take_received(self, request_id: str) -> Received:
         """See SchedulerConnector."""
-        fetch = self.fetches.pop(key)
+        fetch = self.fetches.pop(request_id)
         assert fetch.state == "landed"
         code = prefix_codes(fetch.prompt)[-1]
         tokens = [
@@ -265,12 +261,12 @@ class FakeConnector:
         """See SchedulerConnector."""
         self.is_closed = True
 
-    def _report(self, event: TransferEvent) -> None:
+    def _tell(self, event: TransferEvent) -> None:
         self._events.append(event)
         self._wake()
 
 
-def fake_connector_factory(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
-    """Return both halves of a fake, as a ConnectorFactory does; picklable. No process listens at the address."""
+def fake_connector_factory(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+    """A ConnectorFactory; picklable. The address is nobody's."""
     connector = FakeConnector(wake)
-    return ConnectorPair(connector, connector.rank, "127.0.0.1:9")
+    return ConnectorPair(connector, SingleRankConnector(connector.rank), "127.0.0.1:9")
