@@ -1,4 +1,4 @@
-"""Counters, and the completions that cross from the control half to the step thread."""
+"""Plain counters, and the completions that cross from the control half to the step thread. Thread-safe."""
 
 import threading
 from collections import defaultdict
@@ -6,25 +6,32 @@ from collections.abc import Mapping
 
 
 class Counters:
-    """Counters by name; labels are part of it, as in ``transfer_blocks_total{transport=tcp}``. Thread-safe."""
+    """Counters by name; labels are part of the name, as in ``transfer_blocks_total{transport=tcp}``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: defaultdict[str, float] = defaultdict(float)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        """Increase a counter; an amount of 0 makes it visible."""
+        """Count up; an amount of 0 makes the counter visible."""
         with self._lock:
             self._values[_full_name(name, labels)] += amount
 
     def merge(self, added: Mapping[str, float]) -> None:
-        """Add another object's counters, as its ``snapshot`` returns them."""
+        """Count up by full names, as other counters' ``snapshot`` has them."""
         with self._lock:
             for name, amount in added.items():
                 self._values[name] += amount
 
+    def take(self) -> dict[str, float]:
+        """Return what was counted since the last call; afterwards nothing is."""
+        with self._lock:
+            taken = dict(self._values)
+            self._values.clear()
+            return taken
+
     def snapshot(self) -> dict[str, float]:
-        """Return the current values by full name."""
+        """Return all values."""
         with self._lock:
             return dict(self._values)
 
@@ -37,7 +44,7 @@ def _full_name(name: str, labels: dict[str, str]) -> str:
 
 
 class Completions:
-    """Keys of requests whose hand-over is complete, until the step thread takes them. Thread-safe."""
+    """Keys whose hand-over is done, until the step thread takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,17 +52,17 @@ class Completions:
         self._received: set[str] = set()
 
     def add_sent(self, key: str) -> None:
-        """Add a request whose lent blocks have no reader any more."""
+        """Record that the lent blocks of this request are not read any more."""
         with self._lock:
             self._sent.add(key)
 
     def add_received(self, key: str) -> None:
-        """Add a request whose KV has arrived and is verified."""
+        """Record that the KV of this request has arrived and is verified."""
         with self._lock:
             self._received.add(key)
 
     def discard_received(self, key: str) -> None:
-        """Remove a request that was cancelled before it was taken."""
+        """Drop a completed fetch: the request was cancelled before it was taken."""
         with self._lock:
             self._received.discard(key)
 
@@ -69,12 +76,12 @@ class Completions:
 
     @property
     def has_received(self) -> bool:
-        """True while a completed fetch waits to be taken."""
+        """A completed fetch is waiting to be taken."""
         with self._lock:
             return bool(self._received)
 
     @property
     def is_empty(self) -> bool:
-        """True while nothing waits to be taken."""
+        """There is nothing to take."""
         with self._lock:
             return not self._sent and not self._received

@@ -169,7 +169,7 @@ class TransferDriver:
         self.scheduler = pair.scheduler
         self.sender = pair.scheduler.sender
         self.receiver = pair.scheduler.receiver
-        self.rank = pair.rank
+        self.rank = pair.ranks.in_process()
         self.address = pair.address
         self.rank.start(self.memory)
 
