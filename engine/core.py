@@ -13,14 +13,7 @@ import msgspec
 from contract.errors import KvbatonError, NotFoundError, SettingError, UnsupportedFieldError
 from contract.layout import KVLayout, Side
 from contract.requests import EngineOutput, EngineRequest
-from engine.connector import (
-    ConnectorFactory,
-    ConnectorPair,
-    JoinsRanks,
-    RanksConnectorFactory,
-    RanksConnectorPair,
-    ShowsProgress,
-)
+from engine.connector import ConnectorFactory, ConnectorPair, ShowsProgress
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
@@ -110,7 +103,7 @@ class EngineCore:
         model = self.executor.model_info
         load = partial(load_vocabulary, settings.model, model.eos_token_ids)
         self._grammars = GrammarCompiler(load, model.vocab_size)
-        self._connector: ConnectorPair | RanksConnectorPair | None = None
+        self._connector: ConnectorPair | None = None
         self._take_finished: Callable[[], tuple[set[str], set[str]]] = lambda: (set(), set())
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -265,24 +258,10 @@ class EngineCore:
     def _connect(self, factory: ConnectorFactory | None, num_ranks: int, wake: Callable[[], None]) -> None:
         if factory is None:
             return
-        layout = self.executor.layout
-        fingerprint = self.executor.model_info.fingerprint
-        if not isinstance(self.executor, JoinsRanks):
-            pair = factory(layout, fingerprint, wake)
-            self._connector = pair
-            self._take_finished = pair.rank.take_finished
-            self.executor.set_connector(pair.rank)
-            return
-        ranks_factory: object = factory
-        if not isinstance(ranks_factory, RanksConnectorFactory):
-            raise SettingError(
-                f"tensor_parallel_size is {num_ranks}, and this connector serves engines of one rank only",
-                param="tensor_parallel_size",
-            )
-        joined = ranks_factory.for_ranks(Side(layout, num_ranks), fingerprint, wake)
-        self._connector = joined
-        self._take_finished = joined.ranks.take_finished
-        self.executor.join_ranks(joined.ranks)
+        side = Side(self.executor.layout, num_ranks)
+        self._connector = factory(side, self.executor.model_info.fingerprint, wake)
+        self._take_finished = self._connector.ranks.take_finished
+        self.executor.set_connector(self._connector.ranks)
 
     def _schedule_with(
         self,

@@ -23,7 +23,6 @@ from engine.compute.profiling import profile_inputs
 from engine.compute.staging import on_device
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.distributed.group import RankGroup, SingleRank, rank_device
-from engine.distributed.opening import open_half
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
@@ -161,7 +160,7 @@ class ModelRunner:
 
     def open_connector(self, plans: list[RankConnectorPlan]) -> None:
         """Open this rank's half of a connector by its own plan of ``plans`` (rank by rank), and start it on the pool."""
-        half = open_half(plans[self._group.rank])
+        half = plans[self._group.rank].open()
         try:
             self.set_connector(half)
         except BaseException:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from contract.errors import SettingError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams, SamplingParams, choice_seed
-from engine.connector import RankConnector
+from engine.connector import RankConnector, RanksConnector
 from engine.models.info import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.settings import EngineSettings
@@ -308,8 +308,9 @@ class FakeExecutor:
         """Call the method of the one rank."""
         return [getattr(self.runner, method)(*args)]
 
-    def set_connector(self, rank: RankConnector) -> None:
+    def set_connector(self, connector: RanksConnector) -> None:
         """Start the rank's half of the connector on the memory."""
+        rank = connector.in_process()
         rank.start(self.memory)
         self.runner.connector = rank
 

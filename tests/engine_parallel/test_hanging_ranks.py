@@ -11,7 +11,7 @@ from contract.identity import Role
 from contract.requests import EngineRequest, SamplingParams, SendTransfer
 from engine.client import ProcessClient
 from engine.distributed.executor import RanksExecutor
-from engine.distributed.pulse import CallCount
+from engine.distributed.rank_watch import CallCount
 from engine.executors.executor import create_executor
 from engine.hosting.watching import COMPUTING_FACTOR, RANK_CALLS, EngineWatch, Patience
 from engine.kv_cache.startup import initialize_kv_cache
@@ -66,9 +66,11 @@ def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
     assert isinstance(executor, RanksExecutor)
     try:
         initialize_kv_cache(executor)
-        executor.join_ranks(HangingRanks())
-        words = r"rank 1 of 2 \(process \d+\) was killed by signal 9: its loop of calls has made no progress"
-        with pytest.raises(WorkerLostError, match=words):
+        executor.set_connector(HangingRanks())
+        message = (
+            r"rank 1 of 2 \(process \d+\) was killed by signal 9: its loop of calls has made no progress"
+        )
+        with pytest.raises(WorkerLostError, match=message):
             executor.execute_model(SchedulerOutput(kv_connector_metadata={"orders": []}))
     finally:
         executor.shutdown()

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from contract.layout import KVLayout
+from contract.layout import Side
 from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
-from engine.connector import ConnectorPair
+from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.scheduling.inspection import check_integrity
@@ -143,9 +143,9 @@ class SteppedEngine:
             assert output.first_index == outputs[-1].first_index + len(outputs[-1].token_ids)
         outputs.append(output)
 
-    def _connect(self, layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+    def _connect(self, side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
         self.hear_connector = wake
-        return ConnectorPair(self.connector, self.connector.rank, "127.0.0.1:9")
+        return ConnectorPair(self.connector, SingleRankConnector(self.connector.rank), "127.0.0.1:9")
 
 
 def receiving(engine: SteppedEngine, name: str = "d", prompt: list[int] = PROMPT, max_tokens: int = 4) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from contract.errors import NotFoundError, SettingError, TransferError
-from contract.layout import KVLayout
+from contract.layout import Side
 from contract.requests import EngineRequest, FinishReason
-from engine.connector import ConnectorPair
+from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.hosting.messages import (
     AddRequest,
@@ -47,17 +47,17 @@ def test_start_up_order() -> None:
     happened = []
 
     class WatchedExecutor(FakeExecutor):
-        def set_connector(self, rank: Any) -> None:
+        def set_connector(self, connector: Any) -> None:
             happened.append("rank started")
-            super().set_connector(rank)
+            super().set_connector(connector)
 
     def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
         happened.append("executor, weights, KV cache")
         return WatchedExecutor(settings), 20
 
-    def connect(layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
-        happened.append(f"connector for {layout.block_size} tokens of {fingerprint}")
-        return fake_connector_factory(layout, fingerprint, wake)
+    def connect(side: Side, fingerprint: str, wake: Any) -> ConnectorPair:
+        happened.append(f"connector for {side.layout.block_size} tokens of {fingerprint}")
+        return fake_connector_factory(side, fingerprint, wake)
 
     core = EngineCore(fake_settings(), connect, start=start)
     assert happened == ["executor, weights, KV cache", "connector for 4 tokens of fake:fake", "rank started"]
@@ -73,7 +73,7 @@ def test_failed_start_ends_the_executor() -> None:
         made.append(FakeExecutor(settings))
         return made[0], 20
 
-    def connect(layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
+    def connect(side: Side, fingerprint: str, wake: Any) -> ConnectorPair:
         raise TransferError("port taken")
 
     with pytest.raises(TransferError, match="port taken"):
@@ -237,9 +237,9 @@ def test_connector_wakes_an_idle_loop(make_gate: MakeGate) -> None:
     """B8: events and completions reach an idle core through its input queue."""
     inbox, connectors, heard = Inbox(), list[WatchedConnector](), list[FromEngine]()
 
-    def connect(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+    def connect(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
         connectors.append(WatchedConnector(wake))
-        return ConnectorPair(connectors[0], connectors[0].rank, "127.0.0.1:9")
+        return ConnectorPair(connectors[0], SingleRankConnector(connectors[0].rank), "127.0.0.1:9")
 
     is_up = threading.Event()
 
