@@ -49,7 +49,7 @@ typedef enum { PLAIN, WIDE, RESIDUAL, GATED } Ending;
 void linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, void *output, Ending ending);
 
 // Stores in sums[r][0..31] the products of rows of pairs with a packed panel, or adds them; at most MAX_ROWS rows.
-// ahead: NULL, or the same number of compressed pairs to prefetch into the L2 cache.
+// ahead: NULL, or the same number of compressed pairs to prefetch into the second-level cache.
 void multiply(const uint32_t *pairs, size_t stride, size_t num_rows, const bf16 *panel, size_t num_pairs, float *sums,
               size_t sums_stride, int adds, const uint8_t *ahead);
 
