@@ -96,7 +96,7 @@ class RanksExecutor:
             output.finished_recving = received or None
         return output
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor. Ranks go on to the end: they have to agree on what they compute."""
 
     def watch(self, wake: Callable[[], None]) -> None:

@@ -128,7 +128,7 @@ class LocalRanksExecutor:
         """See Executor. The step runs when its results are waited for."""
         return partial(self.execute_model, scheduled)
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor. A step goes on to its end."""
 
     def watch(self, wake: Callable[[], None]) -> None:

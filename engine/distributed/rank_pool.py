@@ -20,7 +20,7 @@ from engine.distributed.messages import Raised, Returned
 from engine.distributed.process_group import listen_for_ranks
 from engine.distributed.rank_process import GroupPlan, RankProcess
 from engine.distributed.rank_watch import RankWatch
-from engine.hosting.watching import Patience
+from engine.hosting.watching import LivenessTimeouts
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class RankPool:
         with ExitStack() as undo:
             undo.callback(self.end)
             self._start(settings)
-            patience = Patience(settings.peer_timeout_seconds, settings.step_timeout_seconds)
-            self._watch = RankWatch(self.processes, patience)
+            timeouts = LivenessTimeouts(settings.peer_timeout_seconds, settings.step_timeout_seconds)
+            self._watch = RankWatch(self.processes, timeouts)
             self._watch.start()
             undo.pop_all()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.hosting.processor_time import processor_nanoseconds
-from engine.hosting.watching import RANK_CALLS, EngineWatch, Patience
+from engine.hosting.watching import RANK_CALLS, EngineWatch, LivenessTimeouts
 
 logger = logging.getLogger(__name__)
 _LOOKS_PER_PATIENCE = 6
@@ -59,7 +59,7 @@ class RankWatch(threading.Thread):
     def __init__(
         self,
         ranks: Sequence[Watched],
-        patience: Patience,
+        patience: LivenessTimeouts,
         runtime: Callable[[int], int | None] = processor_nanoseconds,
     ) -> None:
         super().__init__(name="rank-watch", daemon=True)

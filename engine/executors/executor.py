@@ -43,8 +43,8 @@ class Executor(Protocol):
         It must be called before any other method.
         """
 
-    def cut_short(self) -> None:
-        """Ask the running step to end without results (``was_cut_short``), from any thread. It may go on all the same."""
+    def interrupt(self) -> None:
+        """Ask the running step to end without results (``was_interrupted``), from any thread. It may go on all the same."""
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when a rank has ended by itself: the next step then raises. Called once."""
@@ -90,9 +90,9 @@ class InProcessExecutor:
         """See Executor."""
         return self.runner.begin(scheduled)
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor."""
-        self.runner.cut_short()
+        self.runner.interrupt()
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. The rank cannot end before its caller."""

@@ -202,8 +202,8 @@ void pool_launch(Pool *pool, Task task, const void *context) {
     wake(pool);
 }
 
-// From any thread: nobody needs any more what was launched. One that comes too late, or in the wrong moment, does no harm.
-void kvbaton_cut_short(Pool *pool) { atomic_store(&pool->shall_end_early, 1); }
+// Interrupts the launched task, from any thread, because its result is no longer needed. Has no effect if no task is running.
+void kvbaton_interrupt(Pool *pool) { atomic_store(&pool->shall_end_early, 1); }
 
 // Called by the task, which returns at once if the result is 1.
 int pool_ends_early(Pool *pool) {
@@ -211,8 +211,8 @@ int pool_ends_early(Pool *pool) {
     return pool->has_ended_early;
 }
 
-// Helps with the task that was launched, if one was, until it is over; a pool of one thread does all of it here. 0: it was
-// cut short.
+// Helps with the launched task, if there is one, until it ends; a pool of one thread runs all of it here. Returns 0 if the
+// task was interrupted.
 int kvbaton_wait(Pool *pool) {
     if (pool->num_threads == 1 && atomic_load(&pool->is_under_way)) lead(pool);
     for (;;) {

@@ -139,7 +139,7 @@ def test_who_watches_hears_of_each_layer_when_its_kv_is_there(
         return sample(*args)
 
     monkeypatch.setattr(TorchStep, "attend", attend_noted)
-    monkeypatch.setattr("engine.compute.runner.sample", sample_noted)
+    monkeypatch.setattr("engine.compute.rank_sampler.sample", sample_noted)
     driver.executor.set_connector(SingleRankConnector(connector))
     driver.add("a", PROMPT)
     scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)

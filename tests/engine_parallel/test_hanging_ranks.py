@@ -13,7 +13,7 @@ from engine.client import ProcessClient
 from engine.distributed.executor import RanksExecutor
 from engine.distributed.rank_watch import CallCount
 from engine.executors.executor import create_executor
-from engine.hosting.watching import COMPUTING_FACTOR, RANK_CALLS, EngineWatch, Patience
+from engine.hosting.watching import COMPUTING_FACTOR, RANK_CALLS, EngineWatch, LivenessTimeouts
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import SchedulerOutput
 from engine.settings import EngineSettings
@@ -43,7 +43,7 @@ def test_a_rank_hangs_when_and_only_when_it_owes_a_step_for_too_long(
     looks: list[tuple[float, bool, bool]], computes: bool
 ) -> None:
     """P4: an idle rank has no time limit, one that computes a longer one; the verdict is that of a plain model."""
-    watch, calls = EngineWatch(Patience(float("inf"), HUNG_SECONDS), 0.0), CallCount()
+    watch, calls = EngineWatch(LivenessTimeouts(float("inf"), HUNG_SECONDS), 0.0), CallCount()
     now = moved_at = 0.0
     runtime = num_answered = 0
     limit = HUNG_SECONDS * (COMPUTING_FACTOR if computes else 1)
