@@ -167,7 +167,7 @@ def _mapped(path: str, num_bytes: int) -> memoryview:
 
 
 class _Reports:
-    """Receives the reports of a data half; see ``kv_transfer.data.reports.DataReports``."""
+    """Receives the reports of a data half; see ``kv_transfer.data.threads.DataReports``."""
 
     def __init__(self) -> None:
         self._ends = Mailbox[object]()

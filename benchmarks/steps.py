@@ -166,7 +166,7 @@ def _round(
     watch.take()
     with watch_use() as use:
         while core.needs_step():
-            core.step(may_go_on=lambda: True)
+            core.step(may_start_early=lambda: True)
     decodes = watch.take()[_FIRST_STEPS:-2]  # without prompts and the step that only ends requests
     if not decodes:
         raise SettingError("the kernels do not support this model here", param="model")
@@ -178,7 +178,7 @@ def table(figures: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     threads = figures["num_threads"]
     head = (
-        f"| threads: {threads} | a step, ms | model idle, ms | share | of it sampling, ms"
+        f"| threads: {threads} | a step, ms | the model is idle, ms | share | of it sampling, ms"
         " | Python, ms | of the step | of all threads' time |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )

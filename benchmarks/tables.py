@@ -1,4 +1,4 @@
-"""``python -m benchmarks.tables``: writes the tables of ``docs/performance.md`` from ``results``; ``--check`` compares.
+"""Write the tables of ``docs/performance.md`` from ``results`` (``python -m benchmarks.tables``); ``--check`` compares.
 
 A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``, where NAME is a file of the results. A table without
 results is marked as not measured.
@@ -7,6 +7,7 @@ results is marked as not measured.
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from benchmarks import engine, interference, service_speed, steps
 from benchmarks.facts import RESULTS
 
+COLUMNS = 100
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 _TABLE = re.compile(r"(<!-- table: (\w+?)_([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -52,7 +54,19 @@ def _table(kind: str, rest: str, results: Path) -> str:
     figures = found["figures"]
     machine = found["machine"]
     origin = f"{machine['cpu']}, {machine['cores']} cores, {found['date']}, commit {found['commit']}"
-    return f"\n`{figures['command']}` ({origin})\n\n{write(figures)}\n\n"
+    return _wrapped(f"\n`{figures['command']}` ({origin})\n\n{write(figures)}\n\n")
+
+
+def _wrapped(text: str) -> str:
+    """Wrap paragraphs and list items; rows of tables stay on one line."""
+    return "\n".join(line if line.startswith("|") else _wrapped_line(line) for line in text.split("\n"))
+
+
+def _wrapped_line(line: str) -> str:
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(
+        line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ MAX_NAME_CHARACTERS = 255
 
 
 class Role(StrEnum):
-    """The role of a process. ``BOTH`` computes prompts and decodes them itself."""
+    """The role of a process. ``AGGREGATED`` computes prompts and decodes them itself."""
 
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
-    BOTH = "both"
+    AGGREGATED = "both"
 
 
 def new_boot_id() -> str:

@@ -9,7 +9,7 @@ from contract.sampling import MAX_GRAMMAR_BYTES
 
 
 class ModelOptions(Options):
-    """The settings of the model's computation."""
+    """The model's number format, length and processes."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto: that of the checkpoint."""
@@ -24,7 +24,7 @@ class ModelOptions(Options):
 
 
 class BatchingOptions(Options):
-    """The settings of a step's size and start."""
+    """The contents of a step, and its start."""
 
     max_num_seqs: int = Field(default=256, ge=1)
     """Maximum number of concurrently running requests of one worker."""
@@ -39,7 +39,7 @@ class BatchingOptions(Options):
 
 
 class KVCacheOptions(Options):
-    """The settings of the pool of KV blocks, and of waiting for blocks of another worker."""
+    """The pool of KV blocks, and the wait for blocks of another worker."""
 
     block_size: int = Field(default=16, ge=1, le=1024)
     """Number of tokens in a KV block."""
@@ -55,7 +55,7 @@ class KVCacheOptions(Options):
 
 
 class GrammarOptions(Options):
-    """The limits of a request's grammar."""
+    """The cost that the grammar of a request may have."""
 
     max_grammar_bytes: int = Field(default=2**16, ge=1, le=MAX_GRAMMAR_BYTES)
     """Maximum size of a JSON schema, regular expression or grammar that an answer must match."""
@@ -64,7 +64,7 @@ class GrammarOptions(Options):
 
 
 class HealthOptions(PeerOptions):
-    """The settings that decide when another process counts as dead, and the engine as hung."""
+    """The time limits after which another process counts as dead, and the engine as hung."""
 
     step_timeout_seconds: float = Field(default=30.0, gt=0)
     """Time without progress after which the engine counts as hung and is restarted; a step that keeps computing may take
@@ -82,4 +82,4 @@ class HostOptions(Options):
 
 # Help texts list the fields of the last base first.
 class EngineOptions(HealthOptions, GrammarOptions, KVCacheOptions, BatchingOptions, ModelOptions):
-    """Everything that a user can set about an engine."""
+    """All options of an engine that users give, wherever it runs."""

@@ -1,4 +1,4 @@
-"""The settings of a connector, in groups; see ``contract.options``. Imports no transport."""
+"""The connector settings that users can give, in groups (see ``contract.options``). Imports nothing that moves KV."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,18 +12,18 @@ TransportName = Literal["auto", "shm", "nixl", "nccl", "tcp"]
 
 
 class TransferOptions(Options):
-    """The settings of transfers and leases."""
+    """The transport of KV, and the lease on it."""
 
     transport: TransportName = "auto"
-    """Transport of KV blocks: shm (workers on one machine), nixl, nccl, tcp; auto: the best that both workers support."""
+    """Transport of KV blocks: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers support."""
     shm_dir: Path | None = None
     """Folder of the sockets of transport shm; containers share it as a volume. Unset: a new private folder in /tmp."""
     lease_seconds: float = Field(default=30.0, gt=0)
-    """Time after which the lease on a prompt's KV expires if the decode worker does not renew it."""
+    """Seconds that computed KV stays lent to a decode worker from which nothing is received."""
 
 
 class PortOptions(Options):
-    """The settings of a worker's internal ports."""
+    """The addresses at which other workers reach a worker."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """Interface to which the worker's internal ports are bound; other workers and the router must be able to reach it."""

@@ -6,7 +6,7 @@ from contract.requests import EngineRequest, ReceiveTransfer
 from contract.sampling import SamplingParams
 from engine.connector import Published
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.remote_kv import KVReceiver
+from engine.scheduling.kv_receiver import KVReceiver
 from engine.scheduling.request import Request
 from engine.testing.transfer import FakeConnector
 
