@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from contract.requests import FinishReason, TokenLogprobs
-from router.delivery import Arrival, Token
+from router.delivery import Token, TokenBatch
 from router.request import PreparedRequest
 from router.timings import Timings
 from text.detokenizer import Detokenizer
@@ -124,7 +124,7 @@ class Answer:
         self.num_reasoning_tokens = 0
         self.is_finished = False
 
-    def push(self, arrival: Arrival) -> Delta:
+    def push(self, arrival: TokenBatch) -> Delta:
         """The delta of an arrival; tokens behind a stop string are not part of it."""
         delta = Delta()
         for token in arrival.tokens:

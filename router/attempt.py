@@ -20,7 +20,7 @@ from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostEr
 from contract.requests import EngineOutput, FinishReason
 from protos import worker_pb2 as pb
 from router.bound_leg import Leg, start
-from router.delivery import Arrival, Delivery, Token, tokens_of
+from router.delivery import Delivery, Token, TokenBatch, tokens_of
 from router.inbox import Event, Inbox, UnreadAccount, size_of
 from router.leg_failure import Failure, PostponedFailure
 from router.leg_report import LegReport
@@ -55,7 +55,7 @@ class Attempt:
         self._prompt = [*request.prompt_token_ids, *delivered]
         self._key = (request.request_id, number, request.choice)
         self._tasks = tasks
-        self._inbox: Inbox[Arrival] = Inbox(unread, max_unread_bytes, self._settle)
+        self._inbox: Inbox[TokenBatch] = Inbox(unread, max_unread_bytes, self._settle)
         self._delivery = Delivery(number, len(delivered))
         self._finish: tuple[FinishReason, int | None, Sequence[float]] | None = None
         self._num_early_bytes = 0
@@ -119,7 +119,7 @@ class Attempt:
         self._settle()
         self._inbox.close()
 
-    async def next(self) -> Arrival:
+    async def next(self) -> TokenBatch:
         """Return the next tokens. Raises what ended a leg (``failure`` then names the workers that may be at fault).
 
         WorkerLostError, the worker's own error; CancelledError when nobody has called for too many bytes.
@@ -166,9 +166,9 @@ class Attempt:
         self._num_early_bytes += num_bytes
         if self._finish and self._delivery.is_complete:
             self._settle()
-            self._inbox.put(Arrival(due, *self._finish), self._num_early_bytes)
+            self._inbox.put(TokenBatch(due, *self._finish), self._num_early_bytes)
         elif due:
-            self._inbox.put(Arrival(due), self._num_early_bytes)
+            self._inbox.put(TokenBatch(due), self._num_early_bytes)
         else:
             return
         self._num_early_bytes = 0

@@ -20,7 +20,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class TokenBatch:
     """Tokens that are due now, in order. ``finish_reason`` comes with the answer's last ones, or with its embedding."""
 
     tokens: list[Token]

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from contract.errors import UnavailableError
-from router.ledger import Ledger
-from router.running import RunningRequests
+from router.cancellation import CancellableRequests
+from router.request_tracker import RequestTracker
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ class Drain:
 
     def __init__(
         self,
-        ledger: Ledger,
-        running: RunningRequests,
+        ledger: RequestTracker,
+        running: CancellableRequests,
         until_answered: Callable[[], Awaitable[None]],
         drain_seconds: float,
     ) -> None:

@@ -11,7 +11,7 @@ from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError
 from router.attempt import Attempt
 from router.leg_failure import Failure
 from router.registry import AttachedWorker
-from router.severed import SeveredPairs
+from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import RouterExhaustedError
 
 CURABLE = frozenset(
@@ -35,7 +35,7 @@ _PAUSES_SECONDS = (0.0, 0.0, 0.05, 0.2, 0.8, 2.0)
 class Failures:
     """Owns the history of one answer's failures."""
 
-    def __init__(self, severed: SeveredPairs, max_replays: int) -> None:
+    def __init__(self, severed: UnreachablePairs, max_replays: int) -> None:
         self._severed = severed
         self._max_replays = max_replays
         self._num_failures = 0

@@ -28,7 +28,7 @@ _BEGUN = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class QueueOrder:
     """Who asks for workers.
 
     tenant: the client. family: the client's request that this is a part of. cost: tokens, or what else work is counted in.
@@ -44,18 +44,18 @@ class Claim:
 
 
 @dataclass(order=True)
-class Ticket(Generic[_L, _T]):
+class QueueEntry(Generic[_L, _T]):
     """A place in the queue. Sorted among those of the same client and priority."""
 
     tag: float
     arrival: float
     number: int
-    claim: Claim = field(compare=False)
+    claim: QueueOrder = field(compare=False)
     lane: _L = field(compare=False)
     item: _T = field(compare=False)
 
 
-MayGo = Callable[[Ticket[_L, _T]], bool]
+StartRule = Callable[[QueueEntry[_L, _T]], bool]
 
 
 @dataclass
@@ -74,14 +74,14 @@ class _Tenant:
     own_time: float = 0.0
     families: dict[str, _Family] = field(default_factory=dict)
 
-    def tag_for(self, claim: Claim) -> float:
+    def tag_for(self, claim: QueueOrder) -> float:
         family = self.families.setdefault(claim.family, _Family(tag=self.own_time))
         family.num_waiting += 1
         tag = max(family.tag, self.own_time)
         family.tag = tag + claim.cost
         return tag
 
-    def leave(self, claim: Claim, cost: float) -> None:
+    def leave(self, claim: QueueOrder, cost: float) -> None:
         self.own_time += cost / len(self.families)
         family = self.families[claim.family]
         family.num_waiting -= 1
@@ -93,7 +93,7 @@ class FairQueue(Generic[_L, _T]):
     """Owns the waiting requests, in lanes: those in one lane wait for the same workers, so nobody passes its head."""
 
     def __init__(self) -> None:
-        self._lanes: dict[_L, dict[int, dict[str, list[Ticket[_L, _T]]]]] = {}
+        self._lanes: dict[_L, dict[int, dict[str, list[QueueEntry[_L, _T]]]]] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._num_tickets = 0
         self._num_waiting = 0
@@ -103,13 +103,13 @@ class FairQueue(Generic[_L, _T]):
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __iter__(self) -> Iterator[Ticket[_L, _T]]:
+    def __iter__(self) -> Iterator[QueueEntry[_L, _T]]:
         for priorities in self._lanes.values():
             for tenants in priorities.values():
                 for tickets in tenants.values():
                     yield from tickets
 
-    def add(self, lane: _L, claim: Claim, item: _T) -> Ticket[_L, _T]:
+    def add(self, lane: _L, claim: QueueOrder, item: _T) -> QueueEntry[_L, _T]:
         """Take a request in."""
         tenant = self._tenants.setdefault(claim.tenant, _Tenant(virtual_time=self._time))
         if not tenant.families:
@@ -117,25 +117,25 @@ class FairQueue(Generic[_L, _T]):
             tenant.own_time = 0.0
         tag = tenant.tag_for(claim)
         self._num_tickets += 1
-        ticket = Ticket(
+        ticket = QueueEntry(
             _BEGUN if claim.is_replay else tag, claim.arrival, self._num_tickets, claim, lane, item
         )
         self._put(ticket)
         self._num_waiting += 1
         return ticket
 
-    def heads(self, may_go: MayGo[_L, _T] = lambda ticket: True) -> list[Ticket[_L, _T]]:
+    def heads(self, may_start: StartRule[_L, _T] = lambda ticket: True) -> list[QueueEntry[_L, _T]]:
         """Return the head of each lane that has one, the one that goes first in front."""
-        heads = [head for lane in self._lanes if (head := self.head(lane, may_go))]
+        heads = [head for lane in self._lanes if (head := self.head(lane, may_start))]
         return sorted(heads, key=self._rank)
 
-    def head(self, lane: _L, may_go: MayGo[_L, _T] = lambda ticket: True) -> Ticket[_L, _T] | None:
+    def head(self, lane: _L, may_start: StartRule[_L, _T] = lambda ticket: True) -> QueueEntry[_L, _T] | None:
         """Return the request that is next in a lane; None if no client may begin one.
 
-        may_go: whether a client's first request may be begun now; where it may not, other clients pass.
+        may_start: whether a client's first request may be begun now; where it may not, other clients pass.
         """
         tops = {
-            priority: [top for tickets in tenants.values() if may_go(top := tickets[0])]
+            priority: [top for tickets in tenants.values() if may_start(top := tickets[0])]
             for priority, tenants in self._lanes.get(lane, {}).items()
         }
         if self._is_aged_turn:
@@ -145,7 +145,7 @@ class FairQueue(Generic[_L, _T]):
         highest = max((priority for priority, found in tops.items() if found), default=None)
         return None if highest is None else min(tops[highest], key=self._order)
 
-    def take(self, ticket: Ticket[_L, _T]) -> None:
+    def take(self, ticket: QueueEntry[_L, _T]) -> None:
         """Begin a request: its client is charged, unless it was begun before or goes in the background."""
         tenant = self._tenants[ticket.claim.tenant]
         claim = ticket.claim
@@ -157,11 +157,11 @@ class FairQueue(Generic[_L, _T]):
             self._turn += 1
         self._remove(ticket, cost)
 
-    def discard(self, ticket: Ticket[_L, _T]) -> None:
+    def discard(self, ticket: QueueEntry[_L, _T]) -> None:
         """Take a request out that is not begun: nobody is charged."""
         self._remove(ticket, 0.0)
 
-    def move(self, ticket: Ticket[_L, _T], lane: _L) -> None:
+    def move(self, ticket: QueueEntry[_L, _T], lane: _L) -> None:
         """Let a request wait in another lane; its place among those there is what its arrival gave it."""
         self._pull(ticket)
         ticket.lane = lane
@@ -171,24 +171,24 @@ class FairQueue(Generic[_L, _T]):
     def _is_aged_turn(self) -> bool:
         return self._turn % AGING_PERIOD == AGING_PERIOD - 1
 
-    def _rank(self, head: Ticket[_L, _T]) -> tuple[float, bool, float, float, int]:
+    def _rank(self, head: QueueEntry[_L, _T]) -> tuple[float, bool, float, float, int]:
         is_aged = self._is_aged_turn and head.claim.priority > BACKGROUND_PRIORITY
         priority = float("-inf") if is_aged else -head.claim.priority
         return (priority, *self._order(head))
 
-    def _order(self, top: Ticket[_L, _T]) -> tuple[bool, float, float, int]:
+    def _order(self, top: QueueEntry[_L, _T]) -> tuple[bool, float, float, int]:
         is_fresh = not top.claim.is_replay
         return is_fresh, self._virtual_time(top) if is_fresh else _BEGUN, top.arrival, top.number
 
-    def _virtual_time(self, ticket: Ticket[_L, _T]) -> float:
+    def _virtual_time(self, ticket: QueueEntry[_L, _T]) -> float:
         return self._tenants[ticket.claim.tenant].virtual_time
 
-    def _put(self, ticket: Ticket[_L, _T]) -> None:
+    def _put(self, ticket: QueueEntry[_L, _T]) -> None:
         claim = ticket.claim
         tenants = self._lanes.setdefault(ticket.lane, {}).setdefault(claim.priority, defaultdict(list))
         insort(tenants[claim.tenant], ticket)
 
-    def _pull(self, ticket: Ticket[_L, _T]) -> None:
+    def _pull(self, ticket: QueueEntry[_L, _T]) -> None:
         claim = ticket.claim
         priorities = self._lanes[ticket.lane]
         tenants = priorities[claim.priority]
@@ -201,7 +201,7 @@ class FairQueue(Generic[_L, _T]):
         if not priorities:
             del self._lanes[ticket.lane]
 
-    def _remove(self, ticket: Ticket[_L, _T], cost: float) -> None:
+    def _remove(self, ticket: QueueEntry[_L, _T], cost: float) -> None:
         self._pull(ticket)
         self._num_waiting -= 1
         tenant = self._tenants[ticket.claim.tenant]

@@ -17,6 +17,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.answer import Delta
 from router.best_of import choose_best
+from router.cancellation import CancellableRequests, client_name
 from router.delivery import Token
 from router.grpc_embedding import embed_response, embeddings_asked
 from router.grpc_limits import check_detokenize, check_embed, check_generate
@@ -24,7 +25,6 @@ from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.registry import Registry
 from router.request import GenerationRequest, new_request_id
-from router.running import RunningRequests, client_name
 from router.tokenizing import TokenizerThreads, encode_text
 from serving.api_keys import ApiKeys
 from serving.grpc_errors import abort
@@ -50,7 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         pipeline: Pipeline,
         models: ModelSource,
         registry: Registry,
-        running: RunningRequests,
+        running: CancellableRequests,
         keys: ApiKeys,
         tokenizers: TokenizerThreads,
         stall_seconds: float,

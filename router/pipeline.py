@@ -28,11 +28,10 @@ from weakref import WeakValueDictionary
 from contract.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
 from contract.requests import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
-from router.ledger import Ledger
 from router.limits import MAX_PROMPT_TOKENS, check_cache_salt, check_limits, check_repeated
+from router.merge_streams import merge_streams
 from router.model_source import ModelSource
 from router.registry import Registry
-from router.relay import Relay, Relays
 from router.request import (
     EmbeddingRequest,
     GenerationRequest,
@@ -41,11 +40,12 @@ from router.request import (
     prepare_embedding,
     tokenize,
 )
-from router.side_by_side import side_by_side
-from router.tasks import giving_way
+from router.request_run import RequestRun, RequestRuns
+from router.request_tracker import RequestTracker
+from router.round_robin import RoundRobin
+from router.tasks import cooperatively
 from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
-from router.turns import Turns
 from text.model_card import ModelCard
 from text.stop import StopAutomaton
 
@@ -57,8 +57,8 @@ class Pipeline:
         self,
         models: ModelSource,
         registry: Registry,
-        ledger: Ledger,
-        relays: Relays,
+        ledger: RequestTracker,
+        relays: RequestRuns,
         tokenizers: TokenizerThreads,
         rules: TenantRules,
         timeout_seconds: float,
@@ -70,7 +70,7 @@ class Pipeline:
         self._relays = relays
         self._rules = rules
         self._timeout_seconds = timeout_seconds
-        self._turns = Turns()
+        self._turns = RoundRobin()
         self._stops: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
 
     async def generate(self, *asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -86,17 +86,17 @@ class Pipeline:
         with ExitStack() as held:
             records = [
                 [held.enter_context(self._ledger.open(one)) for _ in one.choices]
-                async for one in giving_way(asked)
+                async for one in cooperatively(asked)
             ]
             card = self._answering_card(asked[0].model)
             requests = await self._all_within_limits([self._prepare(one, card) for one in asked], card)
             unread = held.enter_context(self._relays.unread.open(asked[0].tenant))
             relays = [
                 held.enter_context(self._relays.open(*each, unread))
-                async for each in giving_way(zip(requests, records, strict=True))
+                async for each in cooperatively(zip(requests, records, strict=True))
             ]
             first, *others = [self._answer(relay, card) for relay in chain.from_iterable(relays)]
-            async with aclosing(side_by_side([first, *others]) if others else first) as deltas:
+            async with aclosing(merge_streams([first, *others]) if others else first) as deltas:
                 async for delta in deltas:
                     yield delta
 
@@ -107,7 +107,7 @@ class Pipeline:
         """
         await self._admit(asked[0], len(asked))
         with ExitStack() as held:
-            records = [held.enter_context(self._ledger.open(one)) async for one in giving_way(asked)]
+            records = [held.enter_context(self._ledger.open(one)) async for one in cooperatively(asked)]
             card = self._models.card_named(asked[0].model)
             preparing = [self._prepare_embedding(one, card) for one in asked]
             requests = await self._all_within_limits(preparing, card)
@@ -115,9 +115,9 @@ class Pipeline:
             pairs = zip(requests, records, strict=True)
             relays = [
                 held.enter_context(self._relays.open(request, [record], unread))[0]
-                async for request, record in giving_way(pairs)
+                async for request, record in cooperatively(pairs)
             ]
-            async with aclosing(side_by_side([self._embedding(relay) for relay in relays])) as deltas:
+            async with aclosing(merge_streams([self._embedding(relay) for relay in relays])) as deltas:
                 found = [delta async for delta in deltas]
         return sorted(found, key=lambda delta: delta.index)
 
@@ -156,7 +156,7 @@ class Pipeline:
             )
         return card
 
-    async def _answer(self, relay: Relay, card: ModelCard) -> AsyncGenerator[Delta, None]:
+    async def _answer(self, relay: RequestRun, card: ModelCard) -> AsyncGenerator[Delta, None]:
         request = relay.request
         record = relay.record
         answer = Answer(request, card)
@@ -171,7 +171,7 @@ class Pipeline:
                 record.finish(delta, delta.finish_reason, _usage(relay, answer), relay.report)
             yield delta
 
-    async def _embedding(self, relay: Relay) -> AsyncGenerator[Delta, None]:
+    async def _embedding(self, relay: RequestRun) -> AsyncGenerator[Delta, None]:
         arrival = await relay.next()
         relay.close()
         usage = Usage(
@@ -239,7 +239,7 @@ class Pipeline:
         return make(max_model_len=recent)
 
 
-def _usage(relay: Relay, answer: Answer) -> Usage:
+def _usage(relay: RequestRun, answer: Answer) -> Usage:
     """What the answer took; the prompt, which several answers share, is told with the first of them."""
     pays_prompt = relay.request.choice == 0
     return Usage(

@@ -64,7 +64,7 @@ Pairs = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class PlacementRequest:
     """What a request asks of its workers.
 
     num_prompt_tokens: with the tokens that were delivered already. num_delivered: how many those are. num_answer_tokens:
@@ -111,7 +111,7 @@ class Wish:
 
 
 def place(
-    workers: Sequence[WorkerView], wish: Wish, turn: int, severed: Pairs = frozenset()
+    workers: Sequence[WorkerView], wish: PlacementRequest, turn: int, severed: Pairs = frozenset()
 ) -> Placement | None:
     """Pick the workers of one request; None while none has room. ``turn`` counts requests, for ties.
 
@@ -139,7 +139,7 @@ def place(
     return _alone(_first(_unreached(workers, decodes, wish, severed)), None, wish)
 
 
-def fits(worker: WorkerView, wish: Wish) -> bool:
+def fits(worker: WorkerView, wish: PlacementRequest) -> bool:
     """Whether the worker is able to take the request at all, whatever it has to do now."""
     if not worker.max_requests or worker.worker_id in wish.too_small:
         return False
@@ -155,7 +155,7 @@ def fits(worker: WorkerView, wish: Wish) -> bool:
     return most <= worker.max_length
 
 
-def candidates(workers: Iterable[WorkerView], wish: Wish) -> frozenset[str]:
+def candidates(workers: Iterable[WorkerView], wish: PlacementRequest) -> frozenset[str]:
     """Return the ids of the workers that may take a leg of the request; empty where it fits none that could decode it."""
     able = [worker for worker in workers if fits(worker, wish)]
     if not any(worker.role in wish.end_roles for worker in able):
@@ -165,7 +165,7 @@ def candidates(workers: Iterable[WorkerView], wish: Wish) -> frozenset[str]:
     )
 
 
-def awaited(workers: Sequence[WorkerView], wish: Wish) -> frozenset[str]:
+def awaited(workers: Sequence[WorkerView], wish: PlacementRequest) -> frozenset[str]:
     """Return the ids of the workers that a request without a place waits for: nobody behind it may take their room.
 
     Those that decode, always; those that compute prompts only if none of them has room for it.
@@ -180,7 +180,7 @@ def awaited(workers: Sequence[WorkerView], wish: Wish) -> frozenset[str]:
     return frozenset(worker.worker_id for worker in (*prefills, *others))
 
 
-def why_too_long(workers: Iterable[WorkerView], wish: Wish) -> str:
+def why_too_long(workers: Iterable[WorkerView], wish: PlacementRequest) -> str:
     """Describe why none of the workers is able to take the request."""
     most = longest(worker for worker in workers if worker.max_requests)
     return f"no attached worker takes {wish.least_length} tokens of prompt and answer together; the limit is {most or 0} now"
@@ -212,13 +212,15 @@ def missing_role(workers: Sequence[WorkerView], need: Need = Need.ANSWER) -> str
     return f"no {' and no '.join(missing)} worker is attached"
 
 
-def _trusted(workers: Sequence[WorkerView], wish: Wish) -> Sequence[WorkerView]:
+def _trusted(workers: Sequence[WorkerView], wish: PlacementRequest) -> Sequence[WorkerView]:
     """Those that are not avoided, where they suffice without the others; else all."""
     trusted = [worker for worker in workers if worker.worker_id not in wish.avoid]
     return workers if missing_role(trusted, Need.EMBEDDING if wish.is_embedding else Need.ANSWER) else trusted
 
 
-def _computes_locally(workers: Sequence[WorkerView], able: Sequence[WorkerView], wish: Wish) -> bool:
+def _computes_locally(
+    workers: Sequence[WorkerView], able: Sequence[WorkerView], wish: PlacementRequest
+) -> bool:
     """Whether the prompt is computed where it is decoded: no prefill worker is able to, for its length or at all.
 
     New requests wait for a prefill worker where none is attached: one may be starting again.
@@ -228,14 +230,14 @@ def _computes_locally(workers: Sequence[WorkerView], able: Sequence[WorkerView],
     return wish.is_local or (not any(is_prefill) and (wish.is_replay or is_attached))
 
 
-def _alone(decode: WorkerView | None, both: WorkerView | None, wish: Wish) -> Placement | None:
+def _alone(decode: WorkerView | None, both: WorkerView | None, wish: PlacementRequest) -> Placement | None:
     """Place the whole request on one worker."""
     worker = min(filter(None, (decode, both)), key=lambda each: _load(each, wish), default=None)
     return placed((AGGREGATED, worker.worker_id), num_delivered=wish.num_delivered) if worker else None
 
 
 def _unreached(
-    workers: Sequence[WorkerView], decodes: Iterable[WorkerView], wish: Wish, severed: Pairs
+    workers: Sequence[WorkerView], decodes: Iterable[WorkerView], wish: PlacementRequest, severed: Pairs
 ) -> Iterable[WorkerView]:
     """Return those of ``decodes`` that none of the prefill workers which may be chosen can reach."""
     prefills = _of_role(workers, Role.PREFILL, wish)
@@ -244,12 +246,14 @@ def _unreached(
     return [d for d in decodes if all((p.worker_id, d.worker_id) in severed for p in prefills)]
 
 
-def _of_role(workers: Sequence[WorkerView], role: Role, wish: Wish) -> list[WorkerView]:
+def _of_role(workers: Sequence[WorkerView], role: Role, wish: PlacementRequest) -> list[WorkerView]:
     able = [worker for worker in workers if worker.role is role]
     return [worker for worker in able if worker.worker_id not in wish.avoid] or able
 
 
-def _by_load(workers: Sequence[WorkerView], role: Role, wish: Wish, turn: int) -> list[WorkerView]:
+def _by_load(
+    workers: Sequence[WorkerView], role: Role, wish: PlacementRequest, turn: int
+) -> list[WorkerView]:
     """Return the workers of a role that have room, the least loaded first, equals beginning with another one each turn."""
     having_room = [worker for worker in _of_role(workers, role, wish) if _has_room(worker, wish)]
     ranked = sorted(having_room, key=lambda worker: _load(worker, wish))
@@ -258,7 +262,7 @@ def _by_load(workers: Sequence[WorkerView], role: Role, wish: Wish, turn: int) -
     return [*ranked[start:num_equals], *ranked[:start], *ranked[num_equals:]]
 
 
-def _has_room(worker: WorkerView, wish: Wish) -> bool:
+def _has_room(worker: WorkerView, wish: PlacementRequest) -> bool:
     """A prefill worker while its queue is below its limit; the others if the whole request fits; all if they are idle."""
     if worker.num_requests >= worker.max_requests:
         return False
@@ -270,7 +274,7 @@ def _has_room(worker: WorkerView, wish: Wish) -> bool:
     return needed <= worker.max_tokens and not is_full(worker.kv_cache_usage)
 
 
-def _load(worker: WorkerView, wish: Wish) -> tuple[bool, bool, int, int, float]:
+def _load(worker: WorkerView, wish: PlacementRequest) -> tuple[bool, bool, int, int, float]:
     return (
         worker.worker_id in wish.avoid,
         worker.role is Role.PREFILL and worker.worker_id != wish.prefer,

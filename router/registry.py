@@ -13,11 +13,11 @@ from contract.layout import KVLayout, weights_of
 from contract.membership import Credit, Load, Registration
 from protos import PROTOCOL_MAX, PROTOCOL_MIN
 from protos import worker_pb2 as pb
-from router.changes import ChangeSignal
+from router.change_signal import ChangeSignal
 from router.inbox import Event
 from router.policy import UNLIMITED, Need, WorkerView, is_full, longest, missing_role
-from router.resting import MAX_REST_SECONDS, Rest
 from router.running_shares import Held, Use
+from router.throttling import MAX_PAUSE_SECONDS, Throttle
 from router.worker_calls import WorkerCalls
 from wire.membership import load_from_proto
 
@@ -92,7 +92,7 @@ class AttachedWorker:
         async with self._cancels:
             if self.gone.is_set():
                 return
-            rest = Rest(MAX_REST_SECONDS)
+            rest = Throttle(MAX_PAUSE_SECONDS)
             await self.calls.cancel(*key)
             await rest.after_work()
 
@@ -231,7 +231,7 @@ class Registry:
 
     def meet(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
         """A worker that wants to attach."""
-        return AttachedWorker(registration, calls, self._changes.tell)
+        return AttachedWorker(registration, calls, self._changes.notify)
 
     def holder(self, registration: Registration) -> AttachedWorker | None:
         """Return the attached worker that has this worker id and is another process; None where there is none."""
@@ -260,7 +260,7 @@ class Registry:
         self._workers[new.worker_id] = worker
         self._gone.pop(new.worker_id, None)
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
-        self._changes.tell()
+        self._changes.notify()
 
     def detach(self, worker: AttachedWorker, reason: str) -> None:
         """The worker's stream has closed; does nothing for an incarnation that was replaced."""
@@ -272,7 +272,7 @@ class Registry:
             else:
                 logger.warning("worker %s is lost: %s", worker.name, reason)
             worker.lose(reason)
-            self._changes.tell()
+            self._changes.notify()
 
     def dismiss_all(self) -> None:
         """This router stops: every worker's stream ends with a goodbye."""

@@ -15,8 +15,10 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client.registry import Collector
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2_grpc
+from router.admission_queue import AdmissionQueue
 from router.batches.service import BatchService
-from router.changes import ChangeSignal
+from router.cancellation import CancellableRequests
+from router.change_signal import ChangeSignal
 from router.draining import Drain
 from router.grpc_api import InferenceServicer
 from router.held_bytes import HeldBytes
@@ -24,7 +26,6 @@ from router.http.app import build_app
 from router.http.endpoints import Endpoints
 from router.http.in_process import BodyAnswers
 from router.inbox import UnreadBytes
-from router.ledger import Ledger
 from router.limits import MAX_PROMPTS
 from router.membership import MembershipServicer
 from router.metrics import RouterMetrics
@@ -32,15 +33,14 @@ from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.readiness import what_is_missing
 from router.registry import Registry
-from router.relay import Relays
-from router.running import RunningRequests
+from router.request_run import RequestRuns
+from router.request_tracker import RequestTracker
 from router.running_shares import RunningShares
 from router.settings import RouterSettings
-from router.severed import SeveredPairs
 from router.tasks import TaskSet
 from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
-from router.waiting_line import WaitingLine
+from router.unreachable_pairs import UnreachablePairs
 from serving.admin import AdminServer
 from serving.api_keys import ApiKeys
 from serving.cluster_tls import router_tls
@@ -91,14 +91,16 @@ class RouterService:
         self._keys = ApiKeys(settings.api_keys, settings.api_keys_file)
         self._wrong_keys = WrongKeys()
         self._tls = read_tls(settings.tls_certificate_file, settings.tls_key_file)
-        self._running = RunningRequests()
-        self._ledger = Ledger(settings.max_queue, self._metrics)
+        self._running = CancellableRequests()
+        self._ledger = RequestTracker(settings.max_queue, self._metrics)
         self._tasks = TaskSet()
-        severed = SeveredPairs()
+        severed = UnreachablePairs()
         shares = RunningShares(settings.max_key_share)
-        self._line = WaitingLine(self._registry, self._changes, severed, shares, settings.worker_wait_seconds)
+        self._line = AdmissionQueue(
+            self._registry, self._changes, severed, shares, settings.worker_wait_seconds
+        )
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
-        relays = Relays(self._registry, self._line, severed, self._tasks, unread, settings.max_replays)
+        relays = RequestRuns(self._registry, self._line, severed, self._tasks, unread, settings.max_replays)
         self._tokenizers = TokenizerThreads()
         self._pipeline = Pipeline(
             self._models,
@@ -192,7 +194,7 @@ class RouterService:
     async def drain(self, at_once: asyncio.Event) -> None:
         """Take no new requests and let those that run end, for ``drain_seconds`` or until ``at_once``; then ``stop``."""
         self._drain.begin()
-        self._changes.tell()
+        self._changes.notify()
         await self._drain.run(at_once)
 
     async def _until_answered(self) -> None:

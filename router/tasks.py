@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 _AT_ONCE = 4
 
 
-async def giving_way(items: Iterable[_T]) -> AsyncIterator[_T]:
+async def cooperatively(items: Iterable[_T]) -> AsyncIterator[_T]:
     """Yield the items; after every few of them whatever else the event loop has to do is done first."""
     for number, item in enumerate(items, 1):
         yield item

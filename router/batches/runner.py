@@ -10,7 +10,7 @@ from router.batches.gate import LineGate
 from router.batches.library import Library
 from router.batches.records import BatchRecord
 from router.batches.run import BatchRun, CountResult, Pause, RunParts
-from router.changes import ChangeSignal
+from router.change_signal import ChangeSignal
 from router.tasks import TaskSet
 
 logger = logging.getLogger(__name__)

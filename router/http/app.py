@@ -2,12 +2,12 @@
 
 from aiohttp import hdrs, web
 
+from router.cancellation import CancellableRequests
 from router.draining import Drain
 from router.http.access import Cors, key_check
 from router.http.boundary import boundary
 from router.http.endpoints import Endpoints
 from router.http.lifetime import lifetime
-from router.running import RunningRequests
 from router.settings import RouterSettings
 from serving.api_keys import ApiKeys
 from serving.http_hosts import HostCheck, listed_hosts
@@ -19,7 +19,7 @@ def build_app(
     settings: RouterSettings,
     keys: ApiKeys,
     wrong: WrongKeys,
-    running: RunningRequests,
+    running: CancellableRequests,
     drain: Drain,
 ) -> web.Application:
     """An application that serves ``endpoints``. Start it with ``serving.http_server.start_http``.

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from contract.errors import InvalidRequestError
 from router.answer import Delta
+from router.cancellation import CancellableRequests
 from router.http.access import authorization_of
 from router.http.body import Body
 from router.http.boundary import REQUEST_ID, name_of, origin_of
@@ -25,7 +26,6 @@ from router.http.tokenizing import ReadBody
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.request import EmbeddingRequest, for_prompts
-from router.running import RunningRequests
 
 _FORMATS = ("float", "base64")
 _NUMBERS_OF_A_PART = 64
@@ -39,7 +39,7 @@ class EmbeddingEndpoint:
         read_body: ReadBody,
         pipeline: Pipeline,
         bodies: "EmbeddingBodies",
-        running: RunningRequests,
+        running: CancellableRequests,
     ) -> None:
         self._read_body = read_body
         self._pipeline = pipeline

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from contract.errors import DeadlineError, NotFoundError
 from router.batches.service import BatchService
+from router.cancellation import CancellableRequests
 from router.draining import Drain
 from router.held_bytes import HeldBytes
 from router.http.access import authorization_of, tenant_of
@@ -36,7 +37,6 @@ from router.pipeline import Pipeline
 from router.readiness import what_is_missing
 from router.registry import Registry
 from router.request import new_request_id
-from router.running import RunningRequests
 from router.settings import RouterSettings
 from router.tokenizing import TokenizerThreads
 from serving.health import health_response
@@ -56,7 +56,7 @@ class Endpoints:
         pipeline: Pipeline,
         models: ModelSource,
         registry: Registry,
-        running: RunningRequests,
+        running: CancellableRequests,
         tokenizers: TokenizerThreads,
         collector: Callable[[], Awaitable[Collector]],
         settings: RouterSettings,

@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from router.running import RunningRequests
+from router.cancellation import CancellableRequests
 
 _HELD = web.RequestKey("held", ExitStack)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def lifetime(running: RunningRequests) -> Middleware:
+def lifetime(running: CancellableRequests) -> Middleware:
     """Makes every request one that ``running`` ends when the router stops, whatever it waits for.
 
     Place it within the boundary, which tells the client why the request has ended.

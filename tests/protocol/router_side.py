@@ -6,7 +6,7 @@ from contract.requests import FinishReason
 from router.delivery import Delivery, Token
 from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
 from router.legs import PREFILL, Placement
-from router.policy import Wish, WorkerView, missing_role, place
+from router.policy import PlacementRequest, WorkerView, missing_role, place
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
@@ -34,7 +34,7 @@ class RouterLeg:
 
 
 class RouterRequest:
-    """One request's life; see ``router.relay.Relay``. ended: how, once it has; it never changes then."""
+    """One request's life; see ``router.request_run.RequestRun``. ended: how, once it has; it never changes then."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -168,7 +168,7 @@ class RouterSide:
 
     def _bind(self, request: RouterRequest) -> None:
         views = [self._view(worker) for worker in sorted(self.workers)]
-        wish = Wish(
+        wish = PlacementRequest(
             num_prompt_tokens=self.scenario.prompts[request.number] + len(request.delivered),
             num_answer_tokens=self.scenario.answers[request.number],
             num_delivered=len(request.delivered),

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from contract.membership import Registration
-from router import resting, starts
+from router import start_limiter, throttling
 from router.registry import AttachedWorker
-from router.starts import Starts
-from router.tasks import giving_way
+from router.round_robin import RoundRobin
+from router.start_limiter import StartLimiter
+from router.tasks import cooperatively
 from router.testing import Script
-from router.turns import Turns
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 
 
 async def test_one_request_of_each_client_begins_in_a_round() -> None:
     """Whoever comes first goes first; another client does not wait behind them."""
-    taking, begun = Turns(), list[tuple[int, str]]()
+    taking, begun = RoundRobin(), list[tuple[int, str]]()
     rounds = 0
 
     async def ask(name: str) -> None:
@@ -47,9 +47,9 @@ async def test_one_request_of_each_client_begins_in_a_round() -> None:
 
 async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop was busy for an hour, so the next turn is far; another client begins at once, and a lone one never rests."""
-    monkeypatch.setattr(resting, "MAX_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(throttling, "MAX_PAUSE_SECONDS", 3600.0)
     now = {"clock": 0.0, "cpu": 0.0}
-    taking = Turns(lambda: now["clock"], lambda: now["cpu"])
+    taking = RoundRobin(lambda: now["clock"], lambda: now["cpu"])
     for _ in range(3):
         now["cpu"] += 3600
         await asyncio.wait_for(taking.take("m"), 5)
@@ -65,7 +65,7 @@ async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch:
 
 
 async def test_one_that_is_cancelled_takes_nobodys_turn() -> None:
-    taking = Turns()
+    taking = RoundRobin()
     await taking.take("m")
     waiting = [asyncio.create_task(taking.take("m")) for _ in range(3)]
     await asyncio.sleep(0)
@@ -87,7 +87,7 @@ async def test_long_work_gives_way() -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    items = [item async for item in giving_way(range(100))]
+    items = [item async for item in cooperatively(range(100))]
     task.cancel()
     assert items == list(range(100)) and others >= 20
 
@@ -97,7 +97,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.num_told = 0
-        self.starts = Starts(self.tell)
+        self.starts = StartLimiter(self.tell)
         self.ends: list[asyncio.Event] = []
 
     def tell(self) -> None:
@@ -148,7 +148,7 @@ async def test_with_more_workers_more_requests_start(calls: Calls) -> None:
 async def test_a_client_that_is_not_alone_rests_between_starts(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    monkeypatch.setattr(starts, "rest_seconds", lambda _: 3600.0)
+    monkeypatch.setattr(start_limiter, "pause_seconds", lambda _: 3600.0)
     while calls.starts.may_start("m"):
         calls.start("m", is_alone=is_alone)
     for end in calls.ends:

@@ -16,8 +16,8 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import CHAT, TEXT, TOKENS, nothing_is_left
-from tests.router.test_waiting_line import grant_one
 
 STALLED = Script(tokens=TOKENS, stall_at=2)
 STOPPED = "the router stopped before the answer was complete"

@@ -20,12 +20,12 @@ from protos import worker_pb2 as pb
 from router.attempt import Attempt
 from router.failures import Failures
 from router.leg_failure import Failure
-from router.severed import SeveredPairs
 from router.testing import Script
+from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import RouterExhaustedError
 from tests.router.cluster import running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
-from tests.router.test_waiting_line import grant_one
 from tests.text.tiny_model import END, byte_ids
 
 REPLAYS = "kvbaton_request_replays_total"
@@ -135,7 +135,7 @@ class _FailedAttempt(Attempt):
 
 
 def _noted(*errors: KvbatonError) -> Failures:
-    failures = Failures(SeveredPairs(), max_replays=5)
+    failures = Failures(UnreachablePairs(), max_replays=5)
     for error in errors:
         failures.note(_FailedAttempt(Failure(error, None, frozenset())), error)  # type: ignore[arg-type]
     return failures

@@ -6,10 +6,10 @@ import pytest
 
 from contract.identity import Role
 from router.legs import AGGREGATED, DECODE, EMBED, PREFILL, LegPlan, Placement, placed
-from router.policy import Need, Wish, WorkerView, missing_role, place
+from router.policy import Need, PlacementRequest, WorkerView, missing_role, place
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
-WISH = Wish(num_prompt_tokens=20, num_answer_tokens=10)
+WISH = PlacementRequest(num_prompt_tokens=20, num_answer_tokens=10)
 
 
 def worker(role: Role, number: int, tokens: int = 0, running: int = 0, usage: float = 0.0) -> WorkerView:
@@ -25,7 +25,7 @@ def worker(role: Role, number: int, tokens: int = 0, running: int = 0, usage: fl
     )
 
 
-def chosen(workers: list[WorkerView], wish: Wish = WISH, turn: int = 0) -> Placement | None:
+def chosen(workers: list[WorkerView], wish: PlacementRequest = WISH, turn: int = 0) -> Placement | None:
     return place(workers, wish, turn)
 
 

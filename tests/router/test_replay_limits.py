@@ -14,9 +14,9 @@ from router.testing import Script
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import router_tls
 from tests.router.cluster import SECRET, running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER, add_twins, texts
-from tests.router.test_waiting_line import grant_one
 
 REPLAYS = "kvbaton_request_replays_total"
 LOCAL = "kvbaton_request_local_recomputes_total"

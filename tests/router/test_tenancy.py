@@ -11,8 +11,8 @@ from router.request import BACKGROUND_PRIORITY, PreparedRequest
 from router.tenancy import TenantRules, tenant_salt
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS
-from tests.router.test_waiting_line import grant_one
 
 KEYS = "alice-secret-key,bob-secret-key"
 text = st.text(st.characters(codec="utf-8"), max_size=12)

@@ -14,23 +14,23 @@ from contract.errors import OverloadedError
 from contract.identity import Role
 from contract.requests import EngineRequest, FinishReason, SamplingParams
 from protos import worker_pb2_grpc
+from router.admission_queue import AdmissionQueue
 from router.attempt import Attempt
-from router.changes import ChangeSignal
-from router.fair_queue import Claim
+from router.change_signal import ChangeSignal
+from router.fair_queue import QueueOrder
 from router.inbox import UnreadBytes
-from router.ledger import Ledger
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegKind, LegPlan, Placement, Result
 from router.membership import MembershipServicer
 from router.metrics import RouterMetrics
-from router.policy import Wish
+from router.policy import PlacementRequest
 from router.registry import Registry
-from router.relay import Relays
 from router.request import GenerationRequest, PreparedRequest
+from router.request_run import RequestRuns
+from router.request_tracker import RequestTracker
 from router.running_shares import RunningShares
-from router.severed import SeveredPairs
 from router.tasks import TaskSet
 from router.testing import Script, ScriptedWorker, Writer
-from router.waiting_line import WaitingLine
+from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import WorkerCalls
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
@@ -52,10 +52,12 @@ def start_encode(calls: WorkerCalls, request: EngineRequest, session: str) -> Co
 KINDS = {**LEG_KINDS, ENCODE: LegKind(start=start_encode, result=Result.NONE)}
 
 
-class ThreeLegs(WaitingLine):
+class ThreeLegs(AdmissionQueue):
     """Places every request on the same three workers, at once."""
 
-    async def bind(self, wish: Wish, claim: Claim, begin: Callable[[Placement], Attempt]) -> Attempt:
+    async def bind(
+        self, wish: PlacementRequest, claim: QueueOrder, begin: Callable[[Placement], Attempt]
+    ) -> Attempt:
         """Begin an attempt of three legs."""
         first = wish.num_delivered
         legs = (
@@ -74,8 +76,8 @@ class Trio:
     prefill: ScriptedWorker
     decode: ScriptedWorker
     registry: Registry
-    relays: Relays
-    ledger: Ledger
+    relays: RequestRuns
+    ledger: RequestTracker
 
     async def answer(self) -> tuple[list[int], FinishReason]:
         """Run one request; its tokens and how it ended. Nothing is bound behind it."""
@@ -110,9 +112,9 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     changes = ChangeSignal()
     registry = Registry(changes)
     tasks = TaskSet()
-    severed = SeveredPairs()
+    severed = UnreachablePairs()
     line = ThreeLegs(registry, changes, severed, RunningShares(1.0), 0.0)
-    relays = Relays(registry, line, severed, tasks, UnreadBytes(10_000, 100_000), 3, kinds=KINDS)
+    relays = RequestRuns(registry, line, severed, tasks, UnreadBytes(10_000, 100_000), 3, kinds=KINDS)
     cluster = router_tls(SECRET)
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(
@@ -135,7 +137,7 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
             while not all(view.max_requests for view in registry.snapshot()):
                 await changes.next.wait()
         encode, prefiller, decode = workers
-        yield Trio(encode, prefiller, decode, registry, relays, Ledger(10, RouterMetrics()))
+        yield Trio(encode, prefiller, decode, registry, relays, RequestTracker(10, RouterMetrics()))
 
 
 @pytest.mark.parametrize("encoder", [Script(), Script(stall_at=0)], ids=["that ends", "that says nothing"])

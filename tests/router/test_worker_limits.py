@@ -12,14 +12,14 @@ from contract.errors import SIZE_PARAM, InvalidRequestError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router.changes import ChangeSignal
+from router.change_signal import ChangeSignal
 from router.legs import PREFILL
-from router.policy import Wish, WorkerView, candidates, fits, place
+from router.policy import PlacementRequest, WorkerView, candidates, fits, place
 from router.registry import Registry
 from router.testing import Script, kv_layout
 from tests.router.cluster import running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
-from tests.router.test_waiting_line import grant_one
 from tests.text.tiny_model import END, byte_ids
 from wire.membership import layout_from_proto
 
@@ -220,7 +220,7 @@ def test_a_request_is_only_placed_where_it_fits(
     pool: list[WorkerView], prompt: int, answer: int, is_replay: bool, is_embedding: bool, turn: int
 ) -> None:
     """P5: and where it fits idle workers of every needed role it is placed."""
-    wish = Wish(
+    wish = PlacementRequest(
         num_prompt_tokens=prompt,
         num_answer_tokens=answer,
         max_length=prompt if is_embedding else prompt + answer,
@@ -245,7 +245,7 @@ def test_a_request_is_only_placed_where_it_fits(
 
 
 def test_a_worker_that_refused_is_not_asked_again() -> None:
-    wish = Wish(num_prompt_tokens=5, num_answer_tokens=5, max_length=10)
+    wish = PlacementRequest(num_prompt_tokens=5, num_answer_tokens=5, max_length=10)
     pool = [_view(0, B, 50, 50), _view(1, B, 50, 50)]
     for turn in range(4):
         placement = place(pool, replace(wish, too_small=frozenset({"both-0"})), turn)

@@ -11,10 +11,10 @@ from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.legs import AGGREGATED, DECODE, PREFILL, placed
-from router.policy import Wish, WorkerView, place
+from router.policy import PlacementRequest, WorkerView, place
 from router.registry import AttachedWorker
-from router.severed import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, SeveredPairs
 from router.testing import Script
+from router.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_policy import WISH, worker
@@ -79,7 +79,7 @@ def attached(role: Role, name: str) -> AttachedWorker:
 def test_one_request_a_pause_tries_the_pair_again() -> None:
     """P6: the pause doubles while the pair stays cut, and a token ends it."""
     clock = Clock()
-    severed, p, d = SeveredPairs(clock), attached(P, "p"), attached(D, "d")
+    severed, p, d = UnreachablePairs(clock), attached(P, "p"), attached(D, "d")
     pair = frozenset({("p", "d")})
     for _ in range(5):
         severed.cut(p, d)  # requests that were bound before the first failure fail together
@@ -97,7 +97,7 @@ def test_one_request_a_pause_tries_the_pair_again() -> None:
 
 
 def test_a_worker_that_starts_again_is_another_one() -> None:
-    severed, p, d = SeveredPairs(Clock()), attached(P, "p"), attached(D, "d")
+    severed, p, d = UnreachablePairs(Clock()), attached(P, "p"), attached(D, "d")
     severed.cut(p, d)
     assert severed.among([p, attached(D, "d")]) == frozenset()
     assert severed.among([p, d]) == frozenset(), "it was forgotten when its worker had gone"
@@ -120,7 +120,7 @@ def test_no_severed_pair_is_ever_chosen_and_idle_workers_always_serve(
 ) -> None:
     """P6: the ladder as a property: a pair that works, else one that is both, else the decode worker alone."""
     workers, severed = pool
-    wish: Wish = replace(WISH, is_replay=is_replay)
+    wish: PlacementRequest = replace(WISH, is_replay=is_replay)
     placement = place(workers, wish, turn, severed)
     by_id = {each.worker_id: each for each in workers}
     if placement is not None:

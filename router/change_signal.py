@@ -19,11 +19,11 @@ class ChangeSignal:
         """An event that the next change sets."""
         return self._next
 
-    def listen(self, on_change: Callable[[], None]) -> None:
+    def add_listener(self, on_change: Callable[[], None]) -> None:
         """Call ``on_change`` at every change from now on."""
         self._listeners.append(on_change)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Something has changed."""
         self._next.set()
         self._next = asyncio.Event()

@@ -46,14 +46,14 @@ _EARLY = (
 _UNBOUND = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
 
 
-class Record:
+class TrackedRequest:
     """One request's account: state, instants, counts."""
 
     def __init__(
         self,
         asked: GenerationRequest | EmbeddingRequest,
         metrics: RouterMetrics,
-        on_state: Callable[["Record", RequestState], None],
+        on_state: Callable[["TrackedRequest", RequestState], None],
     ) -> None:
         self._state = RequestState.PREPARING
         self._on_state = on_state
@@ -125,7 +125,7 @@ class Record:
         self.state = RequestState.FINISHED
 
 
-class Ledger:
+class RequestTracker:
     """Owns the records of all requests that the router holds; ``max_queue`` of them wait for workers.
 
     ``admission.has_slot`` shares the queue between clients. Requests in the background neither count there nor are refused:
@@ -135,7 +135,7 @@ class Ledger:
     def __init__(self, max_queue: int, metrics: RouterMetrics) -> None:
         self._max_queue = max_queue
         self._metrics = metrics
-        self._records: set[Record] = set()
+        self._records: set[TrackedRequest] = set()
         self._num_by_state: Counter[RequestState] = Counter()
         self._unbound: Counter[str] = Counter()
         self._on_fewer_unbound: list[Callable[[], None]] = []
@@ -161,13 +161,13 @@ class Ledger:
         return sum(record.state is waiting and not record.is_background for record in self._records)
 
     @contextmanager
-    def open(self, asked: GenerationRequest | EmbeddingRequest) -> Iterator[Record]:
+    def open(self, asked: GenerationRequest | EmbeddingRequest) -> Iterator[TrackedRequest]:
         """Admit a request for as long as the block lasts, and count how it ends.
 
         Raises OverloadedError, UnavailableError after ``close_admission``.
         """
         self.check_admission(asked)
-        record = Record(asked, self._metrics, self._moved)
+        record = TrackedRequest(asked, self._metrics, self._moved)
         self._add(record)
         try:
             yield record
@@ -228,7 +228,7 @@ class Ledger:
             self._last_logged = (name, kind)
             logger.info("%s ended as %s while %s: %s", name, kind, state, _told(error))
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: TrackedRequest) -> None:
         self._records.add(record)
         self._num_by_state[record.state] += 1
         self._count_unbound(record.tenant, int(record.is_unbound))
@@ -236,7 +236,7 @@ class Ledger:
         if self._num_held:
             self._idle.clear()
 
-    def _remove(self, record: Record) -> None:
+    def _remove(self, record: TrackedRequest) -> None:
         self._records.remove(record)
         self._num_by_state[record.state] -= 1
         self._count_unbound(record.tenant, -int(record.is_unbound))
@@ -244,7 +244,7 @@ class Ledger:
         if not self._num_held:
             self._idle.set()
 
-    def _moved(self, record: Record, before: RequestState) -> None:
+    def _moved(self, record: TrackedRequest, before: RequestState) -> None:
         self._num_by_state[before] -= 1
         self._num_by_state[record.state] += 1
         was_unbound = before in _UNBOUND and not record.is_background

@@ -27,7 +27,7 @@ class _Cut:
     is_probed: bool = False
 
 
-class SeveredPairs:
+class UnreachablePairs:
     """Owns the memory of the pairs that could not reach each other, by the sessions of both workers.
 
     A pair is not chosen during a pause. When the pause is over, one request is placed on the pair, and no other until it has

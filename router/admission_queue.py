@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 
 from contract.errors import UnavailableError
 from router.attempt import Attempt
-from router.changes import ChangeSignal
-from router.fair_queue import Claim, FairQueue, MayGo, Ticket
+from router.change_signal import ChangeSignal
+from router.fair_queue import FairQueue, QueueEntry, QueueOrder, StartRule
 from router.legs import Placement
-from router.patience import Patience
 from router.policy import (
     Need,
     Pairs,
-    Wish,
+    PlacementRequest,
     WorkerView,
     awaited,
     candidates,
@@ -26,9 +25,10 @@ from router.policy import (
     why_too_long,
 )
 from router.registry import Registry
+from router.role_timeouts import RoleTimeouts
 from router.running_shares import RunningShares, Use
-from router.severed import SeveredPairs
-from router.starts import Starts
+from router.start_limiter import StartLimiter
+from router.unreachable_pairs import UnreachablePairs
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Lane:
 class _Waiter:
     """One request that waits, for as long as is_queued. timer: runs while the request fits no attached worker."""
 
-    wish: Wish
+    wish: PlacementRequest
     begin: Callable[[Placement], Attempt]
     attempt: asyncio.Future[Attempt]
     timer: asyncio.TimerHandle | None = None
@@ -55,7 +55,7 @@ class _Waiter:
             self.timer = None
 
 
-class WaitingLine:
+class AdmissionQueue:
     """Owns the requests that are bound to no worker. ``FairQueue`` decides who is next.
 
     Nobody passes the head of a lane. Heads of other lanes may be bound while it waits, but not to the workers that it waits
@@ -68,7 +68,7 @@ class WaitingLine:
         self,
         registry: Registry,
         changes: ChangeSignal,
-        severed: SeveredPairs,
+        severed: UnreachablePairs,
         shares: RunningShares,
         patience_seconds: float,
     ) -> None:
@@ -76,18 +76,20 @@ class WaitingLine:
         self._severed = severed
         self._shares = shares
         self._patience_seconds = patience_seconds
-        self._patience = Patience(patience_seconds, self._serve)
+        self._patience = RoleTimeouts(patience_seconds, self._serve)
         self._queue: FairQueue[_Lane, _Waiter] = FairQueue()
         self._able: list[tuple[object, ...]] = []
-        self._starts = Starts(self._serve_soon)
+        self._starts = StartLimiter(self._serve_soon)
         self._turn = 0
         self._is_due = False
-        changes.listen(self._serve_soon)
+        changes.add_listener(self._serve_soon)
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    async def bind(self, wish: Wish, claim: Claim, begin: Callable[[Placement], Attempt]) -> Attempt:
+    async def bind(
+        self, wish: PlacementRequest, claim: QueueOrder, begin: Callable[[Placement], Attempt]
+    ) -> Attempt:
         """Wait for workers with room, then ``begin`` an attempt there, at once. The caller closes it.
 
         Raises UnavailableError when a role that is needed, or a worker that is large enough, has been missing for
@@ -125,21 +127,21 @@ class WaitingLine:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._serve)
 
-    def _serve_if_it_matters(self, ticket: Ticket[_Lane, _Waiter]) -> None:
+    def _serve_if_it_matters(self, ticket: QueueEntry[_Lane, _Waiter]) -> None:
         """Do nothing for one that comes behind a head that waits for room: nothing changes for anybody."""
         if self._is_head(ticket) or self._patience.missing(ticket.item.wish.need):
             self._serve()
 
-    def _is_head(self, ticket: Ticket[_Lane, _Waiter]) -> bool:
+    def _is_head(self, ticket: QueueEntry[_Lane, _Waiter]) -> bool:
         return self._queue.head(ticket.lane, self._may_go(self._registry.decoding())) is ticket
 
-    def _may_go(self, uses: Sequence[Use]) -> MayGo[_Lane, _Waiter]:
+    def _may_go(self, uses: Sequence[Use]) -> StartRule[_Lane, _Waiter]:
         """Return the rule by which a client that holds its share, or starts enough already, is passed.
 
         Embeddings do not decode.
         """
 
-        def may_go(ticket: Ticket[_Lane, _Waiter]) -> bool:
+        def may_start(ticket: QueueEntry[_Lane, _Waiter]) -> bool:
             wish = ticket.item.wish
             if not self._starts.may_start(ticket.claim.tenant):
                 return False
@@ -148,7 +150,7 @@ class WaitingLine:
                 ticket.claim.tenant, wish.num_choices, num_tokens, uses
             )
 
-        return may_go
+        return may_start
 
     def _serve(self) -> None:
         """Bind the heads of the lanes for as long as there is room."""
@@ -186,7 +188,7 @@ class WaitingLine:
             workers = [_as_full(view) if view.worker_id in kept else view for view in workers]
         return False
 
-    def _discard(self, ticket: Ticket[_Lane, _Waiter]) -> None:
+    def _discard(self, ticket: QueueEntry[_Lane, _Waiter]) -> None:
         self._queue.discard(ticket)
         ticket.item.is_queued = False
 
@@ -208,7 +210,7 @@ class WaitingLine:
         """Return where a request waits; where it fits no worker, wait for one for a while."""
         wish = waiter.wish
         found = candidates(workers, wish)
-        if found or missing_role(workers, wish.need):  # for a role Patience waits, whatever the size
+        if found or missing_role(workers, wish.need):  # for a role RoleTimeouts waits, whatever the size
             waiter.stop_timer()
         elif waiter.timer is None and not waiter.attempt.done():
             seconds = 0.0 if wish.too_small else self._patience_seconds

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from router.resting import rest_seconds
+from router.throttling import pause_seconds
 
 _MAX_STARTING = 4
 """For each worker that decodes."""
@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 0.05
 """A call that takes longer no longer holds up its client's next one: its worker may be dead."""
 
 
-class Starts:
+class StartLimiter:
     """Owns the count of what is being started, by client. on_accepted: called when a client may start requests again.
 
     num_workers: that decode.
@@ -49,7 +49,7 @@ class Starts:
                 if is_alone:
                     self._leave(client)
                 else:
-                    loop.call_later(rest_seconds(loop.time() - began), self._leave, client)
+                    loop.call_later(pause_seconds(loop.time() - began), self._leave, client)
 
         timer = loop.call_later(_PATIENCE_SECONDS, ended)
         for call in calls:

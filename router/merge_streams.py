@@ -5,12 +5,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from router.answer import Delta
-from router.tasks import giving_way
+from router.tasks import cooperatively
 
 _News = asyncio.Queue[Delta | Exception | None]
 
 
-async def side_by_side(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+async def merge_streams(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
     """Their deltas as they come, each with its answer's place as ``index``. Raises what ends the first one that fails.
 
     Whoever does not read holds all of them up; whoever closes this, or is cancelled, ends them all.
@@ -36,7 +36,7 @@ async def side_by_side(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncG
 async def _begin(
     answers: Sequence[AsyncGenerator[Delta, None]], news: _News, tasks: list[asyncio.Task[None]]
 ) -> None:
-    async for index, answer in giving_way(enumerate(answers)):
+    async for index, answer in cooperatively(enumerate(answers)):
         tasks.append(asyncio.create_task(_carry(index, answer, news)))
 
 
@@ -46,7 +46,7 @@ async def _carry(index: int, answer: AsyncGenerator[Delta, None], news: _News) -
             async for delta in answer:
                 delta.index = index
                 await news.put(delta)
-    except Exception as error:  # noqa: BLE001 - side_by_side raises it
+    except Exception as error:  # noqa: BLE001 - merge_streams raises it
         await news.put(error)
     else:
         await news.put(None)
@@ -56,7 +56,7 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Cancel the tasks, those that wait in line before those that hold a worker, which would let them begin."""
     left = iter(reversed(tasks))
     try:
-        async for task in giving_way(left):
+        async for task in cooperatively(left):
             task.cancel()
     finally:
         for task in left:

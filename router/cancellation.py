@@ -20,7 +20,7 @@ def client_name(given: str | None) -> str | None:
     return given if is_name else None
 
 
-class RunningRequests:
+class CancellableRequests:
     """Owns who asked for what under which name. A name counts among the requests of one owner only.
 
     owner: the ``Authorization`` that the client showed, of which a digest is kept; empty where it showed none.

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from router.recent_clients import RecentClients
-from router.resting import rest_seconds
+from router.throttling import pause_seconds
 
 RECENT_SECONDS = 1.0
 """For how long after its last request a client counts as one that is there."""
@@ -20,7 +20,7 @@ _FACTOR = 2
 """How many times as long as the loop was busy since the round before no other round begins."""
 
 
-class Turns:
+class RoundRobin:
     """Owns who waits for its turn, by client.
 
     clock, cpu_clock: seconds, and those for which the event loop's thread was busy.
@@ -62,4 +62,4 @@ class Turns:
         busy = self._cpu_clock() - self._busy_before
         self._busy_before += busy
         is_alone = len(self._recent.names | self._waiting.keys()) < 2
-        return 0.0 if is_alone else rest_seconds(busy, _FACTOR)
+        return 0.0 if is_alone else pause_seconds(busy, _FACTOR)

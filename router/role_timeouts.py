@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from router.policy import Need, WorkerView, missing_role
 
 
-class Patience:
+class RoleTimeouts:
     """Knows since when new requests lack a role, and since when replays and embeddings do, which need less.
 
     seconds: how long a role may have no worker at all. on_over: called when that time has passed for one of the three.

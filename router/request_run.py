@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 
 from contract.errors import DeadlineError, ErrorKind, KvbatonError, UnavailableError
 from contract.identity import Role
+from router.admission_queue import AdmissionQueue
 from router.attempt import Attempt
 from router.bound_leg import legs_of
-from router.delivery import Arrival
+from router.delivery import TokenBatch
 from router.failures import Failures
-from router.fair_queue import Claim
+from router.fair_queue import QueueOrder
 from router.inbox import UnreadAccount, UnreadBytes
-from router.ledger import Record
 from router.leg_report import LegReport
 from router.legs import LEG_KINDS, LegKind, Placement
-from router.policy import Wish
+from router.policy import PlacementRequest
 from router.registry import Registry
 from router.request import PreparedRequest
-from router.severed import SeveredPairs
+from router.request_tracker import TrackedRequest
 from router.tasks import TaskSet
-from router.waiting_line import WaitingLine
+from router.unreachable_pairs import UnreachablePairs
 
 
 @dataclass(frozen=True)
-class Relays:
+class RequestRuns:
     """What every relay runs on.
 
     max_replays: attempts in a row that may fail without a token of a decode leg (those of prefill legs prove nothing
@@ -40,8 +40,8 @@ class Relays:
     """
 
     registry: Registry
-    line: WaitingLine
-    severed: SeveredPairs
+    line: AdmissionQueue
+    severed: UnreachablePairs
     tasks: TaskSet
     unread: UnreadBytes
     max_replays: int
@@ -49,15 +49,16 @@ class Relays:
 
     @contextmanager
     def open(
-        self, request: PreparedRequest, records: Sequence[Record], unread: UnreadAccount
-    ) -> "Iterator[list[Relay]]":
+        self, request: PreparedRequest, records: Sequence[TrackedRequest], unread: UnreadAccount
+    ) -> "Iterator[list[RequestRun]]":
         """A relay for each answer to this prompt, one a record, for as long as the block lasts.
 
         The workers that begin them compute the prompt once and hand it over once. unread: the account of the client's
         request that the prompt is a part of.
         """
         first, *others = [
-            Relay(self, request.of_choice(choice), record, unread) for choice, record in enumerate(records)
+            RequestRun(self, request.of_choice(choice), record, unread)
+            for choice, record in enumerate(records)
         ]
         first.lead(others)
         try:
@@ -67,11 +68,11 @@ class Relays:
                 relay.close()
 
 
-class Relay:
+class RequestRun:
     """Owns one answer's attempts, one at a time, and the tokens that were delivered."""
 
     def __init__(
-        self, parts: Relays, request: PreparedRequest, record: Record, unread: UnreadAccount
+        self, parts: RequestRuns, request: PreparedRequest, record: TrackedRequest, unread: UnreadAccount
     ) -> None:
         self._parts = parts
         self.request = request
@@ -81,11 +82,11 @@ class Relay:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._failures = Failures(parts.severed, parts.max_replays)
-        self._followers: list[Relay] = []
+        self._followers: list[RequestRun] = []
         self._begun: asyncio.Event | None = None
         self.report = LegReport()
 
-    def lead(self, followers: "list[Relay]") -> None:
+    def lead(self, followers: "list[RequestRun]") -> None:
         """Begin their first attempts together with this one's: their requests are further choices of the same prompt."""
         self._followers = followers
         for follower in followers:
@@ -110,7 +111,7 @@ class Relay:
         if attempt:
             attempt.close()
 
-    async def next(self) -> Arrival:
+    async def next(self) -> TokenBatch:
         """The next tokens, from whichever attempt. Raises the error that no further attempt can mend."""
         try:
             async with asyncio.timeout(max(0.0, self.request.deadline - time.monotonic())):
@@ -124,7 +125,7 @@ class Relay:
             self._failures.progress(self._attempt)
         return arrival
 
-    async def _next(self) -> Arrival:
+    async def _next(self) -> TokenBatch:
         while True:
             attempt = self._attempt or await self._bind()
             self._attempt = attempt
@@ -158,10 +159,10 @@ class Relay:
         self.record.bound()
         return attempt
 
-    def _wish(self) -> Wish:
+    def _wish(self) -> PlacementRequest:
         request = self.request
         failures = self._failures
-        return Wish(
+        return PlacementRequest(
             num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
             num_answer_tokens=request.num_answer_tokens * (1 + len(self._followers)),
             num_choices=1 + len(self._followers),
@@ -176,9 +177,9 @@ class Relay:
             is_embedding=request.is_embedding,
         )
 
-    def _claim(self, wish: Wish) -> Claim:
+    def _claim(self, wish: PlacementRequest) -> QueueOrder:
         request = self.request
-        return Claim(
+        return QueueOrder(
             priority=request.priority,
             tenant=request.tenant,
             family=request.family,

@@ -6,16 +6,16 @@ import time
 
 WORK_FACTOR = 3
 """How many times as long as the work a rest is."""
-MAX_REST_SECONDS = 0.02
+MAX_PAUSE_SECONDS = 0.02
 """The longest rest between two requests of one client."""
 
 
-def rest_seconds(work_seconds: float, factor: float = WORK_FACTOR) -> float:
+def pause_seconds(work_seconds: float, factor: float = WORK_FACTOR) -> float:
     """Return how long a client's next request waits after work for the last one took so long."""
-    return min(factor * work_seconds, MAX_REST_SECONDS)
+    return min(factor * work_seconds, MAX_PAUSE_SECONDS)
 
 
-class Rest:
+class Throttle:
     """Leaves three quarters of the event loop's time to others: begun before a piece of work."""
 
     def __init__(self, max_seconds: float = math.inf) -> None:
