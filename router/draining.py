@@ -28,12 +28,12 @@ class Drain:
 
     def __init__(
         self,
-        ledger: RequestTracker,
+        tracker: RequestTracker,
         running: CancellableRequests,
         until_answered: Callable[[], Awaitable[None]],
         drain_seconds: float,
     ) -> None:
-        self._ledger = ledger
+        self._tracker = tracker
         self._running = running
         self._until_answered = until_answered
         self._seconds = drain_seconds
@@ -47,13 +47,13 @@ class Drain:
     def begin(self) -> None:
         """Refuse new requests from now on."""
         self.is_on = True
-        self._ledger.close_admission(
+        self._tracker.close_admission(
             "the router is stopping and takes no new requests; send the request again"
         )
 
     async def run(self, at_once: asyncio.Event) -> None:
         """Wait until no request is left, and end those that are left after ``drain_seconds`` or at ``at_once``."""
-        logger.info("draining: %d requests have up to %g s to end", self._ledger.num_held, self._seconds)
+        logger.info("draining: %d requests have up to %g s to end", self._tracker.num_held, self._seconds)
         if not await self._is_idle_within(self._seconds, at_once):
             logger.warning(
                 "%d requests are ended: they were not done when the router had to stop",
@@ -76,5 +76,5 @@ class Drain:
         return is_idle
 
     async def _wait_idle(self) -> None:
-        await self._ledger.wait_idle()
+        await self._tracker.wait_idle()
         await self._until_answered()

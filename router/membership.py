@@ -13,7 +13,8 @@ from contract.identity import why_no_name
 from contract.membership import Registration, Welcome
 from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from router.registry import AttachedWorker, Registry, WorkerIdTakenError
+from router.attached_worker import AttachedWorker
+from router.registry import Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
 from wire.membership import credit_from_proto, load_from_proto, registration_from_proto, welcome_to_proto
@@ -136,9 +137,9 @@ async def _listen(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessa
             case "step":
                 worker.deliver(message.step)
             case "load":
-                worker.report_load(load_from_proto(message.load))
+                worker.capacity.report_load(load_from_proto(message.load))
             case "credit":
-                worker.grant(credit_from_proto(message.credit))
+                worker.capacity.grant(credit_from_proto(message.credit))
             case "goodbye":
                 worker.is_leaving = True
                 return

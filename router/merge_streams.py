@@ -1,4 +1,4 @@
-"""Several answers of one request, carried at the same time."""
+"""Several answers of one request, streamed at the same time."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -7,21 +7,27 @@ from contextlib import aclosing
 from router.answer import Delta
 from router.tasks import cooperatively
 
-_News = asyncio.Queue[Delta | Exception | None]
+_Items = asyncio.Queue[Delta | Exception | None]
+"""Deltas of all streams; None at the end of a stream."""
 
 
-async def merge_streams(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """Their deltas as they come, each with its answer's place as ``index``. Raises what ends the first one that fails.
+def merge_streams(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas of all streams as they arrive, each with the place of its stream as ``index``.
 
-    Whoever does not read holds all of them up; whoever closes this, or is cancelled, ends them all.
+    Raises the error of the first stream that fails. A reader that does not read delays all streams; closing or cancelling
+    the merged stream ends them all.
     """
-    news: _News = asyncio.Queue(maxsize=1)
+    return streams[0] if len(streams) == 1 else _merge(streams)
+
+
+async def _merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    items: _Items = asyncio.Queue(maxsize=1)
     tasks: list[asyncio.Task[None]] = []
-    beginning = asyncio.create_task(_begin(answers, news, tasks))
-    num_open = len(answers)
+    starting = asyncio.create_task(_start(streams, items, tasks))
+    num_open = len(streams)
     try:
         while num_open:
-            item = await news.get()
+            item = await items.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
@@ -29,31 +35,31 @@ async def merge_streams(answers: Sequence[AsyncGenerator[Delta, None]]) -> Async
             else:
                 yield item
     finally:
-        await _end([beginning])
-        await _end(tasks)
+        await _cancel([starting])
+        await _cancel(tasks)
 
 
-async def _begin(
-    answers: Sequence[AsyncGenerator[Delta, None]], news: _News, tasks: list[asyncio.Task[None]]
+async def _start(
+    streams: Sequence[AsyncGenerator[Delta, None]], items: _Items, tasks: list[asyncio.Task[None]]
 ) -> None:
-    async for index, answer in cooperatively(enumerate(answers)):
-        tasks.append(asyncio.create_task(_carry(index, answer, news)))
+    async for index, stream in cooperatively(enumerate(streams)):
+        tasks.append(asyncio.create_task(_forward(index, stream, items)))
 
 
-async def _carry(index: int, answer: AsyncGenerator[Delta, None], news: _News) -> None:
+async def _forward(index: int, stream: AsyncGenerator[Delta, None], items: _Items) -> None:
     try:
-        async with aclosing(answer):
-            async for delta in answer:
+        async with aclosing(stream):
+            async for delta in stream:
                 delta.index = index
-                await news.put(delta)
-    except Exception as error:  # noqa: BLE001 - merge_streams raises it
-        await news.put(error)
+                await items.put(delta)
+    except Exception as error:  # noqa: BLE001 - _merge raises it
+        await items.put(error)
     else:
-        await news.put(None)
+        await items.put(None)
 
 
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel the tasks, those that wait in line before those that hold a worker, which would let them begin."""
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel the tasks, last one first: those that hold a worker would let those that wait for it begin."""
     left = iter(reversed(tasks))
     try:
         async for task in cooperatively(left):

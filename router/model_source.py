@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from contract.errors import InternalError, KvbatonError, NotFoundError, UnavailableError
+from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
-from router.registry import AttachedWorker, Registry
+from router.registry import Registry
 from text.model_card import MODEL_FILES, ModelCard
 from text.parsing.answer_format import ParserChoice
 

@@ -3,51 +3,57 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from router.policy import Need, WorkerView, missing_role
+from router.legs import PLANS, RequestPlan
+from router.policy import WorkerView, missing_role
 
 
 class RoleTimeouts:
-    """Knows since when new requests lack a role, and since when replays and embeddings do, which need less.
+    """Owns a timer for each plan that lacks a role: an embedding lacks less than an answer, and so does a replay.
 
-    seconds: how long a role may have no worker at all. on_over: called when that time has passed for one of the three.
+    seconds: how long a role may have no worker. on_expired: called when that time has passed for one of the plans.
     """
 
-    def __init__(self, seconds: float, on_over: Callable[[], None]) -> None:
-        self._seconds = seconds
-        self._on_over = on_over
-        self._missing: dict[Need, str | None] = dict.fromkeys(Need, "no worker was ever attached")
-        self._timers: dict[Need, asyncio.TimerHandle] = {}
-        self._over: set[Need] = set()
+    def __init__(self, seconds: float, on_expired: Callable[[], None]) -> None:
+        self.seconds = seconds
+        self._on_expired = on_expired
+        self._missing: dict[RequestPlan, str | None] = dict.fromkeys(PLANS, "no worker was ever attached")
+        self._timers: dict[RequestPlan, asyncio.TimerHandle] = {}
+        self._expired: set[RequestPlan] = set()
 
-    def look(self, workers: Sequence[WorkerView]) -> None:
-        """Take note of what is missing now; between two looks nothing changes."""
-        for need in Need:
-            self._missing[need] = missing = missing_role(workers, need)
+    def update(self, workers: Sequence[WorkerView]) -> None:
+        """Start the timer of each plan that lacks a role now, and stop the others."""
+        for plan in PLANS:
+            self._missing[plan] = missing = missing_role(workers, plan)
             if missing is None:
-                self._stop(need)
-            elif need not in self._timers and need not in self._over:
+                self._stop(plan)
+            elif plan not in self._timers and plan not in self._expired:
                 loop = asyncio.get_running_loop()
-                self._timers[need] = loop.call_later(self._seconds, self._end, need)
+                self._timers[plan] = loop.call_later(self.seconds, self._expire, plan)
 
-    def missing(self, need: Need) -> str | None:
-        """What such a request lacks; None when it can be placed sooner or later."""
-        return self._missing[need]
+    def missing(self, plan: RequestPlan) -> str | None:
+        """Describe what a request of this plan lacks; return None if it can be placed sooner or later."""
+        return self._missing[plan]
 
-    def is_over(self, need: Need) -> bool:
-        """True when such a request shall wait no longer."""
-        return need in self._over
+    @property
+    def any_expired(self) -> bool:
+        """True if requests of some plan must not wait any longer."""
+        return bool(self._expired)
+
+    def is_expired(self, plan: RequestPlan) -> bool:
+        """Return True if requests of this plan must not wait any longer."""
+        return plan in self._expired
 
     def close(self) -> None:
-        """No timer runs any more."""
-        for need in Need:
-            self._stop(need)
+        """Stop all timers."""
+        for plan in PLANS:
+            self._stop(plan)
 
-    def _stop(self, need: Need) -> None:
-        self._over.discard(need)
-        if timer := self._timers.pop(need, None):
+    def _stop(self, plan: RequestPlan) -> None:
+        self._expired.discard(plan)
+        if timer := self._timers.pop(plan, None):
             timer.cancel()
 
-    def _end(self, need: Need) -> None:
-        del self._timers[need]
-        self._over.add(need)
-        self._on_over()
+    def _expire(self, plan: RequestPlan) -> None:
+        del self._timers[plan]
+        self._expired.add(plan)
+        self._on_expired()

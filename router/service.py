@@ -33,6 +33,7 @@ from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.readiness import what_is_missing
 from router.registry import Registry
+from router.request_preparer import RequestPreparer
 from router.request_run import RequestRuns
 from router.request_tracker import RequestTracker
 from router.running_shares import RunningShares
@@ -100,17 +101,16 @@ class RouterService:
             self._registry, self._changes, severed, shares, settings.worker_wait_seconds
         )
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
-        relays = RequestRuns(self._registry, self._line, severed, self._tasks, unread, settings.max_replays)
+        relays = RequestRuns(self._line, severed, self._tasks, unread, settings.max_replays)
         self._tokenizers = TokenizerThreads()
-        self._pipeline = Pipeline(
+        preparer = RequestPreparer(
             self._models,
             self._registry,
-            self._ledger,
-            relays,
             self._tokenizers,
             TenantRules(settings.shared_prefix_cache, settings.max_priority),
             settings.request_timeout_seconds,
         )
+        self._pipeline = Pipeline(self._models, preparer, self._ledger, relays)
         self._held = HeldBytes(settings.max_held_bytes)
         self._drain = Drain(self._ledger, self._running, self._until_answered, settings.drain_seconds)
         self._batches = self._batch_service(clock)
@@ -243,8 +243,8 @@ class RouterService:
             count_result=self._metrics.batch_requests,
             clock=clock,
         )
-        self._ledger.listen(service.look)
-        self._ledger.listen_queued(self._look_at_queue_soon)
+        self._ledger.on_fewer_unbound(service.look)
+        self._ledger.on_queued(self._look_at_queue_soon)
         return service
 
     def _look_at_queue_soon(self) -> None:

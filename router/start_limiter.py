@@ -1,8 +1,8 @@
-"""How many requests of one client are being started at workers at the same time.
+"""A limit on how many requests of one client are being started at workers at the same time.
 
-A start is a call to each of its workers, which takes the router and the worker about a millisecond each. A burst of a
-hundred of one client's would stand before everybody else's at the worker's door. So the next ones are sent when the first
-ones have been accepted; and beside other clients only after a rest, so that starts leave most of the time to them.
+A start is one call to each worker of the request, which takes the router and the worker about a millisecond each. If a
+client's hundred requests were sent at once, the requests of other clients would wait behind all of these calls. Therefore
+the next ones are sent when the first ones have been accepted, and beside other clients only after a pause.
 """
 
 import asyncio
@@ -13,15 +13,44 @@ from typing import Any
 from router.throttling import pause_seconds
 
 _MAX_STARTING = 4
-"""For each worker that decodes."""
-_PATIENCE_SECONDS = 0.05
-"""A call that takes longer no longer holds up its client's next one: its worker may be dead."""
+"""Starts of one client at a time, for each worker that decodes."""
+_TIMEOUT_SECONDS = 0.05
+"""After this time a start does not delay its client's next one any more: its worker may be dead."""
+
+
+class Start:
+    """The start of one request. It counts until its calls are done, until it is given up, or for ``_TIMEOUT_SECONDS``."""
+
+    def __init__(self, on_end: Callable[[float], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._on_end = on_end
+        self._began = loop.time()
+        self._open_calls: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = loop.call_later(_TIMEOUT_SECONDS, self.end)
+
+    def follow(self, calls: Collection[asyncio.Task[Any]]) -> None:
+        """Count the start until all of ``calls`` are done."""
+        self._open_calls = set(calls)
+        for call in calls:
+            call.add_done_callback(self._on_call_done)
+
+    def end(self) -> None:
+        """Stop counting. Does nothing the second time."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+            self._on_end(asyncio.get_running_loop().time() - self._began)
+
+    def _on_call_done(self, call: asyncio.Task[Any]) -> None:
+        self._open_calls.discard(call)
+        if not self._open_calls:
+            self.end()
 
 
 class StartLimiter:
-    """Owns the count of what is being started, by client. on_accepted: called when a client may start requests again.
+    """Owns the number of starts, by client. on_accepted: called when a client may start requests again.
 
-    num_workers: that decode.
+    num_workers: workers that decode.
     """
 
     def __init__(self, on_accepted: Callable[[], None]) -> None:
@@ -30,30 +59,20 @@ class StartLimiter:
         self._starting: Counter[str] = Counter()
 
     def may_start(self, client: str) -> bool:
-        """Return whether another request of this client may be started now."""
+        """Return True if another request of this client may be started now."""
         return self._starting[client] < _MAX_STARTING * max(1, self.num_workers)
 
-    def add(self, client: str, calls: Collection[asyncio.Task[Any]], *, is_alone: bool) -> None:
-        """Count a request until its calls are done, or have taken too long. is_alone: there is no other client."""
-        if all(call.done() for call in calls):
-            return
+    def start(self, client: str, *, is_alone: bool) -> Start:
+        """Count the start of a request. is_alone: there is no other client, so that no pause follows."""
         self._starting[client] += 1
-        left = set(calls)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
 
-        def ended(call: asyncio.Task[Any] | None = None) -> None:
-            left.difference_update([call] if call else calls)
-            if not left and not timer.cancelled():
-                timer.cancel()
-                if is_alone:
-                    self._leave(client)
-                else:
-                    loop.call_later(pause_seconds(loop.time() - began), self._leave, client)
+        def end(seconds: float) -> None:
+            if is_alone:
+                self._leave(client)
+            else:
+                asyncio.get_running_loop().call_later(pause_seconds(seconds), self._leave, client)
 
-        timer = loop.call_later(_PATIENCE_SECONDS, ended)
-        for call in calls:
-            call.add_done_callback(ended)
+        return Start(end)
 
     def _leave(self, client: str) -> None:
         was_full = not self.may_start(client)

@@ -4,18 +4,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from router.registry import AttachedWorker
+from router.attached_worker import AttachedWorker
 
 FIRST_PAUSE_SECONDS = 2.0
 LAST_PAUSE_SECONDS = 60.0
 _PROBE_SECONDS = 10.0
-"""How long the one request that tries a pair again may take to show that it works."""
+"""How long the one request that tries a pair again may take to show that the pair works."""
 
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Failure:
     """A pair's last failure.
 
     until: no request is placed on the pair before. pause_seconds: the length of that pause. is_probed: one request was
@@ -28,7 +28,7 @@ class _Cut:
 
 
 class UnreachablePairs:
-    """Owns the memory of the pairs that could not reach each other, by the sessions of both workers.
+    """Owns the last failure of each pair that could not hand over KV, by the sessions of both workers.
 
     A pair is not chosen during a pause. When the pause is over, one request is placed on the pair, and no other until it has
     failed or its KV has arrived. If it fails the pause doubles; if its KV arrives the pair is forgotten.
@@ -36,34 +36,36 @@ class UnreachablePairs:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._cuts: dict[Pair, _Cut] = {}
+        self._failures: dict[Pair, _Failure] = {}
 
-    def cut(self, prefill: AttachedWorker, decode: AttachedWorker) -> None:
+    def record_failure(self, prefill: AttachedWorker, decode: AttachedWorker) -> None:
         """Record that a request failed because one worker could not reach the other."""
         key = (prefill.session, decode.session)
-        known = self._cuts.get(key)
+        known = self._failures.get(key)
         pause = FIRST_PAUSE_SECONDS
-        if known:  # requests that were placed before the first failure fail together: they lengthen nothing
+        if known:  # requests that were placed before the first failure fail together: they must not lengthen the pause
             pause = known.pause_seconds * (2 if known.is_probed else 1)
         pause = min(pause, LAST_PAUSE_SECONDS)
-        self._cuts[key] = _Cut(self._clock() + pause, pause)
+        self._failures[key] = _Failure(self._clock() + pause, pause)
 
-    def mend(self, prefill: AttachedWorker, decode: AttachedWorker) -> None:
+    def record_success(self, prefill: AttachedWorker, decode: AttachedWorker) -> None:
         """Record that KV was handed over between the two."""
-        self._cuts.pop((prefill.session, decode.session), None)
+        self._failures.pop((prefill.session, decode.session), None)
 
-    def probe(self, prefill: AttachedWorker, decode: AttachedWorker) -> None:
-        """Record that a request was placed on the pair. Matters only if the pair was severed and its pause is over."""
+    def record_probe(self, prefill: AttachedWorker, decode: AttachedWorker) -> None:
+        """Record that a request was placed on the pair. That matters only after a failure, when the pause is over."""
         key = (prefill.session, decode.session)
-        if known := self._cuts.get(key):
+        if known := self._failures.get(key):
             until = self._clock() + max(known.pause_seconds, _PROBE_SECONDS)
-            self._cuts[key] = _Cut(until, known.pause_seconds, is_probed=True)
+            self._failures[key] = _Failure(until, known.pause_seconds, is_probed=True)
 
-    def among(self, workers: Iterable[AttachedWorker]) -> frozenset[Pair]:
-        """Return the pairs of worker ids, prefill first, that must not be chosen now; forget workers that have gone."""
-        if not self._cuts:
+    def blocked(self, workers: Iterable[AttachedWorker]) -> frozenset[Pair]:
+        """Return the pairs of worker ids, prefill first, that must not be chosen now; forget workers that are gone."""
+        if not self._failures:
             return frozenset()
         names = {worker.session: worker.name for worker in workers}
         now = self._clock()
-        self._cuts = {key: cut for key, cut in self._cuts.items() if set(key) <= names.keys()}
-        return frozenset((names[p], names[d]) for (p, d), cut in self._cuts.items() if now < cut.until)
+        self._failures = {key: failure for key, failure in self._failures.items() if set(key) <= names.keys()}
+        return frozenset(
+            (names[p], names[d]) for (p, d), failure in self._failures.items() if now < failure.until
+        )

@@ -78,7 +78,7 @@ class BatchRunner:
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Delete a file; batches that wait for room go on. Raises KvbatonError."""
         await self._library.run(self._library.store.delete_file, owner, file_id)
-        self._room.tell()
+        self._room.notify()
 
     def look_again(self, batch_id: str) -> None:
         """Have a batch look at its record and the clock, after one of them was changed."""
@@ -109,4 +109,4 @@ class BatchRunner:
                 await self._library.run(self._library.store.sweep)
             except UnavailableError as error:
                 logger.error("old files are not removed: %s; this is tried again", error.message)
-            self._room.tell()
+            self._room.notify()

@@ -97,7 +97,10 @@ class Endpoints:
             web.post("/v1/embeddings", embedding.embeddings),
             *ResponseEndpoints(self._body, self._answer, ResponseBodies(self._models)).routes(),
             *MessageEndpoints(
-                self._body, self._answer, self._pipeline.num_prompt_tokens, MessageBodies(self._models)
+                self._body,
+                self._answer,
+                self._pipeline.preparer.num_prompt_tokens,
+                MessageBodies(self._models),
             ).routes(),
             web.post("/v1/chat/completions", self.chat),
             web.post("/v1/completions", self.completions),

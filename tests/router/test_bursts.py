@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from contract.identity import Role
 from contract.membership import Registration
 from router import start_limiter, throttling
-from router.registry import AttachedWorker
+from router.attached_worker import AttachedWorker
 from router.round_robin import RoundRobin
 from router.start_limiter import StartLimiter
 from router.tasks import cooperatively
@@ -26,7 +26,7 @@ async def test_one_request_of_each_client_begins_in_a_round() -> None:
     rounds = 0
 
     async def ask(name: str) -> None:
-        await taking.take(name[0])
+        await taking.wait_turn(name[0])
         begun.append((rounds, name))
 
     async def count() -> None:
@@ -52,28 +52,28 @@ async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch:
     taking = RoundRobin(lambda: now["clock"], lambda: now["cpu"])
     for _ in range(3):
         now["cpu"] += 3600
-        await asyncio.wait_for(taking.take("m"), 5)
+        await asyncio.wait_for(taking.wait_turn("m"), 5)
     await asyncio.sleep(0.001)
     now["cpu"] += 3600
-    await taking.take("a")
-    await taking.take("m")
-    waiting = asyncio.create_task(taking.take("m"))
+    await taking.wait_turn("a")
+    await taking.wait_turn("m")
+    waiting = asyncio.create_task(taking.wait_turn("m"))
     await asyncio.sleep(0.001)
     assert not waiting.done()
-    await asyncio.wait_for(taking.take("b"), 5)
+    await asyncio.wait_for(taking.wait_turn("b"), 5)
     waiting.cancel()
 
 
 async def test_one_that_is_cancelled_takes_nobodys_turn() -> None:
     taking = RoundRobin()
-    await taking.take("m")
-    waiting = [asyncio.create_task(taking.take("m")) for _ in range(3)]
+    await taking.wait_turn("m")
+    waiting = [asyncio.create_task(taking.wait_turn("m")) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     async with asyncio.timeout(5):
         await asyncio.gather(*waiting[1:])
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(taking.take("m"), 5)
+    await asyncio.wait_for(taking.wait_turn("m"), 5)
 
 
 async def test_long_work_gives_way() -> None:
@@ -107,7 +107,7 @@ class Calls:
         ends = [asyncio.Event() for _ in range(count)]
         self.ends += ends
         calls = [asyncio.create_task(self._until(end)) for end in ends]
-        self.starts.add(client, calls, is_alone=is_alone)
+        self.starts.start(client, is_alone=is_alone).follow(calls)
 
     @staticmethod
     async def _until(end: asyncio.Event) -> None:

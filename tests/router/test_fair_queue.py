@@ -195,7 +195,7 @@ def test_requests_of_clients_that_are_held_back_are_passed(
         if tenant not in held_back:
             others.add(LANE, claim, str(number))
     while others:
-        (ticket,) = queue.heads(lambda ticket: ticket.claim.tenant not in held_back)
+        (ticket,) = queue.heads(lambda ticket: ticket.order.tenant not in held_back)
         queue.take(ticket)
         assert ticket.item == take(others)
-    assert not queue.heads(lambda ticket: ticket.claim.tenant not in held_back)
+    assert not queue.heads(lambda ticket: ticket.order.tenant not in held_back)

@@ -18,8 +18,10 @@ from contract.errors import (
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.attempt import Attempt
+from router.attempt_legs import AttemptLegs
 from router.failures import Failures
 from router.leg_failure import Failure
+from router.tasks import TaskSet
 from router.testing import Script
 from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import RouterExhaustedError
@@ -123,15 +125,11 @@ async def test_embeddings_do_not_pass_an_answer_that_waits_for_the_same_prefill_
 
 
 class _FailedAttempt(Attempt):
-    """An attempt that has failed, without legs."""
+    """An attempt that has failed, without a hand-over."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
-
-    @property
-    def hand_over(self) -> None:
-        """None: it was local."""
-        return
+        self.legs = AttemptLegs([], TaskSet())
 
 
 def _noted(*errors: KvbatonError) -> Failures:

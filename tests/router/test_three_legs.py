@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from contract.identity import Role
 from contract.requests import EngineRequest, FinishReason, SamplingParams
 from protos import worker_pb2_grpc
 from router.admission_queue import AdmissionQueue
-from router.attempt import Attempt
 from router.change_signal import ChangeSignal
 from router.fair_queue import QueueOrder
 from router.inbox import UnreadBytes
@@ -27,7 +26,8 @@ from router.registry import Registry
 from router.request import GenerationRequest, PreparedRequest
 from router.request_run import RequestRuns
 from router.request_tracker import RequestTracker
-from router.running_shares import RunningShares
+from router.reservation import Reservation
+from router.start_limiter import StartLimiter
 from router.tasks import TaskSet
 from router.testing import Script, ScriptedWorker, Writer
 from router.unreachable_pairs import UnreachablePairs
@@ -55,17 +55,23 @@ KINDS = {**LEG_KINDS, ENCODE: LegKind(start=start_encode, result=Result.NONE)}
 class ThreeLegs(AdmissionQueue):
     """Places every request on the same three workers, at once."""
 
-    async def bind(
-        self, wish: PlacementRequest, claim: QueueOrder, begin: Callable[[Placement], Attempt]
-    ) -> Attempt:
-        """Begin an attempt of three legs."""
-        first = wish.num_delivered
+    def __init__(self, registry: Registry) -> None:
+        self._workers = registry
+
+    @asynccontextmanager
+    async def reserve(self, request: PlacementRequest, order: QueueOrder) -> AsyncIterator[Reservation]:
+        """Reserve three legs."""
+        first = request.num_delivered
         legs = (
             LegPlan(ENCODE, "encode-0", first),
             LegPlan(PREFILL, "prefill-0", first),
             LegPlan(DECODE, "decode-0", first + 1),
         )
-        return begin(Placement(legs))
+        workers = [self._workers.get(leg.worker) for leg in legs]
+        start = StartLimiter(lambda: None).start(order.tenant, is_alone=True)
+        reservation = Reservation(Placement(legs), workers, request, order.tenant, start)
+        yield reservation
+        reservation.release()
 
 
 @dataclass
@@ -76,8 +82,8 @@ class Trio:
     prefill: ScriptedWorker
     decode: ScriptedWorker
     registry: Registry
-    relays: RequestRuns
-    ledger: RequestTracker
+    runs: RequestRuns
+    tracker: RequestTracker
 
     async def answer(self) -> tuple[list[int], FinishReason]:
         """Run one request; its tokens and how it ended. Nothing is bound behind it."""
@@ -94,14 +100,14 @@ class Trio:
         tokens: list[int] = []
         reason = None
         with (
-            self.relays.unread.open("") as unread,
-            self.ledger.open(asked) as record,
-            self.relays.open(request, [record], unread) as (relay,),
+            self.runs.unread.open("") as unread,
+            self.tracker.open(asked) as tracked,
+            self.runs.open(request, [tracked], unread) as (run,),
         ):
             while reason is None:
-                arrival = await relay.next()
-                tokens += [token.token_id for token in arrival.tokens]
-                reason = arrival.finish_reason
+                batch = await run.next()
+                tokens += [token.token_id for token in batch.tokens]
+                reason = batch.finish_reason
         assert [view.num_requests for view in self.registry.snapshot()] == [0, 0, 0]
         return tokens, reason
 
@@ -112,9 +118,8 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     changes = ChangeSignal()
     registry = Registry(changes)
     tasks = TaskSet()
-    severed = UnreachablePairs()
-    line = ThreeLegs(registry, changes, severed, RunningShares(1.0), 0.0)
-    relays = RequestRuns(registry, line, severed, tasks, UnreadBytes(10_000, 100_000), 3, kinds=KINDS)
+    unread = UnreadBytes(10_000, 100_000)
+    runs = RequestRuns(ThreeLegs(registry), UnreachablePairs(), tasks, unread, 3, kinds=KINDS)
     cluster = router_tls(SECRET)
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(
@@ -137,7 +142,7 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
             while not all(view.max_requests for view in registry.snapshot()):
                 await changes.next.wait()
         encode, prefiller, decode = workers
-        yield Trio(encode, prefiller, decode, registry, relays, RequestTracker(10, RouterMetrics()))
+        yield Trio(encode, prefiller, decode, registry, runs, RequestTracker(10, RouterMetrics()))
 
 
 @pytest.mark.parametrize("encoder", [Script(), Script(stall_at=0)], ids=["that ends", "that says nothing"])

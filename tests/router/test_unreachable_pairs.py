@@ -10,9 +10,9 @@ from contract.errors import PeerUnreachableError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
+from router.attached_worker import AttachedWorker
 from router.legs import AGGREGATED, DECODE, PREFILL, placed
 from router.policy import PlacementRequest, WorkerView, place
-from router.registry import AttachedWorker
 from router.testing import Script
 from router.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
 from tests.router.cluster import Cluster, running_cluster
@@ -82,25 +82,25 @@ def test_one_request_a_pause_tries_the_pair_again() -> None:
     severed, p, d = UnreachablePairs(clock), attached(P, "p"), attached(D, "d")
     pair = frozenset({("p", "d")})
     for _ in range(5):
-        severed.cut(p, d)  # requests that were bound before the first failure fail together
+        severed.record_failure(p, d)  # requests that were bound before the first failure fail together
     pause = FIRST_PAUSE_SECONDS
     for _ in range(6):
-        assert severed.among([p, d]) == pair
+        assert severed.blocked([p, d]) == pair
         clock.now += pause
-        assert severed.among([p, d]) == frozenset()
-        severed.probe(p, d)
-        assert severed.among([p, d]) == pair
-        severed.cut(p, d)
+        assert severed.blocked([p, d]) == frozenset()
+        severed.record_probe(p, d)
+        assert severed.blocked([p, d]) == pair
+        severed.record_failure(p, d)
         pause = min(2 * pause, LAST_PAUSE_SECONDS)
-    severed.mend(p, d)
-    assert severed.among([p, d]) == frozenset()
+    severed.record_success(p, d)
+    assert severed.blocked([p, d]) == frozenset()
 
 
 def test_a_worker_that_starts_again_is_another_one() -> None:
     severed, p, d = UnreachablePairs(Clock()), attached(P, "p"), attached(D, "d")
-    severed.cut(p, d)
-    assert severed.among([p, attached(D, "d")]) == frozenset()
-    assert severed.among([p, d]) == frozenset(), "it was forgotten when its worker had gone"
+    severed.record_failure(p, d)
+    assert severed.blocked([p, attached(D, "d")]) == frozenset()
+    assert severed.blocked([p, d]) == frozenset(), "it was forgotten when its worker had gone"
 
 
 @st.composite

@@ -13,7 +13,7 @@ from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.change_signal import ChangeSignal
-from router.legs import PREFILL
+from router.legs import EMBEDDING, GENERATION, PREFILL
 from router.policy import PlacementRequest, WorkerView, candidates, fits, place
 from router.registry import Registry
 from router.testing import Script, kv_layout
@@ -225,7 +225,7 @@ def test_a_request_is_only_placed_where_it_fits(
         num_answer_tokens=answer,
         max_length=prompt if is_embedding else prompt + answer,
         is_replay=is_replay,
-        is_embedding=is_embedding,
+        plan=EMBEDDING if is_embedding else GENERATION,
     )
     placement = place(pool, wish, turn)
     by_id = {view.worker_id: view for view in pool}
