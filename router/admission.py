@@ -1,4 +1,4 @@
-"""Which requests may wait for workers: a bound on the queue, and a share of it for each client."""
+"""A bound on the requests that wait for workers, and a share of it for each client."""
 
 from collections import Counter
 from collections.abc import Mapping

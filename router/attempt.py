@@ -7,7 +7,7 @@
    worker.
 4. ``close`` unbinds the legs and cancels them on the workers that may still hold something.
 
-The order of the legs and the table of kinds (``router/legs.py``) say how one leg takes over from another.
+How one leg takes over from another follows from their order and from the table of kinds (``router/legs.py``).
 """
 
 import asyncio

@@ -65,7 +65,7 @@ class AttemptLegs:
             earlier.done()
 
     def unbind_finished(self) -> None:
-        """Unbind the legs whose workers have no more work for them, however slowly the client reads."""
+        """Release the legs whose workers have no more work for them, however slowly the client reads."""
         for leg in self._open:
             if leg.is_over:
                 leg.unbind()
@@ -75,7 +75,7 @@ class AttemptLegs:
         return frozenset(each.worker for each in self._open if each.may_hold or each is leg)
 
     def release(self, name: str) -> None:
-        """Unbind every leg, and cancel it on a worker that may still hold it. Does nothing the second time."""
+        """Release every leg, and cancel it on a worker that may still hold it. Does nothing the second time."""
         legs = self._open
         self._open = []
         for leg in legs:

@@ -1,4 +1,4 @@
-"""How much one worker takes on at once (its credit), and how much of that is held."""
+"""The credit of one worker, and how much of it is held."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ class CreditHold:
 
 
 class WorkerCapacity:
-    """What one worker reports about its room, and what this router holds of it.
+    """The credit and load that one worker reports, and the part of the credit that this router holds.
 
     held: requests and tokens, by client. on_more_room: called when the worker may have room that it did not have.
     """

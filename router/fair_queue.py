@@ -29,7 +29,7 @@ _BEGUN = -1.0
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOrder:
-    """What decides when a request is admitted.
+    """The properties of a request that decide when it is admitted.
 
     tenant: the client. family: the client's request that this is a part of. cost: tokens, or another measure of work.
     is_replay: it was begun before, and costs nothing again.

@@ -1,4 +1,4 @@
-"""Which waiting requests wait for the same workers, and how long one waits that fits no worker."""
+"""Waiting requests, sorted by the workers that they fit, and a time limit for those that fit none."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Why an attempt failed, and a failure that an earlier leg may still make irrelevant."""
+"""The failure of an attempt, and one that an earlier leg may still make irrelevant."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _FIRST_TOKEN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed. failed_worker: its leg failed. failed_workers: all workers that may be at fault."""
+    """The failure of an attempt. failed_worker: its leg failed. failed_workers: all workers that may be at fault."""
 
     error: KvbatonError
     failed_worker: AttachedWorker

@@ -1,4 +1,4 @@
-"""What an attempt asks its workers for, as engine requests, and the error with which a worker ends a leg."""
+"""The engine requests of an attempt's legs, and the error with which a worker ends a leg."""
 
 import secrets
 import time
@@ -27,7 +27,7 @@ _MIN_DEADLINE_SECONDS = 0.001
 
 @dataclass(frozen=True)
 class AttemptTask:
-    """What an attempt has to do: the rest of one choice's answer.
+    """The rest of one choice's answer, which an attempt has to compute.
 
     delivered: tokens that the client has already. number: how many attempts there were before.
     """

@@ -1,6 +1,6 @@
-"""Legs as data: what each kind of leg does, which legs a request needs, and the workers that were chosen for them.
+"""Legs as data: the kinds of leg, the legs that a request needs, and the workers that were chosen for them.
 
-A new kind of leg is a new row of ``LEG_KINDS`` and a plan that names it. Attempts and request runs know no kind by name.
+A new kind of leg is a new row of ``LEG_KINDS`` and a plan that names it. Attempts and request runs name no kind.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
@@ -28,7 +28,7 @@ EMBED = "embed"
 
 
 class Transfer(Enum):
-    """What a leg does with KV. RECEIVE: it fetches the KV that the leg before it sends."""
+    """The direction in which a leg transfers KV. RECEIVE: it fetches the KV that the leg before it sends."""
 
     NONE = auto()
     SEND = auto()
@@ -36,7 +36,7 @@ class Transfer(Enum):
 
 
 class Result(Enum):
-    """What a leg contributes to the answer itself. NONE: only later legs read what it computes."""
+    """The contribution of a leg to the answer itself. NONE: only later legs read what it computes."""
 
     NONE = auto()
     TOKENS = auto()

@@ -1,4 +1,4 @@
-"""The router's side of a worker's one stream: it registers, then tokens and load flow on it."""
+"""The router's side of a worker's stream: the worker registers on it, then sends tokens and its load."""
 
 import asyncio
 import logging
@@ -22,8 +22,8 @@ from wire.membership import credit_from_proto, load_from_proto, registration_fro
 logger = logging.getLogger(__name__)
 
 _REGISTRATION_SECONDS = 10.0
-_SILENCES = 1.5
-"""Peer time-outs after which a silent connection has certainly been noticed."""
+_PEER_TIMEOUTS = 1.5
+"""Time-outs of a peer after which the router has certainly noticed a dead connection."""
 
 
 class MembershipServicer(worker_pb2_grpc.MembershipServicer):
@@ -37,7 +37,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         accept_timeout_seconds: float,
         peer_timeout_seconds: float,
     ) -> None:
-        self._patience_seconds = _SILENCES * peer_timeout_seconds
+        self._wait_seconds = _PEER_TIMEOUTS * peer_timeout_seconds
         self._registry = registry
         self._router_id = router_id
         self._tls = tls
@@ -48,15 +48,15 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     ) -> AsyncIterator[pb.RouterMessage]:
         """Serve one worker until its stream closes, or until the same process registers again.
 
-        A worker that does not fit is refused with FAILED_PRECONDITION and the reason by name; one whose id another living
-        process has with ALREADY_EXISTS. If that process is dead, the router notices within the peer's time-out, and waits
-        for it: the worker was started again after its machine or network went away.
+        A worker that does not fit is rejected with FAILED_PRECONDITION and the reason, one whose id another living process
+        has with ALREADY_EXISTS. If that process is dead, because its machine or network failed and the worker was started
+        again, the router notices that within the peer's time-out, and waits for it.
         """
         registration = await _first_message(request_iterator)
         await _check_identity(registration, context)
         async with open_worker_calls(registration, self._tls, self._accept_timeout) as calls:
-            worker = self._registry.meet(registration, calls)
-            await self._vacated(registration)
+            worker = self._registry.new_worker(registration, calls)
+            await self._wait_for_id(registration)
             try:
                 self._registry.attach(worker)
             except WorkerIdTakenError as error:
@@ -76,15 +76,15 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
             finally:
                 self._registry.detach(worker, "its stream closed")
 
-    async def _vacated(self, registration: Registration) -> None:
-        """Wait until another process with the same worker id has gone, if it goes in time."""
+    async def _wait_for_id(self, registration: Registration) -> None:
+        """Wait for a while until another process with the same worker id is detached."""
         if other := self._registry.holder(registration):
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._patience_seconds):
+                async with asyncio.timeout(self._wait_seconds):
                     await other.gone.wait()
 
     async def _connect(self, worker: AttachedWorker, context: Any) -> None:
-        """Connect to a worker before it is welcome: until then it grants no credit, and gets no request."""
+        """Connect to a worker before it is accepted: until then it grants no credit, and receives no request."""
         try:
             await worker.calls.connect()
         except WorkerLostError as error:
@@ -93,7 +93,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
 
 
 async def _check_identity(registration: Registration, context: Any) -> None:
-    """End the call of a worker that registers under other ids than its certificate is for, or under none."""
+    """End the call of a worker whose certificate is not for the ids under which it registers."""
     ids = {"worker_id": registration.worker_id, "boot_id": registration.boot_id}
     for field, value in ids.items():
         if value and (why := why_no_name(value)):
@@ -109,7 +109,7 @@ async def _check_identity(registration: Registration, context: Any) -> None:
 
 
 async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registration:
-    """A worker that says something else first, or nothing in time, gives an empty registration: it is refused."""
+    """Return the registration, or an empty one, which is rejected, if another message or none arrives in time."""
     try:
         async with asyncio.timeout(_REGISTRATION_SECONDS):
             first = await anext(messages, pb.WorkerMessage())

@@ -1,4 +1,4 @@
-"""Which workers take a request, and when they have room for it: pure functions over a snapshot.
+"""The choice of workers for a request, and when they have room for it: pure functions over a snapshot.
 
 A request goes to one worker for each leg of its plan, or to one worker that has all roles if that one has less to do. Of
 the candidates for a leg the least loaded one is chosen; equally loaded ones take turns. A worker has room as long as its

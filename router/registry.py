@@ -81,7 +81,7 @@ class Registry:
         self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
         return longest([*self.snapshot(), *(view for _, view in self._gone.values())]) or otherwise
 
-    def meet(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
+    def new_worker(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
         """Make the record of a worker that is not attached yet."""
         return AttachedWorker(registration, calls, self._changes.notify)
 

@@ -1,4 +1,4 @@
-"""How long requests wait for a role that no worker has: one may be starting again."""
+"""Time limits for requests that wait for a role which no worker has: one may be starting again."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -80,7 +80,7 @@ class Queue:
             kv_layout=layout_from_proto(kv_layout()),
             max_model_len=1000,
         )
-        worker = self.registry.meet(registration, self.calls)
+        worker = self.registry.new_worker(registration, self.calls)
         self.registry.attach(worker)
         return worker
 

@@ -186,7 +186,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
             kv_layout=layout_from_proto(kv_layout()),
             max_model_len=length,
         )
-        registry.attach(registry.meet(registration, cast(Any, "nothing is called")))
+        registry.attach(registry.new_worker(registration, cast(Any, "nothing is called")))
     registry.detach(registry.get("decode-0"), "its stream closed")
     assert (registry.max_model_len(7), registry.recent_max_model_len(7)) == (40, 100)
     now = 31.0
