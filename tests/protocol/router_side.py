@@ -111,7 +111,9 @@ class RouterSide:
             leg.may_hold = False
             failed_workers = {each.worker for each in request.legs if each.may_hold or each is leg}
             is_abort = finish_reason == FinishReason.ABORT or error_kind is None
-            self._fail(request, ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind)), failed_workers)
+            self._fail(
+                request, ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind)), failed_workers
+            )
             return
         if tokens and first_index > leg.next_index:
             self._fail(request, ErrorKind.WORKER_LOST, {worker})

@@ -1,4 +1,4 @@
-"""M3: a burst of one client's requests lets others in between: in the event loop, in the line, at the workers' doors."""
+"""M3: a burst of one client's requests lets others in between: in the event loop, in the queue, at the workers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ from tests.text.tiny_model import END
 
 
 async def test_one_request_of_each_client_begins_in_a_round() -> None:
-    """Whoever comes first goes first; another client does not wait behind them."""
+    """A client's requests begin in order, one a round; another client does not wait behind them."""
     taking, begun = RoundRobin(), list[tuple[int, str]]()
     rounds = 0
 
@@ -64,7 +64,7 @@ async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch:
     waiting.cancel()
 
 
-async def test_one_that_is_cancelled_takes_nobodys_turn() -> None:
+async def test_a_cancelled_request_uses_up_no_turn() -> None:
     taking = RoundRobin()
     await taking.wait_turn("m")
     waiting = [asyncio.create_task(taking.wait_turn("m")) for _ in range(3)]
@@ -76,7 +76,7 @@ async def test_one_that_is_cancelled_takes_nobodys_turn() -> None:
     await asyncio.wait_for(taking.wait_turn("m"), 5)
 
 
-async def test_long_work_gives_way() -> None:
+async def test_long_work_yields_to_other_tasks() -> None:
     """Something else runs after every few items, and no item is lost."""
     others = 0
 
@@ -93,15 +93,15 @@ async def test_long_work_gives_way() -> None:
 
 
 class Calls:
-    """Calls to workers that end when a test says so."""
+    """Calls to workers that end when a test ends them."""
 
     def __init__(self) -> None:
-        self.num_told = 0
-        self.starts = StartLimiter(self.tell)
+        self.num_accepted = 0
+        self.starts = StartLimiter(self.count)
         self.ends: list[asyncio.Event] = []
 
-    def tell(self) -> None:
-        self.num_told += 1
+    def count(self) -> None:
+        self.num_accepted += 1
 
     def start(self, client: str, count: int = 2, *, is_alone: bool = True) -> None:
         ends = [asyncio.Event() for _ in range(count)]
@@ -130,11 +130,11 @@ async def test_the_next_request_starts_when_one_was_accepted_by_both_workers(cal
     calls.ends[0].set()
     await asyncio.sleep(0.001)
     assert not calls.starts.may_start("m")
-    assert not calls.num_told
+    assert not calls.num_accepted
     calls.ends[1].set()
     await asyncio.sleep(0.001)
     assert calls.starts.may_start("m")
-    assert [calls.num_told] == [1]
+    assert [calls.num_accepted] == [1]
 
 
 async def test_with_more_workers_more_requests_start(calls: Calls) -> None:
@@ -163,7 +163,7 @@ async def test_a_worker_that_does_not_answer_holds_up_its_client_for_a_moment_on
     async with asyncio.timeout(5):
         while not calls.starts.may_start("m"):
             await asyncio.sleep(0.01)
-    assert calls.num_told
+    assert calls.num_accepted
     for end in calls.ends:  # a late answer must not be counted again
         end.set()
     await asyncio.sleep(0.01)
@@ -195,7 +195,7 @@ def test_starts_are_counted_to_zero(events: list[str]) -> None:
 
 
 class Cancelled:
-    """A worker's calls, of which only cancels come, and end when a test says so."""
+    """A worker that receives only cancels, which end when a test ends them."""
 
     def __init__(self) -> None:
         self.num_begun = 0

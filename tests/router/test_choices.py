@@ -33,7 +33,7 @@ def texts_of(answer: dict[str, Any]) -> list[str]:
 
 
 def tasks_of(cluster: Cluster) -> list[worker_pb2.Task]:
-    """Every task that a worker got."""
+    """Return every task that a worker received."""
     workers = cluster.workers.values()
     return [leg.task for each in workers for leg in each.prefills] + [
         leg.task for each in workers for leg in each.decodes
@@ -41,7 +41,7 @@ def tasks_of(cluster: Cluster) -> list[worker_pb2.Task]:
 
 
 async def streamed(cluster: Cluster, body: dict[str, Any]) -> dict[int, str]:
-    """Every choice's text by its index."""
+    """Return every choice's text by its index."""
     *chunks, done = await cluster.stream(TEXT, body)
     assert done == "[DONE]"
     texts: defaultdict[int, str] = defaultdict(str)

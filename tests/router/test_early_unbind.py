@@ -1,4 +1,4 @@
-"""A leg is unbound when its worker has no more work for it; nobody has to read the answer for that."""
+"""A leg is unbound when its worker has no more work for it; the client need not have read the answer for that."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ class _Calls:
         """Accept."""
 
     async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
-        """Note it."""
+        """Record it."""
         self.cancelled.append(request_id)
 
 
@@ -52,8 +52,8 @@ def reservation_on(*workers: AttachedWorker) -> Reservation:
     )
 
 
-async def test_an_answer_that_ends_with_token_0_releases_both_workers_at_once() -> None:
-    """H5: the decode leg, which nobody needs any more, is unbound and cancelled before the client has read a token."""
+async def test_an_answer_that_ends_with_its_first_token_releases_both_workers_at_once() -> None:
+    """H5: the decode leg, which is not needed any more, is unbound and cancelled before the client has read a token."""
     prefill, decode, tasks = attached(Role.PREFILL), attached(Role.DECODE), TaskSet()
     unread = UnreadBytes(1000, 10_000)
     request = PreparedRequest(

@@ -23,7 +23,7 @@ TABLE = [0.5, -0.25, 0.75]
 
 
 def by_length(task: pb.Task) -> Script:
-    """An embedding that tells the prompts apart."""
+    """Return an embedding that differs for each prompt."""
     return Script(embedding=(*TABLE, len(task.prompt_token_ids)), num_cached_tokens=1)
 
 
@@ -163,7 +163,7 @@ async def test_a_workers_death_is_replayed_elsewhere() -> None:
     [(OverloadedError("full"), 200), (InvalidRequestError("bad"), 400), (InternalError("broken"), 500)],
 )
 async def test_trouble_of_a_worker(trouble: str, error: KvbatonError, status: int) -> None:
-    """What another worker may not have is tried there; the rest ends the whole request with that error."""
+    """Errors that another worker may not have are tried there; the others end the whole request."""
 
     def script(task: pb.Task) -> Script:
         is_bad = task.attempt == 0 and len(task.prompt_token_ids) == 2

@@ -1,4 +1,4 @@
-"""Who is next in the line: priority, fairness between clients and between the requests of one, and nobody starves."""
+"""The order of the queue: priority, fairness between clients and between the requests of one, no starvation."""
 
 from itertools import count
 
@@ -41,7 +41,7 @@ def test_higher_priorities_go_first_and_those_that_were_begun_before_them() -> N
 
 @given(st.integers(1, 4), st.integers(0, 60), st.integers(1, 2**31 - 1))
 def test_a_low_priority_is_never_starved(num_hogs: int, num_before: int, priority: int) -> None:
-    """M3: with hogs that always have requests of the highest priority, it is passed by boundedly many others."""
+    """M3: with hogs that always have requests of the highest priority, a bounded number of others overtakes it."""
     queue: FairQueue[str, str] = FairQueue()
     numbers = count()
 
@@ -87,7 +87,7 @@ def test_a_low_priority_is_not_starved_without_keys_either(num_before: int, prio
 
 
 def test_the_prompts_of_one_request_take_turns_with_other_requests() -> None:
-    """M3: 1,024 prompts in one request keep nobody waiting."""
+    """M3: 1,024 prompts in one request do not delay other requests."""
     queue: FairQueue[str, str] = FairQueue()
     for _ in range(1024):
         queue.add(LANE, QueueOrder(family="many", arrival=0.0, cost=10.0), "many")
@@ -116,7 +116,7 @@ def test_clients_share_by_cost_and_an_idle_one_saves_nothing_up() -> None:
     assert 55 <= taken.count("small") <= 62  # three small ones for each big one
 
 
-def test_background_work_goes_when_nobody_else_waits() -> None:
+def test_background_work_is_admitted_when_no_other_request_waits() -> None:
     """M3: the lowest priority is never ahead of an interactive request, not even at the turns that ignore priorities."""
     queue: FairQueue[str, str] = FairQueue()
     for number in range(10):
@@ -183,10 +183,10 @@ def test_the_queue_holds_what_was_added_and_not_taken(steps: list[tuple[str, str
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=20),
     st.sets(st.sampled_from("abc")),
 )
-def test_requests_of_clients_that_are_held_back_are_passed(
+def test_requests_of_clients_that_may_not_start_are_overtaken(
     asked: list[tuple[str, int]], held_back: set[str]
 ) -> None:
-    """M3: the others go in their own order, and nobody goes where nobody else waits."""
+    """M3: the others keep their order, and if only such clients wait, no request is admitted."""
     queue: FairQueue[str, str] = FairQueue()
     others: FairQueue[str, str] = FairQueue()
     for number, (tenant, priority) in enumerate(asked):

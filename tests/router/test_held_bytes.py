@@ -43,7 +43,7 @@ async def test_a_request_that_is_answered_counts_until_its_end() -> None:
 
 
 async def test_grpc_messages_count_with_them() -> None:
-    """H1, H2: also the fields of a message that this version does not know."""
+    """H1, H2: also the unknown fields of a message."""
     message = pb.GenerateRequest.FromString(pb.GenerateRequest(text="x").SerializeToString() + unknown(1500))
     async with (
         running_cluster(STALLED, (Role.BOTH,), max_held_bytes=LIMIT) as cluster,

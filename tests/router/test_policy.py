@@ -1,4 +1,4 @@
-"""Which workers a request gets, and when."""
+"""The choice of workers for a request, and when they have room."""
 
 from dataclasses import replace
 
@@ -91,7 +91,7 @@ def test_a_request_waits_until_the_credits_of_both_reach(
     )
 
 
-def test_a_replay_prefers_the_cache_and_avoids_suspects() -> None:
+def test_a_replay_prefers_the_cache_and_avoids_failed_workers() -> None:
     workers = [worker(P, 0), worker(P, 1, tokens=50), worker(D, 0), worker(D, 1, tokens=50)]
     wish = replace(WISH, is_replay=True, prefer="prefill-1", avoid=frozenset({"decode-0"}))
     assert chosen(workers, wish) == placed((PREFILL, "prefill-1"), (DECODE, "decode-1"))

@@ -1,4 +1,4 @@
-"""Who counts as what while the router holds a request."""
+"""The counts of the requests that the router holds."""
 
 from collections import Counter
 from contextlib import ExitStack

@@ -193,7 +193,7 @@ async def test_a_release_admits_the_next_request_in_one_pass(queue: Queue) -> No
 
 @pytest.mark.parametrize("is_before_decision", [True, False])
 async def test_a_cancelled_request_holds_no_credit(queue: Queue, is_before_decision: bool) -> None:
-    """Also in the moment between the decision and its task's next step: nobody else could release it."""
+    """Also between the decision and the next step of its task, when only the queue can release it."""
     async with AsyncExitStack() as first, AsyncExitStack() as second:
         reservation = await queue.reserve(first)
         waiting = asyncio.create_task(queue.reserve(second))
@@ -254,7 +254,7 @@ async def test_a_reservation_counts_as_a_start(monkeypatch: pytest.MonkeyPatch, 
 
 @given(st.lists(st.sampled_from(["reserve", "begin", "release", "close"]), max_size=30))
 def test_all_credit_comes_back(steps: list[str]) -> None:
-    """Whatever is begun, released or closed in which order: what is held is what is open, and in the end nothing."""
+    """In any order of steps, exactly the open reservations and attempts hold credit, and in the end none does."""
 
     async def run() -> None:
         made = Queue(max_requests=100)

@@ -1,4 +1,4 @@
-"""What a client that does not read holds: bounded memory, and no worker's credit."""
+"""A client that does not read holds bounded memory, and no credit of a worker."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def _script(task: pb.Task) -> Script:
 
 @pytest.mark.parametrize("roles", [(Role.PREFILL, Role.DECODE), (Role.BOTH,)])
 async def test_legs_that_have_ended_are_unbound_however_slowly_clients_read(roles: tuple[Role, ...]) -> None:
-    """H5: two streams with n = 128 and logprobs that nobody reads hold no credit, and others are answered."""
+    """H5: two unread streams with n = 128 and logprobs hold no credit, and other clients are answered."""
     many = {"prompt": "x", "n": 128, "logprobs": 5, "max_tokens": 180}
     async with running_cluster(_script, (), client_stall_seconds=60) as cluster:
         for role in roles:
@@ -81,7 +81,7 @@ def test_the_answers_of_one_request_share_a_bound() -> None:
     )
 )
 def test_no_more_than_the_total_is_ever_unread(puts: list[tuple[int, int, int, bool]]) -> None:
-    """H5: whatever comes in whatever order, the sum stays within the bound and is the sum of what is held."""
+    """H5: in any order, the total stays within the bound and is the sum of all unread bytes."""
 
     async def walk() -> None:
         unread = UnreadBytes(600, 2000)

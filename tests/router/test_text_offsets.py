@@ -28,7 +28,7 @@ def pieces_of(text: str, offsets: list[int]) -> list[str]:
 
 
 def assert_indexes(text: str, tokens: list[str], offsets: list[int]) -> None:
-    """Each token that is whole characters stands where its offset says, but for a space that its text lacks."""
+    """Each token of whole characters stands at its offset, but for a space that its text lacks."""
     assert offsets == sorted(offsets)
     assert not offsets or (offsets[0] >= 0 and offsets[-1] <= len(text))
     for token, offset in zip(tokens, offsets, strict=True):

@@ -45,7 +45,7 @@ SLOW = Script(tokens=TOKENS, token_delay_seconds=0.2)
 
 
 def start_encode(calls: WorkerCalls, request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
-    """An encoder has no call of its own: it is asked as a worker that embeds, and its answer is read by nobody here."""
+    """Start an encoder by the call of an embedding, since it has none of its own. Its result is not read here."""
     return calls.embed(embed_to_proto(request, session))
 
 
@@ -86,7 +86,7 @@ class Trio:
     tracker: RequestTracker
 
     async def answer(self) -> tuple[list[int], FinishReason]:
-        """Run one request; its tokens and how it ended. Nothing is bound behind it."""
+        """Run one request; return its tokens and how it ended. No credit is held afterwards."""
         asked = GenerationRequest(request_id="r", prompt="x")
         request = PreparedRequest(
             request_id="r",
@@ -114,7 +114,7 @@ class Trio:
 
 @asynccontextmanager
 async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
-    """An encoder (which registers as a prefill worker), a prefill and a decode worker behind one registry."""
+    """Attach an encoder (which registers as a prefill worker), a prefill and a decode worker to one registry."""
     changes = ChangeSignal()
     registry = Registry(changes)
     tasks = TaskSet()

@@ -25,7 +25,7 @@ CUT = PeerUnreachableError("the control link to prefill-0 is cut")
 
 
 def unreachable(task: pb.Task) -> Script:
-    """Every decode leg behind a hand-over fails: its prefill worker spoke before it, at index 0 of a one-token prompt."""
+    """Let every decode leg behind a hand-over fail: it begins one token after the prompt of one token."""
     is_fetching = task.first_index == len(task.prompt_token_ids)
     return Script(tokens=TOKENS, fail_at=task.first_index if is_fetching else None, error=CUT)
 
@@ -45,8 +45,8 @@ async def test_a_cut_link_between_the_only_two_workers_costs_one_attempt() -> No
         await nothing_is_left(cluster)
 
 
-async def test_another_pair_takes_over_from_a_severed_one() -> None:
-    """P6: the severed pair is not chosen again and again: one of forty requests pays."""
+async def test_another_pair_takes_over_from_an_unreachable_one() -> None:
+    """P6: the pair is not chosen again and again: one of forty requests pays."""
 
     def script(task: pb.Task) -> Script:
         return Script(tokens=TOKENS)
@@ -77,7 +77,7 @@ def attached(role: Role, name: str) -> AttachedWorker:
 
 
 def test_one_request_a_pause_tries_the_pair_again() -> None:
-    """P6: the pause doubles while the pair stays cut, and a token ends it."""
+    """P6: the pause doubles while the pair keeps failing, and a token ends it."""
     clock = Clock()
     severed, p, d = UnreachablePairs(clock), attached(P, "p"), attached(D, "d")
     pair = frozenset({("p", "d")})
@@ -115,7 +115,7 @@ def pools(draw: st.DrawFn) -> tuple[list[WorkerView], frozenset[tuple[str, str]]
 
 
 @given(pools(), st.integers(0, 9), st.booleans())
-def test_no_severed_pair_is_ever_chosen_and_idle_workers_always_serve(
+def test_no_unreachable_pair_is_ever_chosen_and_idle_workers_always_serve(
     pool: tuple[list[WorkerView], frozenset[tuple[str, str]]], turn: int, is_replay: bool
 ) -> None:
     """P6: the ladder as a property: a pair that works, else one that is both, else the decode worker alone."""

@@ -1,4 +1,4 @@
-"""A worker that is smaller than the others takes what fits it, and nobody is refused for its sake."""
+"""A worker that is smaller than the others takes what fits it, and no request is rejected because of it."""
 
 import asyncio
 from dataclasses import replace
@@ -101,7 +101,7 @@ async def test_what_every_worker_refuses_is_one_clear_400() -> None:
 
 
 async def test_a_stream_does_not_end_when_only_a_smaller_worker_is_left_for_a_while() -> None:
-    """P5: it waits for a large one, and goes on there."""
+    """P5: it waits for a large one, and continues there."""
 
     def script(task: pb.Task) -> Script:
         return Script(tokens=[*byte_ids(b"y" * 60), END], die_at=30 if task.attempt == 0 else None)
@@ -117,8 +117,8 @@ async def test_a_stream_does_not_end_when_only_a_smaller_worker_is_left_for_a_wh
         assert not small.decodes
 
 
-async def test_an_answer_that_no_worker_can_finish_is_cut_and_says_so() -> None:
-    """P5: when no large worker comes back, a smaller one goes on as far as it can: finish_reason length."""
+async def test_an_answer_that_no_worker_can_finish_is_cut_with_finish_reason_length() -> None:
+    """P5: when no large worker comes back, a smaller one continues as far as it can: finish_reason length."""
 
     def script(task: pb.Task) -> Script:
         return Script(tokens=[*byte_ids(b"y" * 60), END], die_at=20 if task.attempt == 0 else None)
@@ -130,7 +130,7 @@ async def test_an_answer_that_no_worker_can_finish_is_cut_and_says_so() -> None:
         assert len(small.decodes) == 1
 
 
-async def test_a_new_request_that_fits_no_worker_any_more_is_told_how_long_it_may_be() -> None:
+async def test_the_error_of_a_request_that_fits_no_worker_names_the_limit() -> None:
     """P5: it waited for the large worker that was attached when it was admitted."""
     async with running_cluster(Script(tokens=TOKENS, stall_at=1), worker_wait_seconds=0.3) as cluster:
         await grant_one(cluster, "decode-0")
