@@ -15,7 +15,8 @@ from contract.requests import TokenLogprobs
 from router.answer import Answer
 from router.delivery import Token, TokenBatch
 from router.limits import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
-from router.request import GenerationRequest, prepare
+from router.prepared_request import prepare
+from router.request import GenerationRequest
 from text.model_card import ModelCard
 from text.stop import StopAutomaton, StopStrings
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from router.change_signal import ChangeSignal
 from router.fair_queue import QueueOrder, StartRule
 from router.lanes import Entry, Lane, Lanes, WaitingRequest
-from router.legs import Placement, RequestPlan
+from router.legs import Placement
 from router.policy import Pairs, PlacementRequest, WorkerView, awaited, place
 from router.registry import Registry
 from router.reservation import Reservation
@@ -122,7 +122,7 @@ class AdmissionQueue:
         while self._admit_one(workers, unreachable):
             workers = self._registry.snapshot()
         if self._role_timeouts.any_expired:
-            self._lanes.fail(self._role_timeouts.is_expired, self._why_hopeless)
+            self._lanes.fail_expired(self._role_timeouts)
 
     def _admit_one(self, workers: Sequence[WorkerView], unreachable: Pairs) -> bool:
         """Admit the first request that has room. Workers that an earlier one waits for are taken as full."""
@@ -151,10 +151,6 @@ class AdmissionQueue:
             self._unreachable.record_probe(*map(self._registry.get, pair))
         start = self._starts.start(tenant, is_alone=self._shares.is_alone(tenant, uses))
         return Reservation(placement, workers, entry.item.request, tenant, start)
-
-    def _why_hopeless(self, plan: RequestPlan) -> str:
-        missing = self._role_timeouts.missing(plan)
-        return f"no worker is ready: {missing}, for {self._role_timeouts.seconds:g} s; try again later"
 
 
 def _as_full(view: WorkerView) -> WorkerView:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from contract.requests import FinishReason, TokenLogprobs
 from router.delivery import Token, TokenBatch
-from router.request import PreparedRequest
+from router.prepared_request import PreparedRequest
 from router.timings import Timings
 from router.token_texts import TokenTexts
 from text.model_card import ModelCard

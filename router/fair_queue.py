@@ -134,16 +134,18 @@ class FairQueue(Generic[_L, _T]):
 
         may_start: returns False for a client's first request to let other clients overtake it.
         """
-        tops = {
-            priority: [top for entries in tenants.values() if may_start(top := entries[0])]
+        firsts = {
+            priority: [first for entries in tenants.values() if may_start(first := entries[0])]
             for priority, tenants in self._lanes.get(lane, {}).items()
         }
         if self._is_aged_turn:
-            aged = [top for priority in tops if priority > BACKGROUND_PRIORITY for top in tops[priority]]
+            aged = [
+                first for priority in firsts if priority > BACKGROUND_PRIORITY for first in firsts[priority]
+            ]
             if aged:
-                return min(aged, key=lambda top: (self._virtual_time(top), top.arrival, top.number))
-        highest = max((priority for priority, found in tops.items() if found), default=None)
-        return None if highest is None else min(tops[highest], key=self._sort_key)
+                return min(aged, key=lambda entry: (self._virtual_time(entry), entry.arrival, entry.number))
+        highest = max((priority for priority, found in firsts.items() if found), default=None)
+        return None if highest is None else min(firsts[highest], key=self._sort_key)
 
     def take(self, entry: QueueEntry[_L, _T]) -> None:
         """Remove a request that is admitted. Its client is charged, unless it was begun before or is in the background."""
@@ -176,9 +178,9 @@ class FairQueue(Generic[_L, _T]):
         priority = float("-inf") if is_aged else -head.order.priority
         return (priority, *self._sort_key(head))
 
-    def _sort_key(self, top: QueueEntry[_L, _T]) -> tuple[bool, float, float, int]:
-        is_fresh = not top.order.is_replay
-        return is_fresh, self._virtual_time(top) if is_fresh else _BEGUN, top.arrival, top.number
+    def _sort_key(self, entry: QueueEntry[_L, _T]) -> tuple[bool, float, float, int]:
+        is_fresh = not entry.order.is_replay
+        return is_fresh, self._virtual_time(entry) if is_fresh else _BEGUN, entry.arrival, entry.number
 
     def _virtual_time(self, entry: QueueEntry[_L, _T]) -> float:
         return self._tenants[entry.order.tenant].virtual_time

@@ -10,6 +10,7 @@ from router.legs import RequestPlan
 from router.policy import PlacementRequest, WorkerView, candidates, missing_role, why_too_long
 from router.registry import Registry
 from router.reservation import Reservation
+from router.role_timeouts import RoleTimeouts
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,13 @@ class Lanes:
         self._queue.discard(entry)
         entry.item.is_queued = False
 
-    def fail(self, is_hopeless: Callable[[RequestPlan], bool], why: Callable[[RequestPlan], str]) -> None:
-        """Remove the requests whose plan is hopeless, and end their waits with an error."""
-        for entry in [entry for entry in self._queue if is_hopeless(entry.item.request.least_plan)]:
-            self.discard(entry)
-            entry.item.fail(UnavailableError(why(entry.item.request.least_plan)))
+    def fail_expired(self, timeouts: RoleTimeouts) -> None:
+        """Remove the requests that must not wait for a role any longer, and end their waits with an error."""
+        for entry in list(self._queue):
+            plan = entry.item.request.least_plan
+            if timeouts.is_expired(plan):
+                self.discard(entry)
+                entry.item.fail(timeouts.error(plan))
 
     def sort(self, workers: Sequence[WorkerView]) -> None:
         """Move the requests whose lane has changed, because workers came, left, or take other sizes."""

@@ -20,7 +20,7 @@ from contract.requests import (
 from router.attached_worker import LegKey
 from router.bound_leg import Leg
 from router.legs import Result, Transfer
-from router.request import PreparedRequest
+from router.prepared_request import PreparedRequest
 
 _MIN_DEADLINE_SECONDS = 0.001
 

@@ -70,7 +70,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 protocol = min(PROTOCOL_MAX, registration.protocol_max)
                 welcome = Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
                 yield pb.RouterMessage(welcome=welcome_to_proto(welcome))
-                await _listen_until_gone(worker, request_iterator)
+                await _read_until_gone(worker, request_iterator)
                 if worker.is_leaving:
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
@@ -97,7 +97,7 @@ async def _check_identity(registration: Registration, context: Any) -> None:
     ids = {"worker_id": registration.worker_id, "boot_id": registration.boot_id}
     for field, value in ids.items():
         if value and (why := why_no_name(value)):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{field} is no name: {why}")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"invalid {field}: {why}")
     if worker_name(**ids) not in peer_names(context) and any(ids.values()):
         logger.warning(
             "refused a worker: it registers as %s with another's certificate", registration.worker_id
@@ -118,20 +118,20 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     return registration_from_proto(first.registration)
 
 
-async def _listen_until_gone(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-    listening = asyncio.create_task(_listen(worker, messages), name=f"listen to {worker.name}")
+async def _read_until_gone(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+    reading = asyncio.create_task(_read_messages(worker, messages), name=f"read the stream of {worker.name}")
     gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
     try:
-        await asyncio.wait({listening, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        listening.cancel()
+        reading.cancel()
         gone.cancel()
-        await asyncio.wait({listening, gone})
-    if not listening.cancelled() and (error := listening.exception()):
+        await asyncio.wait({reading, gone})
+    if not reading.cancelled() and (error := reading.exception()):
         raise error
 
 
-async def _listen(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+async def _read_messages(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
     async for message in messages:
         match message.WhichOneof("message"):
             case "step":

@@ -7,15 +7,9 @@ from weakref import WeakValueDictionary
 from contract.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
 from router.limits import MAX_PROMPT_TOKENS, check_limits
 from router.model_source import ModelSource
+from router.prepared_request import PreparedRequest, prepare, prepare_embedding
 from router.registry import Registry
-from router.request import (
-    EmbeddingRequest,
-    GenerationRequest,
-    PreparedRequest,
-    prepare,
-    prepare_embedding,
-    tokenize,
-)
+from router.request import EmbeddingRequest, GenerationRequest, tokenize
 from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
 from text.model_card import ModelCard

@@ -24,7 +24,7 @@ from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
 from router.legs import LEG_KINDS, LegKind
 from router.policy import PlacementRequest
-from router.request import PreparedRequest
+from router.prepared_request import PreparedRequest
 from router.reservation import Reservation
 from router.tasks import TaskSet
 from router.tracked_request import TrackedRequest
@@ -56,7 +56,7 @@ class RequestRuns:
         The workers that begin them compute the prompt once and hand it over once. unread: the account of the client's
         request that the prompt is a part of.
         """
-        prompt = _Prompt()
+        prompt = _PromptRuns()
         for choice, each in enumerate(tracked):
             prompt.runs.append(RequestRun(self, prompt, request.of_choice(choice), each, unread))
         try:
@@ -67,7 +67,7 @@ class RequestRuns:
 
 
 @dataclass
-class _Prompt:
+class _PromptRuns:
     """The runs of all choices of one prompt. lock: held by the one that waits for workers for all of them."""
 
     runs: "list[RequestRun]" = field(default_factory=list)
@@ -80,7 +80,7 @@ class RequestRun:
     def __init__(
         self,
         parts: RequestRuns,
-        prompt: _Prompt,
+        prompt: _PromptRuns,
         request: PreparedRequest,
         tracked: TrackedRequest,
         unread: UnreadAccount,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+from contract.errors import UnavailableError
 from router.legs import PLANS, RequestPlan
 from router.policy import WorkerView, missing_role
 
@@ -14,7 +15,7 @@ class RoleTimeouts:
     """
 
     def __init__(self, seconds: float, on_expired: Callable[[], None]) -> None:
-        self.seconds = seconds
+        self._seconds = seconds
         self._on_expired = on_expired
         self._missing: dict[RequestPlan, str | None] = dict.fromkeys(PLANS, "no worker was ever attached")
         self._timers: dict[RequestPlan, asyncio.TimerHandle] = {}
@@ -28,7 +29,7 @@ class RoleTimeouts:
                 self._stop(plan)
             elif plan not in self._timers and plan not in self._expired:
                 loop = asyncio.get_running_loop()
-                self._timers[plan] = loop.call_later(self.seconds, self._expire, plan)
+                self._timers[plan] = loop.call_later(self._seconds, self._expire, plan)
 
     def missing(self, plan: RequestPlan) -> str | None:
         """Describe what a request of this plan lacks; return None if it can be placed sooner or later."""
@@ -42,6 +43,12 @@ class RoleTimeouts:
     def is_expired(self, plan: RequestPlan) -> bool:
         """Return True if requests of this plan must not wait any longer."""
         return plan in self._expired
+
+    def error(self, plan: RequestPlan) -> UnavailableError:
+        """Return the error of a request of this plan that must not wait any longer."""
+        return UnavailableError(
+            f"no worker is ready: {self._missing[plan]}, for {self._seconds:g} s; try again later"
+        )
 
     def close(self) -> None:
         """Stop all timers."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from router.request import PreparedRequest
+from router.prepared_request import PreparedRequest
 
 _DOMAIN = b"kvbaton.cache_salt.v1"
 

@@ -82,7 +82,7 @@ class WorkerCalls:
             raise self._error("Embed", error) from error
 
     async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
-        """Stop one choice of a request, up to this attempt."""
+        """Cancel one choice of a request, in all attempts up to this one."""
         request = cancel_to_proto(request_id, attempt, choice)
         try:
             await self._stub.Cancel(request, timeout=self._timeout)

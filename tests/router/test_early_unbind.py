@@ -16,7 +16,7 @@ from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, placed
 from router.policy import PlacementRequest
-from router.request import PreparedRequest
+from router.prepared_request import PreparedRequest
 from router.reservation import Reservation
 from router.start_limiter import StartLimiter
 from router.tasks import TaskSet

@@ -95,7 +95,7 @@ async def test_a_worker_cannot_register_as_another() -> None:
 async def test_an_id_with_control_characters_is_refused(name: str) -> None:
     """H3: control characters are refused in ids, here too."""
     async with running_cluster(SAY, ()) as cluster:
-        with pytest.raises(grpc.aio.AioRpcError, match="worker_id is no name"):
+        with pytest.raises(grpc.aio.AioRpcError, match="invalid worker_id"):
             await cluster.add(Role.DECODE, name)
 
 

@@ -25,8 +25,8 @@ from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
 from router.legs import LEG_KINDS
 from router.policy import PlacementRequest
+from router.prepared_request import PreparedRequest
 from router.registry import Registry
-from router.request import PreparedRequest
 from router.reservation import Reservation
 from router.running_shares import RunningShares
 from router.tasks import TaskSet

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from router.request import BACKGROUND_PRIORITY, PreparedRequest
+from router.prepared_request import PreparedRequest
+from router.request import BACKGROUND_PRIORITY
 from router.tenancy import TenantRules, tenant_salt
 from router.testing import Script
 from tests.router.cluster import Cluster, running_cluster

@@ -22,8 +22,9 @@ from router.legs import DECODE, LEG_KINDS, PREFILL, LegKind, LegPlan, Placement,
 from router.membership import MembershipServicer
 from router.metrics import RouterMetrics
 from router.policy import PlacementRequest
+from router.prepared_request import PreparedRequest
 from router.registry import Registry
-from router.request import GenerationRequest, PreparedRequest
+from router.request import GenerationRequest
 from router.request_run import RequestRuns
 from router.request_tracker import RequestTracker
 from router.reservation import Reservation
