@@ -25,10 +25,10 @@ from kv_transfer.ranks.receivers import of_ranks
 from kv_transfer.ranks.trials import rank_receivers
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transports
+from kv_transfer.transports.senders import Senders
+from kv_transfer.transports.transport import TransportContext
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def create_connector(
             settings.transport_name,
             _context(settings, sessions, lambda lease: controls[0].lease_idle(lease), failed),
         )
-        lending = Lending(senders)
+        lending = Senders(senders)
         chooser = Chooser(of_ranks(receivers), counters)
         undo.callback(lending.close)
         receiver = chooser if settings.decorate is None else settings.decorate(chooser)

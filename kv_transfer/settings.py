@@ -11,7 +11,7 @@ from contract.options import PartSettings, PeerOptions
 from kv_transfer.data.staging import DEFAULT_STAGING_BYTES
 from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.nixl.binding import why_missing
+from kv_transfer.transports.nixl.agent import why_missing
 from kv_transfer.transports.shm.folder import why_unsupported
 from kv_transfer.transports.transport import ReceiverTransport
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
 from router.admission import Admission
-from router.metrics import RouterMetrics
+from router.metrics import RequestMetrics
 from router.request import EmbeddingRequest, GenerationRequest
 from router.tracked_request import RequestState, TrackedRequest
 
@@ -28,7 +28,7 @@ class RequestTracker:
     sender bounds them, and waits while ``num_unbound`` is above zero.
     """
 
-    def __init__(self, max_queue: int, metrics: RouterMetrics) -> None:
+    def __init__(self, max_queue: int, metrics: RequestMetrics) -> None:
         self._admission = Admission(max_queue)
         self._metrics = metrics
         self._requests: set[TrackedRequest] = set()

@@ -9,7 +9,7 @@ from contract.errors import KvbatonError
 from contract.requests import FinishReason
 from router.answer import Delta, Usage
 from router.leg_report import LegReport
-from router.metrics import RouterMetrics
+from router.metrics import RequestMetrics
 from router.request import EmbeddingRequest, GenerationRequest
 from router.timings import Stopwatch
 
@@ -39,7 +39,7 @@ class TrackedRequest:
     def __init__(
         self,
         request: GenerationRequest | EmbeddingRequest,
-        metrics: RouterMetrics,
+        metrics: RequestMetrics,
         on_state: Callable[["TrackedRequest", RequestState, bool], None],
     ) -> None:
         self.is_background = request.is_background

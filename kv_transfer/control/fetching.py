@@ -33,7 +33,7 @@ from kv_transfer.protocol.plan import PeerTerms
 from kv_transfer.protocol.reads import Source
 from kv_transfer.protocol.states import NOT_NEEDED, Fetch, FetchState, RetryStep
 from kv_transfer.protocol.transitions import advance_fetch
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 
 logger = logging.getLogger(__name__)
 _QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})

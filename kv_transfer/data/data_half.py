@@ -35,8 +35,8 @@ from kv_transfer.protocol.reads import (
     grants_within,
     may_heal,
 )
-from kv_transfer.transports.block_views import BlockViews, KeptViews, is_flat, read_views, write_views
-from kv_transfer.transports.lending import Lending
+from kv_transfer.transports.block_views import BlockViews, ViewCache, is_flat, read_views, write_views
+from kv_transfer.transports.senders import Senders
 from kv_transfer.transports.transport import ReceiverTransport
 
 logger = logging.getLogger(__name__)
@@ -74,14 +74,14 @@ class DataHalf:
         for name in ("transfer_digest_mismatches_total", "transfer_converted_blocks_total"):
             counters.add(name, 0)
 
-    def attach(self, lending: Lending, reports: DataReports) -> None:
+    def attach(self, lending: Senders, reports: DataReports) -> None:
         """Say who lends and who listens; called once, before ``start``."""
         self._lending, self._reports = lending, reports
 
     def start(self, memory: KVMemory) -> None:
         """Begin to work on ``memory``."""
         self._memory = memory
-        self._kept_views = KeptViews(memory) if is_flat(memory) else None
+        self._kept_views = ViewCache(memory) if is_flat(memory) else None
         jobs = PassJobs(self._jobs.put, self._publish_layers, self._publish, self._foresee)
         self._listeners = PassListeners(memory, jobs)
         self._lending.start(memory)
@@ -393,7 +393,7 @@ class DataHalf:
         """The same blocks, by views that are kept where these are whole blocks of a flat pool."""
         if self._kept_views is None or not isinstance(views, BlockViews) or views.part is not None:
             return views
-        return self._kept_views.of(views.block_ids)
+        return self._kept_views.views(views.block_ids)
 
     def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
         self._memory.commit(list(job.block_ids))

@@ -25,7 +25,7 @@ from contract.errors import (
     WorkerLostError,
 )
 from kv_transfer.counters import Counters
-from kv_transfer.links.framing import format_address, parse_address
+from kv_transfer.links.framing import format_address, listen_on, parse_address
 from kv_transfer.links.link import Link, LinkClosedError, PeerRef
 from kv_transfer.links.link_events import LinkEvents, LinkSettings
 from kv_transfer.links.link_orders import LinkOrders
@@ -66,7 +66,7 @@ class LinkLoop:
     def __init__(self, settings: LinkSettings, counters: Counters, resolver: Resolver | None = None) -> None:
         self._settings = settings
         self._counters = counters
-        self._listener = Listener(settings.host, settings.port)
+        self._listener = Listener(listen_on(settings.host, settings.port))
         self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
         self._orders = LinkOrders()
         self._sleeps_until: float | None = None

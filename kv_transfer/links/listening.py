@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from kv_transfer.links.framing import listen_on
-
 logger = logging.getLogger(__name__)
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE_SECONDS = 0.2
@@ -25,10 +23,10 @@ class Listener:
     readable. So the listener leaves the selector until ``resume_at``, when ``watch`` puts it back.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._sock = listen_on(host, port)
-        self._sock.setblocking(False)
-        self.port: int = self._sock.getsockname()[1]
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.setblocking(False)
+        self.port: int = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
         self.resume_at = math.inf
         self._is_watched = self._is_short = False
 

@@ -24,7 +24,7 @@ from kv_transfer.ranks.opening import Opening
 from kv_transfer.ranks.progress import RankProgress
 from kv_transfer.ranks.sessions import RankSessions
 from kv_transfer.ranks.trials import Trials
-from kv_transfer.transports.lending import IdleTogether
+from kv_transfer.transports.senders import IdleTogether
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class RankDataHalves:
             case words.Landed() | words.Verified() | words.Failed() | words.Stopped() | words.Committed():
                 self._hear_of_job(rank, word)
             case words.LeaseIdle():
-                self._idle.say(str(rank), word.name)
+                self._idle.report(str(rank), word.name)
             case words.Counted():
                 self._counters.merge(word.added)
             case words.SessionBegun() | words.Tried() | words.Opened() | words.Progress():

@@ -19,11 +19,11 @@ from kv_transfer.protocol.reads import LeaseName, Read, Source
 from kv_transfer.ranks import words
 from kv_transfer.ranks.lines import RankEnd
 from kv_transfer.ranks.receivers import of_ranks, probe
-from kv_transfer.transports.choosing import Chooser, Probing
-from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transports
+from kv_transfer.transports.senders import Senders
+from kv_transfer.transports.transport import Probing, TransportContext
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class RankHalf:
         self._end = RankEnd(line, words.to_rank)
         self._sessions, self._counters, self._counted = Sessions(), Counters(), dict[str, float]()
         senders, receivers = open_transports(settings.transport, self._context(settings))
-        self._lending = Lending(senders)
+        self._lending = Senders(senders)
         self._readers = of_ranks(receivers, settings.rank, settings.num_ranks)
         by_name = Chooser(self._readers, self._counters)  # what is read over is chosen for all ranks together
         self._data = DataHalf(

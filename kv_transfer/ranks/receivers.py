@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from contract.errors import InternalError
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.transports.choosing import Probing
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import Probing, ReceiverTransport
 
 
 class OfRanks:

@@ -27,7 +27,7 @@ from contract.errors import SettingError
 from contract.identity import Role
 from engine.kernels.binding import load_kernels
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.router.cluster import MODEL, running_cluster
 

@@ -16,7 +16,7 @@ from contract.identity import Role
 from launch.arguments import parse
 from launch.client_settings import RunSettings
 from protos import inference_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from serving.http_server import start_http
 from serving.tls import read_tls
 from tests.certificates import write_certificate

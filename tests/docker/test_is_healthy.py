@@ -6,7 +6,7 @@ from pathlib import Path
 import trustme
 
 from contract.identity import Role
-from router.testing import Script
+from router.testing.script import Script
 from serving.settings import split_address
 from tests.certificates import write_certificate
 from tests.router.cluster import running_cluster

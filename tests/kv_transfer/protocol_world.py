@@ -26,7 +26,7 @@ from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
 from kv_transfer.protocol.states import RetryStep
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.leases import LeaseBook
 from tests.kv_transfer.builders import MODEL, block_content, request_of
 

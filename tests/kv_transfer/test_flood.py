@@ -12,13 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.links.framing import encode_frame, parse_address, read_frame, write_frame
+from kv_transfer.links.framing import encode_frame, listen_on, parse_address, read_frame, write_frame
 from kv_transfer.links.listening import Listener
 from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, Seldom, giving_way
 from kv_transfer.protocol.reads import Source
-from kv_transfer.transports.data_greeting import Reading
-from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.data_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
+from kv_transfer.transports.connection_cache import dial, unconnected
+from kv_transfer.transports.data_handshake import (
+    MAX_DATA_FRAME_BYTES,
+    DataChallenge,
+    DataReply,
+    DataStatus,
+    ReaderProofs,
+)
 from tests.kv_transfer.builders import hand_over, pair_of
 from tests.kv_transfer.test_strangers import WAIT, data_port, silent_links
 
@@ -72,7 +77,7 @@ STRANGERS = st.lists(
 def test_room_is_made_by_the_address_that_holds_the_most_and_by_the_silent_first(
     strangers: list[Played],
 ) -> None:
-    """L7: fair between addresses, and to those who have something to say."""
+    """L7: fair between addresses, and to connections that have sent something."""
     gone = giving_way(strangers)
     per_host = Counter(stranger.host for stranger in strangers)
     assert per_host[gone.host] == max(per_host.values())
@@ -84,8 +89,8 @@ def test_room_is_made_by_the_address_that_holds_the_most_and_by_the_silent_first
 def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
     """L7: on the data ports a stranger cannot name a session."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
-        reading = Reading(Source("p", "b", sender.address, "token"))
+        sender._port._context.sessions.begin("token")
+        reading = ReaderProofs(Source("p", "b", sender.address, "token"))
         (honest,) = silent_links(sender.address, 1, stack)
         write_frame(honest, reading.hello, MAX_DATA_FRAME_BYTES)
         challenge = read_frame(honest, DataChallenge, MAX_DATA_FRAME_BYTES)
@@ -95,10 +100,10 @@ def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
         assert read_frame(honest, DataReply, MAX_DATA_FRAME_BYTES).status is DataStatus.OK
 
 
-def test_a_stranger_on_a_data_port_has_no_thread() -> None:
-    """L7: 60 connections that say nothing started 60 threads. Who has proved its session has one."""
+def test_an_unauthenticated_data_connection_has_no_thread() -> None:
+    """L7: 60 silent connections started 60 threads. Only an authenticated connection has one."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
+        sender._port._context.sessions.begin("token")
         source = Source("p", "b", sender.address, "token")
         before = threading.active_count()
         silent_links(sender.address, 60, stack)
@@ -108,10 +113,10 @@ def test_a_stranger_on_a_data_port_has_no_thread() -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"", b"\xff" * 8, b"\x08\0\0\0kvbaton", b"\0\x04\0\0" + b"\0" * 1028])
-def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: bytes) -> None:
-    """So is who ends its side; who is good comes in behind it."""
+def test_a_malformed_message_on_a_data_port_ends_its_connection(beginning: bytes) -> None:
+    """A peer that closes its side is dropped too; an honest one is accepted afterwards."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
+        sender._port._context.sessions.begin("token")
         (stranger,) = silent_links(sender.address, 1, stack)
         stranger.sendall(beginning)
         stranger.shutdown(socket.SHUT_WR)
@@ -121,11 +126,11 @@ def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: byte
         dial(stack.enter_context(unconnected(source, WAIT)), source)
 
 
-def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
-    """It cannot know whether its session is open still."""
+def test_a_request_before_the_answer_to_the_proof_ends_the_connection() -> None:
+    """Its session may be over."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
-        reading = Reading(Source("p", "b", sender.address, "token"))
+        sender._port._context.sessions.begin("token")
+        reading = ReaderProofs(Source("p", "b", sender.address, "token"))
         (hasty,) = silent_links(sender.address, 1, stack)
         write_frame(hasty, reading.hello, MAX_DATA_FRAME_BYTES)
         challenge = read_frame(hasty, DataChallenge, MAX_DATA_FRAME_BYTES)
@@ -136,8 +141,8 @@ def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
 
 
 def test_a_listener_rests_after_a_few_connections() -> None:
-    """L7: who is connected is heard between them, and the step of an engine goes on."""
-    listener = Listener("127.0.0.1", 0)
+    """L7: open connections are read between them, and the step of an engine continues."""
+    listener = Listener(listen_on("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         stack.callback(listener.close)
         silent_links(f"127.0.0.1:{listener.port}", 10, stack)

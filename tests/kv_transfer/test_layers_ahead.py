@@ -20,7 +20,7 @@ from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.protocol.states import Fetch, FetchState, Send, SendState
 from kv_transfer.protocol.transitions import advance_fetch, advance_send
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,

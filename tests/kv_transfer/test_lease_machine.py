@@ -21,7 +21,7 @@ TOKENS = st.sampled_from(["x", "y", "z"])
 
 @dataclass
 class ModelLease:
-    """What a lease must be like. num_revokes: those that wait for its readers."""
+    """The expected state of a lease. num_revokes: those that wait for its readers."""
 
     block_ids: list[int] = field(default_factory=list)
     num_readers: int = 0

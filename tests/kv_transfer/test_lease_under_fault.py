@@ -17,10 +17,10 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, Pair, Sides, pair_of, prompt_of, request_of
 
 WAIT = 30.0
@@ -135,7 +135,7 @@ class GatedBook(LeaseBook):
         assert self.gate.wait(WAIT)
 
 
-def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless() -> None:
+def test_a_lease_that_ends_after_the_last_byte_fails_the_read() -> None:
     """The revocation has happened, the connection is not shut down yet: only the second check is left."""
     is_revoked, may_go_on = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Blocks that are lent come back: by expiry, by the receiver's death, and never while somebody reads them."""
+"""Lent blocks are released by expiry and by the receiver's death, and never while they are read."""
 
 import socket
 import threading
@@ -11,23 +11,17 @@ from contract.layout import KVLayout
 from kv_transfer.links.framing import parse_address, read_frame, write_frame
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
 from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.data_wire import (
-    MAX_DATA_FRAME_BYTES,
-    OK_FRAME,
-    DataReply,
-    DataStatus,
-    reply_frame,
-)
+from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, reply_frame
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.receiver import TcpReceiver
-from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.tcp.sender import OK_FRAME, TcpSender
+from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, pair_of, prompt_of, settings_for, worker
 from tests.kv_transfer.greetings import prove_lending, prove_reading
 
 
 def test_a_finished_prompt_that_nobody_fetches_expires() -> None:
-    """lease_seconds after its completion, once; a late fetch is told so."""
+    """It expires lease_seconds after its completion, once; a late fetch gets an error."""
     with pair_of(Sides(prefill={"lease_seconds": 0.3})) as pair:
         prefill, decode = pair.prefill.driver, pair.decode.driver
         send = pair.send_request("r", prompt_of(2))
@@ -213,7 +207,7 @@ class SlowServer:
     [
         (SMALL.block_bytes + 5, None, "short read in block 3 of transfer t"),
         (2 * SMALL.block_bytes, DataStatus.STALE, "blocks 2..3 of transfer t .* refused as stale"),
-        (2 * SMALL.block_bytes, None, "short read behind blocks 2..3"),
+        (2 * SMALL.block_bytes, None, "short read after blocks 2..3"),
     ],
 )
 def test_a_read_counts_only_with_its_last_byte_inside_the_lease(

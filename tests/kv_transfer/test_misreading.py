@@ -19,7 +19,7 @@ from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Sessi
 from kv_transfer.protocol.reads import Source
 from kv_transfer.protocol.states import Send, SendState
 from kv_transfer.protocol.transitions import advance_send
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, identity
 from tests.kv_transfer.test_lease_under_fault import LendingTransfers

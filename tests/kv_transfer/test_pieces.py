@@ -18,7 +18,7 @@ from kv_transfer.protocol.digests import digest_of
 from kv_transfer.protocol.orders import PublishOrder, PullJob, TransferMetadata
 from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.lending import Lending
+from kv_transfer.transports.senders import Senders
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 
 NAME = LeaseName("t", 0, "lease")
@@ -108,7 +108,7 @@ class Reports:
 @contextmanager
 def data_half(sender: PlayedSender, receiver: PlayedReceiver) -> Iterator[tuple[DataHalf, Reports]]:
     data, reports = DataHalf(receiver, Counters(), Completions(), ["played"]), Reports()
-    data.attach(Lending({"played": sender}), reports)
+    data.attach(Senders({"played": sender}), reports)
     data.start(ByteMemory(LAYOUT, NUM_BLOCKS))
     try:
         yield data, reports

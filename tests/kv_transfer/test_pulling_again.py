@@ -16,7 +16,7 @@ from kv_transfer.protocol.messages import BlocksPublished
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.testing import CorruptingReceiver
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,

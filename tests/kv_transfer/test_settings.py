@@ -74,7 +74,7 @@ def test_a_user_may_choose_every_transport_that_crosses_processes() -> None:
 
 
 def test_the_factory_survives_the_way_into_a_spawned_process() -> None:
-    """What multiprocessing does with arguments of a spawned process works on it."""
+    """It can be pickled like the arguments of a spawned process."""
     decorate = partial(CorruptingReceiver, block_index=3)
     factory = TransferFactory(settings_for("p", Role.PREFILL, decorate=decorate))
     rebuilt = ForkingPickler.loads(ForkingPickler.dumps(factory))
@@ -106,7 +106,7 @@ def test_a_frame_over_the_bound_is_refused_on_both_sides() -> None:
 
 @pytest.mark.parametrize("bit", range(8 * (HEADER.size + 3)))
 def test_no_damaged_frame_is_understood(bit: int) -> None:
-    """Token 0 travels in such a frame: TCP's own sum does not see everything."""
+    """The first token travels in such a frame: TCP's own checksum does not detect everything."""
     frame = bytearray(encode_frame([1, 2], 100))
     frame[bit // 8] ^= 1 << bit % 8
     understood: list[bytes] = []

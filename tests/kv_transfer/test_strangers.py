@@ -17,7 +17,7 @@ from contract.errors import KvbatonError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
-from kv_transfer.links.framing import parse_address
+from kv_transfer.links.framing import listen_on, parse_address
 from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_events import LinkSettings
 from kv_transfer.links.link_loop import LinkLoop
@@ -26,9 +26,9 @@ from kv_transfer.links.resolving import Endpoint, Outcome, Resolver, numeric, re
 from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, max_unauthenticated
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
 
 WAIT = 30.0
@@ -55,7 +55,7 @@ def no_descriptor_left() -> Iterator[None]:
 def test_without_descriptors_a_listener_pauses_says_so_once_and_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    listener = Listener("127.0.0.1", 0)
+    listener = Listener(listen_on("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, socket.socket() as dialer:
         with no_descriptor_left():
             dialer.connect(("127.0.0.1", listener.port))

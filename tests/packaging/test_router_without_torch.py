@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 
 from contract.identity import Role
-from router.testing import Script, ScriptedWorker
+from router.testing.script import Script
+from router.testing.worker import ScriptedWorker
 from tests.packaging.base_install import link_base_install
 from tests.text.tiny_model import END, byte_ids, model_files
 

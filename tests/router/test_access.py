@@ -1,4 +1,4 @@
-"""The front door: API keys, CORS and TLS, over real sockets, by HTTP and gRPC alike."""
+"""API keys, CORS and TLS of HTTP and gRPC, over real sockets."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing import Script
+from router.testing.script import Script
 from tests.certificates import write_certificate
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
@@ -47,7 +47,7 @@ async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCapture
                 error = (await response.json())["error"]
                 assert error["type"] == "invalid_request_error"
                 assert "sk-" not in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
         status, answer = await cluster.post("/v1/completions", {"prompt": "x"}, headers=GIVEN)
         assert (status, answer["choices"][0]["text"]) == (200, "hello")
         state = await cluster.debug_state()
@@ -59,7 +59,7 @@ async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCapture
 
 
 async def send_raw(address: str, header: str) -> None:
-    """A request that no client would write; returns when it has been answered."""
+    """Send raw bytes that no client would send; return when they have been answered."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET /version HTTP/1.1\r\nHost: localhost\r\n{header}\r\n\r\n".encode())
@@ -111,7 +111,7 @@ async def test_grpc_needs_a_key_but_for_health() -> None:
 
 
 @pytest.mark.parametrize(("keys", "is_said"), [(None, True), (KEY, False)])
-async def test_a_public_port_without_keys_is_said_once(
+async def test_a_public_port_without_keys_is_logged_once(
     keys: str | None, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_cluster(HELLO, (), http="0.0.0.0:0", api_keys=keys):
@@ -157,7 +157,7 @@ async def test_a_page_of_an_allowed_origin_may_call() -> None:
     ("allowed", "origin", "answer"),
     [("", PAGE, None), ("https://other.org", PAGE, None), ("*", PAGE, "*"), ("*", None, None)],
 )
-async def test_other_origins_are_told_nothing(allowed: str, origin: str | None, answer: str | None) -> None:
+async def test_other_origins_get_no_headers(allowed: str, origin: str | None, answer: str | None) -> None:
     async with running_cluster(HELLO, (), cors_origins=allowed) as cluster:
         headers = {"Origin": origin} if origin else {}
         async with cluster.session.get(cluster.url("/version"), headers=headers) as response:
@@ -170,8 +170,8 @@ async def test_other_origins_are_told_nothing(allowed: str, origin: str | None, 
 @pytest.mark.parametrize(
     "origins", ["example.org", "https://a.org/path", "https://a.org,b", "https://*.a.org"]
 )
-def test_what_is_no_origin_is_refused(origins: str) -> None:
-    with pytest.raises(ValueError, match="is no origin"):
+def test_an_invalid_origin_is_rejected(origins: str) -> None:
+    with pytest.raises(ValueError, match="is not an origin"):
         RouterSettings(cors_origins=origins)
 
 

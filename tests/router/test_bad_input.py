@@ -1,4 +1,4 @@
-"""Every bad input is answered with OpenAI's error object, before a worker hears of it."""
+"""Every bad input gets OpenAI's error object, and no worker receives it."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from contract.identity import Role
 from protos.worker_pb2 import Credit
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, write_model
 
@@ -150,7 +150,7 @@ LATER: list[dict[str, Any]] = [
 
 
 def check_error(answer: dict[str, Any], status: int, param: str | None) -> dict[str, Any]:
-    """The error object is whole, of the right type, and names the parameter."""
+    """Check that the error object is complete, has the right type, and names the parameter."""
     error: dict[str, Any] = answer["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
@@ -172,11 +172,11 @@ async def test_fields_of_wrong_type_or_range_are_named() -> None:
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         await check_all(cluster, CHAT, SAY, BAD_CHATS)
         await check_all(cluster, TEXT, {"prompt": "hello"}, BAD_TEXTS)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
-async def test_fields_that_come_later_are_refused_by_name() -> None:
-    """A choice: a constraint that the client sent, be it by the name of another API, is never ignored in silence."""
+async def test_unsupported_fields_are_rejected_by_name() -> None:
+    """A choice: a constraint that the client sent, also under the name of another API, is never silently ignored."""
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         for fields in LATER:
             *_, name = fields
@@ -184,7 +184,7 @@ async def test_fields_that_come_later_are_refused_by_name() -> None:
             error = check_error(answer, status, name)
             assert (status, error["code"]) == (400, "unsupported_parameter"), fields
             assert "not served by this version" in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ async def test_fields_that_come_later_are_refused_by_name() -> None:
         ({"text": "a"}, None),
     ],
 )
-async def test_a_part_of_a_message_that_is_no_text_is_named(part: dict[str, Any], code: str | None) -> None:
+async def test_a_part_of_a_message_that_is_not_text_is_named(part: dict[str, Any], code: str | None) -> None:
     content = [{"type": "text", "text": "What is this?"}, part]
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
         status, answer = await cluster.post(CHAT, {"messages": [{"role": "user", "content": content}]})
@@ -232,7 +232,7 @@ async def test_malformed_json_is_400(body: bytes, words: str) -> None:
         assert words in check_error(await response.json(), 400, None)["message"]
 
 
-async def test_a_body_that_is_not_encoded_as_it_says_is_400() -> None:
+async def test_a_body_with_a_wrong_content_encoding_is_400() -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     async with (
         running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster,
@@ -324,7 +324,7 @@ async def test_too_long_is_context_length_exceeded(
             "This model's maximum context length is 128 tokens. However, you requested "
         )
         assert asked in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_unknown_paths_and_methods() -> None:
@@ -350,7 +350,7 @@ async def test_no_worker_is_503() -> None:
         assert (status, health["reason"]) == (503, "no decode worker is attached")
 
 
-async def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
+async def test_a_chat_with_a_model_without_chat_template_is_400(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "plain", model_files() | {"tokenizer_config.json": b"{}"})
     async with running_cluster(Script(tokens=[END]), (Role.BOTH,), model=folder) as cluster:
         status, answer = await cluster.post(CHAT, SAY)
@@ -363,8 +363,8 @@ async def test_more_requests_than_max_queue_are_429() -> None:
     script = Script(tokens=[END], stall_at=0)
     async with running_cluster(script, (Role.BOTH,), max_queue=1) as cluster:
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
-        await cluster.workers["both-0"].wait_for(lambda worker: len(worker.decodes) == 1)
-        cluster.workers["both-0"].grant(Credit(max_requests=1, max_tokens=100))
+        await cluster.workers["both-0"].received.wait_for(lambda worker: len(worker.decodes) == 1)
+        cluster.workers["both-0"].stream.grant(Credit(max_requests=1, max_tokens=100))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 1)
         second = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
         await cluster.until(lambda state: state["num_in_line"] == 1)

@@ -15,7 +15,7 @@ from router.attached_worker import AttachedWorker
 from router.round_robin import RoundRobin
 from router.start_limiter import StartLimiter
 from router.tasks import cooperatively
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 

@@ -22,7 +22,7 @@ from router.attempt_legs import AttemptLegs
 from router.failures import Failures
 from router.leg_failure import Failure
 from router.tasks import TaskSet
-from router.testing import Script
+from router.testing.script import Script
 from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import RouterExhaustedError
 from tests.router.cluster import running_cluster
@@ -59,7 +59,7 @@ async def test_a_decode_leg_that_is_not_needed_may_fail(
         assert status == 200, answer
         assert answer["usage"]["completion_tokens"] == 1
         assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
-        assert len(cluster.workers["prefill-0"].prefills) == 1
+        assert len(cluster.workers["prefill-0"].received.prefills) == 1
         await nothing_is_left(cluster)
 
 
@@ -88,7 +88,7 @@ async def test_the_first_token_is_delivered_before_a_failure_that_matters() -> N
     async with running_cluster(script) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert (status, answer["choices"][0]["text"]) == (200, "abcdef")
-        assert [call.task.first_index for call in cluster.workers["prefill-0"].prefills] == [0, 1]
+        assert [call.task.first_index for call in cluster.workers["prefill-0"].received.prefills] == [0, 1]
 
 
 async def test_an_embedding_does_not_wait_behind_a_decode_bound_queue() -> None:
@@ -119,8 +119,8 @@ async def test_embeddings_do_not_overtake_an_answer_that_waits_for_the_same_pref
         await cluster.until(lambda state: state["num_in_line"] == 2)
         prefill = cluster.workers["prefill-0"]
         first.cancel()
-        await prefill.wait_for(lambda worker: len(worker.prefills) == 2 or len(worker.embeds) == 1)
-        assert (len(prefill.prefills), len(prefill.embeds)) == (2, 0)
+        await prefill.received.wait_for(lambda worker: len(worker.prefills) == 2 or len(worker.embeds) == 1)
+        assert (len(prefill.received.prefills), len(prefill.received.embeds)) == (2, 0)
         assert [status for status, _ in await asyncio.gather(answer, embedding)] == [200, 200]
 
 
@@ -181,7 +181,7 @@ async def test_a_router_without_descriptors_waits_and_tries_again() -> None:
             pass  # the session's connection is open now
         with no_descriptors():
             asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
-            await worker.wait_for(lambda each: len(each.decodes) >= 3)
+            await worker.received.wait_for(lambda each: len(each.decodes) >= 3)
             refused.set()
             status, answer = await asking
         assert status == 200, answer

@@ -18,7 +18,7 @@ from contract.errors import ContextLengthError, InvalidRequestError, OverloadedE
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.request import GenerationRequest, tokenize
-from router.testing import Script
+from router.testing.script import Script
 from router.tokenizing import TokenizerThreads, size_of
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, tiny_tokenizer, write_model

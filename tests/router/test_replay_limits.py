@@ -10,7 +10,7 @@ from contract.errors import OverloadedError, TransferError, WorkerLostError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import router_tls
 from tests.router.cluster import SECRET, running_cluster
@@ -38,7 +38,7 @@ async def test_tokens_of_prefill_legs_do_not_hide_that_handing_over_always_fails
 
     async with running_cluster(script) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
-        decodes = cluster.workers["decode-0"].decodes
+        decodes = cluster.workers["decode-0"].received.decodes
         assert [call.HasField("source") for call in decodes] == [True, True, False]
         await nothing_is_left(cluster)
 
@@ -50,7 +50,7 @@ async def test_tokens_of_prefill_legs_do_not_prolong_a_request_that_no_decode_wo
     async with running_cluster(script, max_replays=2) as cluster:
         status, _ = await cluster.post(TEXT, {"prompt": "x"})
         assert status == 429
-        assert len(cluster.workers["decode-0"].decodes) == 3
+        assert len(cluster.workers["decode-0"].received.decodes) == 3
         await nothing_is_left(cluster)
 
 
@@ -68,8 +68,8 @@ async def test_a_death_that_a_peer_reports_before_the_router_sees_it_costs_one_a
 
     async with running_cluster(script, max_replays=1) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
-        assert len(cluster.workers["prefill-0"].prefills) == 2
-        assert len(cluster.workers["decode-0"].decodes) == 3
+        assert len(cluster.workers["prefill-0"].received.prefills) == 2
+        assert len(cluster.workers["decode-0"].received.decodes) == 3
         await nothing_is_left(cluster)
 
 
@@ -104,13 +104,13 @@ async def test_a_replay_waits_for_room_elsewhere_and_does_not_go_back_to_the_fai
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
         suspect = await cluster.add(Role.BOTH, "both-1")
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 2}))
-        await suspect.wait_for(lambda worker: len(worker.decodes) == 1)
+        await suspect.received.wait_for(lambda worker: len(worker.decodes) == 1)
         await cluster.until(lambda state: state["num_in_line"] == 1 or asking.done())
         bad = good
         busy.cancel()
         status, answer = await asking
         assert (status, answer["choices"][0]["text"]) == (200, ANSWER)
-        assert len(suspect.decodes) == 1
+        assert len(suspect.received.decodes) == 1
 
 
 async def test_a_worker_that_starts_again_is_not_avoided() -> None:

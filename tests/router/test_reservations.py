@@ -30,7 +30,7 @@ from router.registry import Registry
 from router.reservation import Reservation
 from router.running_shares import RunningShares
 from router.tasks import TaskSet
-from router.testing import kv_layout
+from router.testing.worker import kv_layout
 from router.unreachable_pairs import UnreachablePairs
 from wire.membership import layout_from_proto
 

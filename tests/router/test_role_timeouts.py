@@ -4,7 +4,7 @@ import asyncio
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER, texts
@@ -26,7 +26,7 @@ async def test_new_requests_without_prefill_worker_do_not_hold_up_a_replay_that_
         other = await cluster.add(Role.DECODE, "decode-1")
         await cluster.workers["decode-0"].die()
         assert "".join(await asking) == ANSWER
-        assert len(other.decodes) == 1
+        assert len(other.received.decodes) == 1
         assert not urgent.done()
         urgent.cancel()
         await asyncio.wait([urgent])
@@ -58,6 +58,6 @@ async def test_the_queue_is_empty_when_the_router_has_stopped() -> None:
         await cluster.until(lambda state: state["num_in_line"] == 20)
         await cluster.service.stop()
         await asyncio.wait(asking)
-        assert len(cluster.service._line) == 0
+        assert len(cluster.service._path.queue) == 0
         for task in asking:
             assert task.exception() or task.result()[0] >= 499

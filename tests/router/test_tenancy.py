@@ -10,7 +10,7 @@ from contract.identity import Role
 from router.prepared_request import PreparedRequest
 from router.request import BACKGROUND_PRIORITY
 from router.tenancy import TenantRules, tenant_salt
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS
@@ -25,8 +25,8 @@ async def salt_of(cluster: Cluster, path: str, body: dict[str, Any], key: str | 
     status, answer = await cluster.post(path, body, headers=headers)
     assert status == 200, answer
     workers = cluster.workers.values()
-    tasks = [call.task for worker in workers for call in worker.prefills]
-    tasks += [call.task for worker in workers for call in worker.embeds]
+    tasks = [call.task for worker in workers for call in worker.received.prefills]
+    tasks += [call.task for worker in workers for call in worker.received.embeds]
     return tasks[-1].cache_salt
 
 
@@ -93,4 +93,4 @@ async def test_a_flood_of_the_highest_priority_does_not_starve_others() -> None:
             assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
         is_over = True
         assert sum(await asyncio.gather(*hogs)) <= 20 * 10
-        assert max(call.task.priority for call in cluster.workers["both-0"].decodes) == 100
+        assert max(call.task.priority for call in cluster.workers["both-0"].received.decodes) == 100

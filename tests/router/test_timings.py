@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from contract.requests import TransferReport
-from router.testing import Script
+from router.testing.script import Script
 from router.timings import Stopwatch, Timings
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids

@@ -1,4 +1,4 @@
-"""A worker's computing half without torch: KV of real bytes, which say to which tokens they belong."""
+"""A worker's computing half without torch: KV of real bytes, which identify the tokens that they belong to."""
 
 from collections.abc import Sequence
 

@@ -221,7 +221,7 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
     heard: asyncio.Queue[Any] = asyncio.Queue()
     async with running(Role.DECODE, tmp_path, idle_seconds=0.01) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
-        (attached,) = it.router._registry.workers
+        (attached,) = it.router._path.registry.workers
         attached.bind(("r", 0, 0), heard.put_nowait)
         await it.call("Decode", waiting_leg())
         while attached.capacity.load.num_waiting == 0:
@@ -275,7 +275,7 @@ async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) 
     heard: asyncio.Queue[Any] = asyncio.Queue()
     async with running(Role.DECODE, tmp_path, ProcessClient) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
-        (attached,) = it.router._registry.workers
+        (attached,) = it.router._path.registry.workers
         attached.bind(("r", 0, 0), heard.put_nowait)
         await it.call("Decode", waiting_leg())
         await until_accepted(it, 1)

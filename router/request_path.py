@@ -1,0 +1,66 @@
+"""The path of a request through the router, from admission to its last token, without any port."""
+
+from collections.abc import Callable
+
+from router.admission_queue import AdmissionQueue
+from router.change_signal import ChangeSignal
+from router.inbox import UnreadBytes
+from router.metrics import RequestMetrics
+from router.model_source import ModelSource
+from router.pipeline import Pipeline
+from router.readiness import what_is_missing
+from router.registry import Registry
+from router.request_preparer import RequestPreparer
+from router.request_run import RequestRuns
+from router.request_tracker import RequestTracker
+from router.running_shares import RunningShares
+from router.settings import RouterSettings
+from router.tasks import TaskSet
+from router.tenancy import TenantRules
+from router.tokenizing import TokenizerThreads
+from router.unreachable_pairs import UnreachablePairs
+
+
+class RequestPath:
+    """Owns the parts that every request passes. To be used in one event loop."""
+
+    def __init__(self, settings: RouterSettings, metrics: RequestMetrics) -> None:
+        self.changes = ChangeSignal()
+        self.registry = Registry(self.changes, settings.worker_wait_seconds)
+        self.models = ModelSource(self.changes, settings.served_model_name, settings.parsers)
+        self.tracker = RequestTracker(settings.max_queue, metrics)
+        self.tokenizers = TokenizerThreads()
+        self.tasks = TaskSet()
+        unreachable = UnreachablePairs()
+        shares = RunningShares(settings.max_key_share)
+        self.queue = AdmissionQueue(
+            self.registry, self.changes, unreachable, shares, settings.worker_wait_seconds
+        )
+        unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
+        runs = RequestRuns(self.queue, unreachable, self.tasks, unread, settings.max_replays)
+        preparer = RequestPreparer(
+            self.models,
+            self.registry,
+            self.tokenizers,
+            TenantRules(settings.shared_prefix_cache, settings.max_priority),
+            settings.request_timeout_seconds,
+        )
+        self.pipeline = Pipeline(self.models, preparer, self.tracker, runs)
+
+    @property
+    def missing(self) -> str | None:
+        """The model or the workers that are missing to answer a request; None if there are all."""
+        return what_is_missing(self.models, self.registry)
+
+    async def wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Block until ``is_true``; it is called again after every change of the workers or the model."""
+        changed = self.changes.next
+        while not is_true():
+            await changed.wait()
+            changed = self.changes.next
+
+    def close(self) -> None:
+        """Release threads and processes. Call it when no request is left."""
+        self.queue.close()
+        self.tokenizers.close()
+        self.models.close()
