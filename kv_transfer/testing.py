@@ -170,7 +170,7 @@ class TransferDriver:
     def attach(self, pair: ConnectorPair) -> None:
         """Drive this connector from now on."""
         self.scheduler = pair.scheduler
-        self.rank = pair.rank
+        self.rank = pair.ranks.in_process()
         self.address = pair.address
         self.rank.start(self.memory)
 

@@ -104,7 +104,7 @@ class RequestPlan:
     @property
     def end_roles(self) -> tuple[Role, ...]:
         """The roles of the workers on which the request can end."""
-        return self.roles[-1], Role.BOTH
+        return self.roles[-1], Role.AGGREGATED
 
     @property
     def emits_tokens(self) -> bool:

@@ -94,7 +94,7 @@ def place(
     able = [worker for worker in workers if fits(worker, request)]
     plan = _plan_now(workers, able, request)
     workers = _trusted(able, request)
-    alone = next(iter(_by_load(workers, Role.BOTH, request, turn)), None)
+    alone = next(iter(_by_load(workers, Role.AGGREGATED, request, turn)), None)
     chosen = _one_for_each_leg(workers, plan, request, turn, unreachable)
     if chosen and not (alone and _is_less_busy(alone, chosen, plan, request)):
         legs = [(kind, worker.worker_id) for (kind, _), worker in zip(plan.legs, chosen, strict=True)]
@@ -122,7 +122,7 @@ def fits(worker: WorkerView, request: PlacementRequest) -> bool:
 
 def candidates(workers: Iterable[WorkerView], request: PlacementRequest) -> frozenset[str]:
     """Return the ids of the workers that may take a leg of the request; empty if it could end on none of them."""
-    roles = {*request.plan.roles, Role.BOTH}
+    roles = {*request.plan.roles, Role.AGGREGATED}
     able = [worker for worker in workers if worker.role in roles and fits(worker, request)]
     if not any(worker.role in request.plan.end_roles for worker in able):
         return frozenset()
@@ -157,7 +157,7 @@ def longest(workers: Iterable[WorkerView]) -> int | None:
     for worker in workers:
         most[worker.role] = max(most.get(worker.role, 0), worker.max_length)
     pair = [most[role] for role in (Role.PREFILL, Role.DECODE) if role in most]
-    options = [*([min(pair)] if pair else []), *([most[Role.BOTH]] if Role.BOTH in most else [])]
+    options = [*([min(pair)] if pair else []), *([most[Role.AGGREGATED]] if Role.AGGREGATED in most else [])]
     return max(options, default=None)
 
 
@@ -169,7 +169,7 @@ def is_full(kv_cache_usage: float) -> bool:
 def missing_role(workers: Sequence[WorkerView], plan: RequestPlan = GENERATION) -> str | None:
     """Describe the roles that no worker has; return None if a request of this plan can be placed sooner or later."""
     roles = {worker.role for worker in workers if worker.max_requests}
-    if Role.BOTH in roles or roles.issuperset(plan.roles):
+    if Role.AGGREGATED in roles or roles.issuperset(plan.roles):
         return None
     missing = [role.value for role in plan.named_roles or plan.roles if role not in roles]
     return f"no {' and no '.join(missing)} worker is attached"

@@ -55,7 +55,7 @@ static void decode(Pool *pool, const void *context) {
     int32_t starts[step->num_requests + 1];
     embed(pool, model, step);
     for (size_t layer = 0; layer < last; layer++) {
-        if (step->may_be_cut_short && pool_ends_early(pool)) return;
+        if (step->may_be_interrupted && pool_ends_early(pool)) return;
         store_layer(pool, model, layer, step);
         mix_layer(pool, model, layer, step);
     }

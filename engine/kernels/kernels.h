@@ -22,7 +22,7 @@ void pool_run(Pool *pool, size_t num_items, Work work, const void *context);
 typedef void (*Task)(Pool *pool, const void *context);
 void pool_launch(Pool *pool, Task task, const void *context);
 int kvbaton_wait(Pool *pool);
-void kvbaton_cut_short(Pool *pool);
+void kvbaton_interrupt(Pool *pool);
 int pool_ends_early(Pool *pool);
 
 enum { NUM_CODES = 16, TWO_PAIRS = 3 * NUMBERS };  // of upper bytes; bytes of two compressed pairs
@@ -95,7 +95,7 @@ typedef struct {
     char *scratch;                   // attention_scratch() bytes for each thread
     const struct Model *model;
     void (*stored)(size_t num_layers);  // called when the KV of so many layers is written; may be NULL
-    int may_be_cut_short;            // between two layers, when kvbaton_cut_short is called meanwhile
+    int may_be_interrupted;            // between two layers, when kvbaton_interrupt is called meanwhile
 } Step;
 
 size_t attention_scratch(const Model *model);

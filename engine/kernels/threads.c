@@ -201,7 +201,7 @@ void pool_launch(Pool *pool, Task task, const void *context) {
 }
 
 // From any thread: nobody needs any more what was launched. One that comes too late, or in the wrong moment, does no harm.
-void kvbaton_cut_short(Pool *pool) { atomic_store(&pool->shall_end_early, 1); }
+void kvbaton_interrupt(Pool *pool) { atomic_store(&pool->shall_end_early, 1); }
 
 // The task asks, and returns at once where the answer is 1.
 int pool_ends_early(Pool *pool) {
@@ -210,7 +210,7 @@ int pool_ends_early(Pool *pool) {
 }
 
 // Helps with the task that was launched, if one was, until it is over; a pool of one thread does all of it here. 0: it was
-// cut short.
+// interrupted.
 int kvbaton_wait(Pool *pool) {
     if (pool->num_threads == 1 && atomic_load(&pool->is_under_way)) lead(pool);
     for (;;) {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
-from contract.layout import KVLayout
+from contract.layout import Side
 from contract.requests import EngineRequest, TransferReport
 from engine.connector import (
     ConnectorPair,
@@ -19,6 +19,7 @@ from engine.connector import (
     FirstToken,
     Published,
     Received,
+    SingleRankConnector,
     TransferEvent,
 )
 from engine.testing.fakes import FakeMemory, fake_first_token, prefix_codes
@@ -265,7 +266,7 @@ class FakeConnector:
         self._wake()
 
 
-def fake_connector_factory(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+def fake_connector_factory(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
     """A ConnectorFactory; picklable. The address is nobody's."""
     connector = FakeConnector(wake)
-    return ConnectorPair(connector, connector.rank, "127.0.0.1:9")
+    return ConnectorPair(connector, SingleRankConnector(connector.rank), "127.0.0.1:9")

@@ -36,7 +36,7 @@ class RankRange(msgspec.Struct, frozen=True):
     grants: tuple[tuple[str, bytes], ...] = ()
 
 
-class RangeReady(msgspec.Struct, frozen=True):
+class RangeReady(msgspec.Struct, frozen=True, tag=True):
     """These blocks are computed, digested and readable: rank 0's digests and grants, and those of the ``others``."""
 
     first_block: int
@@ -60,7 +60,7 @@ class EndForeseen(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class RangeFailed(msgspec.Struct, frozen=True):
+class RangeFailed(msgspec.Struct, frozen=True, tag=True):
     """An ordered range could not be digested."""
 
     first_block: int
@@ -228,7 +228,7 @@ class Reserved(msgspec.Struct, frozen=True):
     num_cached: int
 
 
-class PieceLanded(msgspec.Struct, frozen=True):
+class PieceLanded(msgspec.Struct, frozen=True, tag=True):
     """All bytes of one posted pull are in place; the job goes on."""
 
     num_blocks: int
@@ -236,14 +236,14 @@ class PieceLanded(msgspec.Struct, frozen=True):
     end: float
 
 
-class PieceVerified(msgspec.Struct, frozen=True):
+class PieceVerified(msgspec.Struct, frozen=True, tag=True):
     """The digests of one posted pull match; the job is terminal."""
 
     num_blocks: int
     now: float
 
 
-class JobFailed(msgspec.Struct, frozen=True):
+class JobFailed(msgspec.Struct, frozen=True, tag=True):
     """A posted pull or commit ended without success; the job is terminal. Pulls end in the order in which they were posted.
 
     may_heal: another read may succeed. retry_steps: those that are possible here, best first; ``FetchTransfers`` says which.
@@ -261,11 +261,11 @@ class ReadAheadOver(msgspec.Struct, frozen=True):
     copy: tuple[float, float] | None
 
 
-class JobStopped(msgspec.Struct, frozen=True):
+class JobStopped(msgspec.Struct, frozen=True, tag=True):
     """A posted pull or commit ended because it was told to; the job is terminal."""
 
 
-class CommitDone(msgspec.Struct, frozen=True):
+class CommitDone(msgspec.Struct, frozen=True, tag=True):
     """The blocks are visible to the device; the job is terminal."""
 
 

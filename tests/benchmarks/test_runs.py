@@ -118,7 +118,7 @@ def test_our_engine_and_the_reference_answer_alike(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def scripted(_: Path, role: Role = Role.BOTH) -> AsyncIterator[Server]:
+async def scripted(_: Path, role: Role = Role.AGGREGATED) -> AsyncIterator[Server]:
     """A real router with scripted workers in this process."""
     roles = (Role.PREFILL, Role.DECODE) if role is Role.PREFILL else (role,)
 

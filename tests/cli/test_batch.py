@@ -335,7 +335,7 @@ async def test_what_a_signal_stops_goes_on_with_the_same_command(files: Files, n
         is_last = task.prompt_token_ids[-1] == byte_ids(b"z")[0]
         return Script(tokens=[*byte_ids(b"yes"), END], stall_at=1 if is_last else None)
 
-    async with running_cluster(stalling, roles=(Role.BOTH,)) as cluster:
+    async with running_cluster(stalling, roles=(Role.AGGREGATED,)) as cluster:
         files.ask(line("a", "a"), line("b", "b"), line("z", "z"))
         process = await started(files, cluster.url(""))
         await cluster.until(lambda _: files.output.exists() and files.output.read_text().count("\n") == 2)

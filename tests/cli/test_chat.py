@@ -223,7 +223,7 @@ async def test_a_signal_ends_it_in_order(service: ChatService) -> None:
 
 async def test_ctrl_c_cancels_the_request_on_the_worker_behind_a_real_router() -> None:
     script = Script(tokens=[word_id("hello"), word_id(" world"), END], stall_at=1)
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         worker = cluster.workers["both-0"]
         async with on_a_terminal(f"http://{cluster.service.addresses.http}") as screen:
             await screen.expect(PROMPT)

@@ -31,7 +31,7 @@ async def test_a_router_with_tls_and_keys_is_healthy_when_its_workers_are_there(
     async with running_cluster(Script(tokens=[END]), (), **door) as cluster:
         addresses = cluster.service.addresses
         assert not await is_healthy(addresses.admin)
-        await cluster.add(Role.BOTH)
+        await cluster.add(Role.AGGREGATED)
         async with asyncio.timeout(20):
             await cluster.service.wait_ready()
         assert await is_healthy(addresses.admin)

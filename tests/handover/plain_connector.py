@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from contract.identity import Role
-from contract.layout import KVLayout
+from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest, TransferReport
 from engine.connector import (
     ConnectorFactory,
@@ -22,6 +22,7 @@ from engine.connector import (
     KVMemory,
     Published,
     Received,
+    SingleRankConnector,
     TransferEvent,
 )
 
@@ -38,9 +39,9 @@ class Shelf:
     def connect(self, role: Role) -> ConnectorFactory:
         """A factory of either side's connector."""
 
-        def factory(layout: KVLayout, _fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
-            connector = PlainConnector(self, layout, wake)
-            return ConnectorPair(connector, PlainRank(connector), f"{role}:1")
+        def factory(side: Side, _fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+            connector = PlainConnector(self, side.layout, wake)
+            return ConnectorPair(connector, SingleRankConnector(PlainRank(connector)), f"{role}:1")
 
         return factory
 

@@ -76,7 +76,7 @@ async def test_in_chunks_and_with_a_warm_cache(model: Path, expected: torch.Tens
         await engine.shutdown()
 
 
-async def test_over_the_hand_over_they_come_with_token_0_from_the_prefill_worker(
+async def test_over_the_hand_over_they_come_with_the_first_token_from_the_prefill_worker(
     model: Path, expected: torch.Tensor
 ) -> None:
     async with running_pair(model, max_num_batched_tokens=16) as pair:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.identity import Role, new_boot_id
-from contract.layout import KVLayout
+from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
@@ -115,7 +115,7 @@ def worker(
 ) -> Iterator[Worker]:
     """A running connector, closed at the end."""
     driver = TransferDriver(memory or ByteMemory(layout, num_blocks))
-    driver.attach(TransferFactory(settings)(layout, model, driver.wake))
+    driver.attach(TransferFactory(settings)(Side(layout), model, driver.wake))
     try:
         yield Worker(settings, driver)
     finally:

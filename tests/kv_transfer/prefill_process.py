@@ -11,6 +11,7 @@ from operator import contains
 from typing import Any
 
 from contract.identity import Role
+from contract.layout import Side
 from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
 from kv_transfer.connector import create_connector
@@ -26,7 +27,7 @@ def say(**words: Any) -> None:
 def main() -> None:
     settings = settings_for("p", Role.PREFILL, peer_timeout_seconds=float(sys.argv[1]), transport=sys.argv[2])
     driver = TransferDriver(ByteMemory(LAYOUT, 64))
-    driver.attach(create_connector(settings, LAYOUT, MODEL, driver.wake))
+    driver.attach(create_connector(settings, Side(LAYOUT), MODEL, driver.wake))
     say(address=driver.address, boot_id=settings.boot_id, torch="torch" in sys.modules)
     request: EngineRequest | None = None
     for line in sys.stdin:

@@ -13,6 +13,7 @@ import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
+from contract.layout import Side
 from kv_transfer.connector import TransferFactory
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
@@ -117,7 +118,7 @@ def test_a_port_that_is_taken_leaves_nothing_open(port: str, tmp_path: Path) -> 
         changes: dict[str, Any] = {port: taken.getsockname()[1], "shm_dir": tmp_path, "transport": "auto"}
         before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
         with pytest.raises(OSError, match="Address already in use"):
-            TransferFactory(settings_for("p", Role.PREFILL, **changes))(LAYOUT, MODEL, lambda: None)
+            TransferFactory(settings_for("p", Role.PREFILL, **changes))(Side(LAYOUT), MODEL, lambda: None)
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
         assert threading.active_count() == threads
         assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from contract.identity import Role
+from contract.layout import Side
 from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.reads import Read, ReadRequest, ReadStoppedError, Source
 from kv_transfer.testing import GatedMemory
@@ -119,8 +120,8 @@ def test_a_read_that_never_ends_does_not_hold_up_the_close() -> None:
 def test_unused_and_twice(is_rank_first: bool) -> None:
     """A pair that was never started, in either order, and a second close."""
     before = open_fds()
-    pair = TransferFactory(settings_for("p", Role.PREFILL))(LAYOUT, MODEL, lambda: None)
-    closes = [pair.rank.close, pair.scheduler.close]
+    pair = TransferFactory(settings_for("p", Role.PREFILL))(Side(LAYOUT), MODEL, lambda: None)
+    closes = [pair.ranks.close, pair.scheduler.close]
     for close in (closes if is_rank_first else closes[::-1]) * 2:
         close()
     assert kv_threads() == []

@@ -97,7 +97,7 @@ def test_every_rank_reads_its_own_share(transport: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_damage_in_one_rank_fails_the_whole(rank: int) -> None:
-    """Every rank's share is verified by the digests of that rank, and the error says whose it was."""
+    """Every rank's share is verified by the digests of that rank, and the error names the rank."""
     with ranks_over("tcp") as ranks:
         sender, receiver = ranks.pair.prefill.driver, ranks.pair.decode.driver
         ranks.fill()
@@ -181,8 +181,8 @@ def test_a_bug_in_a_thread_of_a_rank_ends_the_engine() -> None:
     with ranks_over("tcp") as ranks:
         played: Any = ranks.pair.decode.driver.rank
         played.halves[1].thread_failed("kv-data", RuntimeError("a bug"))
-        words = r"thread kv-data of the connector has failed: .*on rank 1: RuntimeError\('a bug'\)"
-        with pytest.raises(InternalError, match=words):
+        message = r"thread kv-data of the connector has failed: .*on rank 1: RuntimeError\('a bug'\)"
+        with pytest.raises(InternalError, match=message):
             ranks.pair.decode.driver.wait_for(lambda: False, "the end")
 
 
@@ -216,7 +216,7 @@ def test_a_data_thread_that_hangs_in_one_rank_is_the_one_that_makes_no_progress(
         assert wait_moved(data.format(1))[data.format(1)] > stuck
 
 
-def test_what_keeps_one_rank_from_opening_ends_the_start() -> None:
+def test_a_rank_that_cannot_open_its_half_ends_the_start() -> None:
     """The second rank's port is taken; the first one's is free again afterwards."""
     with ExitStack() as stack:
         first, taken = two_ports_in_a_row()

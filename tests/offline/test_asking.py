@@ -30,7 +30,7 @@ def echoing(task: worker_pb2.Task) -> Script:
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    async with running_cluster(echoing, roles=(Role.BOTH,)) as running:
+    async with running_cluster(echoing, roles=(Role.AGGREGATED,)) as running:
         yield running
 
 

@@ -63,7 +63,7 @@ async def test_a_router_without_torch_answers(tmp_path: Path) -> None:
 async def _answer(addresses: dict[str, str]) -> str:
     script = Script(tokens=[*byte_ids(b"abc"), END])
     worker = ScriptedWorker(
-        Role.BOTH, addresses["internal"], SECRET, lambda _: script, model_files=model_files()
+        Role.AGGREGATED, addresses["internal"], SECRET, lambda _: script, model_files=model_files()
     )
     async with worker, aiohttp.ClientSession() as session:
         while True:

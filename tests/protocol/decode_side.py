@@ -1,7 +1,8 @@
 """A decode worker of the explored world: production's scheduler and ``FetchTransfers``, and its reads, moved by hand."""
 
 from contract.errors import ErrorKind
-from engine.scheduling.ending import RequestStatus, ended_by_error
+from engine.scheduling.finish import Finish
+from engine.scheduling.status import RequestStatus
 from kv_transfer.control.fetching import FetchPorts, FetchSettings
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
@@ -123,7 +124,7 @@ class DecodeSide(EngineSide):
         """``remote_kv_timeout_seconds`` are over for whoever waits for KV."""
         late = [one for one in self.scheduler.requests.values() if one.status is _WAITING]
         for request in late:
-            self.scheduler.live.finish(request, ended_by_error(ErrorKind.DEADLINE, "no KV came in time"))
+            self.scheduler.live.finish(request, Finish.with_error(ErrorKind.DEADLINE, "no KV came in time"))
 
     def begin(self, peer: str, source_blocks: tuple[int, ...]) -> None:
         """The lease was valid before the first byte."""

@@ -113,7 +113,7 @@ class EngineSide:
     @property
     def needs_step(self) -> bool:
         """A step may change something."""
-        return self.scheduler.needs_step() or not self.completions.is_empty
+        return self.scheduler.load.needs_step() or not self.completions.is_empty
 
     def accept(
         self, number: int, attempt: int, num_delivered: int, transfer: SendTransfer | ReceiveTransfer | None

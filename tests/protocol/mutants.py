@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from engine.connector import SchedulerConnector
-from engine.scheduling.remote_kv import KVReceiver
+from engine.scheduling.kv_receiver import KVReceiver
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings

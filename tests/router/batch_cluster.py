@@ -23,7 +23,7 @@ OVER = ("completed", "failed", "cancelled", "expired")
 
 @asynccontextmanager
 async def filing_cluster(
-    folder: Path, script: Script | Writer = ABC, roles: tuple[Role, ...] = (Role.BOTH,), **settings: Any
+    folder: Path, script: Script | Writer = ABC, roles: tuple[Role, ...] = (Role.AGGREGATED,), **settings: Any
 ) -> AsyncIterator[Cluster]:
     """Run a cluster that keeps files in ``folder``."""
     async with running_cluster(script, roles, files_dir=folder, **settings) as cluster:

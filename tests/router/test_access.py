@@ -33,7 +33,7 @@ PAGE = "https://chat.example.org"
 
 async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys=f"other,{KEY}") as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys=f"other,{KEY}") as cluster:
         for path in ("/health", "/ready", "/version", "/metrics"):
             async with cluster.session.get(cluster.url(path)) as response:
                 assert response.status == 200, path
@@ -78,7 +78,7 @@ async def test_metrics_can_be_closed() -> None:
 async def test_a_key_can_be_taken_back_while_the_router_runs(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     write_private(file, f"{KEY}\n")
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys_file=file) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys_file=file) as cluster:
         body = {"prompt": "x"}
         assert (await cluster.post("/v1/completions", body, headers=GIVEN))[0] == 200
         file.write_text("another\n")
@@ -86,7 +86,10 @@ async def test_a_key_can_be_taken_back_while_the_router_runs(tmp_path: Path) -> 
 
 
 async def test_grpc_needs_a_key_but_for_health() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys=KEY) as cluster, cluster.channel() as channel:
+    async with (
+        running_cluster(HELLO, (Role.AGGREGATED,), api_keys=KEY) as cluster,
+        cluster.channel() as channel,
+    ):
         stub = cluster.inference(channel)
         request = pb.GenerateRequest(text="x")
         for metadata in ((), (("authorization", "Bearer sk-wrong"),)):
@@ -133,7 +136,7 @@ def preflight(origin: str) -> dict[str, str]:
 
 async def test_a_page_of_an_allowed_origin_may_call() -> None:
     origins = f"http://localhost:3000, {PAGE}"
-    async with running_cluster(HELLO, (Role.BOTH,), cors_origins=origins, api_keys=KEY) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), cors_origins=origins, api_keys=KEY) as cluster:
         url = cluster.url("/v1/completions")
         async with cluster.session.options(url, headers=preflight(PAGE)) as response:
             assert response.status == 204
@@ -181,7 +184,7 @@ async def test_tls_on_both_ports(tmp_path: Path) -> None:
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     files = {"tls_certificate_file": certificate, "tls_key_file": key}
-    async with running_cluster(HELLO, (Role.BOTH,), **files) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), **files) as cluster:
         addresses = cluster.service.addresses
         url = f"https://{addresses.http}/v1/completions"
         async with cluster.session.post(url, json={"prompt": "x"}, ssl=trusting) as response:

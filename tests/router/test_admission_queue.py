@@ -38,7 +38,7 @@ async def test_a_worker_gets_no_more_requests_than_its_credit() -> None:
 
 
 async def test_requests_are_admitted_by_priority_then_by_arrival() -> None:
-    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
@@ -55,7 +55,7 @@ async def test_requests_are_admitted_by_priority_then_by_arrival() -> None:
 
 
 async def test_a_big_request_at_the_head_is_not_overtaken() -> None:
-    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         worker = cluster.workers["both-0"]
         worker.stream.grant(Credit(max_requests=9, max_tokens=60))
         await cluster.until(lambda state: state["workers"][0]["max_tokens"] == 60)
@@ -72,7 +72,7 @@ async def test_a_big_request_at_the_head_is_not_overtaken() -> None:
 
 
 async def test_a_client_that_disconnects_leaves_the_queue() -> None:
-    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         asking = [asyncio.create_task(cluster.post(TEXT, {"prompt": "x"})) for _ in range(3)]
         await cluster.until(lambda state: state["num_in_line"] == 2)
@@ -107,7 +107,7 @@ async def test_requests_are_rejected_at_once_after_the_time_limit_of_a_role() ->
 
 async def test_the_deadline_ends_a_queued_request() -> None:
     async with running_cluster(
-        Script(tokens=TOKENS, stall_at=1), (Role.BOTH,), request_timeout_seconds=1
+        Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,), request_timeout_seconds=1
     ) as cluster:
         await grant_one(cluster, "both-0")
         answers = await asyncio.gather(*(cluster.post(TEXT, {"prompt": "x"}) for _ in range(2)))

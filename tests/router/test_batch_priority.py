@@ -136,7 +136,7 @@ async def test_a_batch_waits_for_workers(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             while "kvbaton_batch_requests_total" not in str(await cluster.metrics()):
                 await asyncio.sleep(0.01)
-        await cluster.add(Role.BOTH)
+        await cluster.add(Role.AGGREGATED)
         batch = await batch_over(cluster, made["id"])
     assert batch["request_counts"]["completed"] == 1
 

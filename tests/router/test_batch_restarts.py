@@ -192,7 +192,7 @@ async def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) ->
             await process.wait()
         num_seen = len(log.read_text().splitlines())
     last = Seen()
-    async with filing_cluster(folder, last, (Role.BOTH,)) as cluster:
+    async with filing_cluster(folder, last, (Role.AGGREGATED,)) as cluster:
         batch = await batch_over(cluster, batch_id)
         lines = await lines_of(cluster, batch["output_file_id"])
     assert batch["request_counts"] == {"total": 26, "completed": 26, "failed": 0}

@@ -330,10 +330,10 @@ async def test_the_death_of_a_worker_is_survived_and_beyond_that_an_error_line(t
         died, was_dead = True, died
         return ABC if was_dead else Script(tokens=ABC.tokens, die_at=1)
 
-    async with filing_cluster(tmp_path, dying, (Role.BOTH,), worker_wait_seconds=30) as cluster:
+    async with filing_cluster(tmp_path, dying, (Role.AGGREGATED,), worker_wait_seconds=30) as cluster:
         batch = await create(cluster, prompts(1))
         await cluster.service.wait_for_workers(0)
-        await cluster.add(Role.BOTH, "both-1")
+        await cluster.add(Role.AGGREGATED, "both-1")
         batch = await batch_over(cluster, batch["id"])
         [line] = await lines_of(cluster, batch["output_file_id"])
     assert line["response"]["body"]["choices"][0]["text"] == "abc"

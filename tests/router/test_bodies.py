@@ -36,7 +36,7 @@ def bomb(num_bytes: int) -> bytes:
 async def test_inflating_ends_at_the_limit() -> None:
     """L6: a body of 260 kB that inflates to 256 MiB is rejected after max_body_bytes of it."""
     packed = bomb(2**28)
-    async with running_cluster(HELLO, (Role.BOTH,), max_body_bytes=2**20) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), max_body_bytes=2**20) as cluster:
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         tracemalloc.start()
         try:
@@ -63,7 +63,7 @@ async def test_compressed_bodies_are_read(encoding: str) -> None:
     name = {"raw deflate": "deflate", "two members": "gzip"}.get(encoding, encoding)
     headers = {"Content-Type": "application/json", "Content-Encoding": name}
     async with (
-        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        running_cluster(HELLO, (Role.AGGREGATED,)) as cluster,
         cluster.session.post(cluster.url(TEXT), data=sent, headers=headers) as response,
     ):
         assert response.status == 200, await response.text()
@@ -74,7 +74,7 @@ async def test_an_encoding_that_is_not_served_is_415(encoding: str) -> None:
     """L6: an unknown encoding is not ignored."""
     headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
     async with (
-        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        running_cluster(HELLO, (Role.AGGREGATED,)) as cluster,
         cluster.session.post(cluster.url(TEXT), data=b'{"prompt": "a"}', headers=headers) as response,
     ):
         assert response.status == 415
@@ -86,7 +86,7 @@ async def test_a_cut_compressed_body_is_400() -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     sent = gzip.compress(b'{"prompt": "a"}')[:-4]
     async with (
-        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        running_cluster(HELLO, (Role.AGGREGATED,)) as cluster,
         cluster.session.post(cluster.url(TEXT), data=sent, headers=headers) as response,
     ):
         assert response.status == 400
@@ -108,7 +108,7 @@ async def test_a_cut_compressed_body_is_400() -> None:
 async def test_very_many_values_are_refused_before_they_are_decoded(body: bytes) -> None:
     """M2: a body of tiny values is 413 by its count alone."""
     async with (
-        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        running_cluster(HELLO, (Role.AGGREGATED,)) as cluster,
         cluster.session.post(
             cluster.url(TEXT), data=io.BytesIO(body), headers={"Content-Type": "application/json"}
         ) as response,
@@ -171,7 +171,7 @@ async def test_lists_have_a_limit_of_their_own() -> None:
 
 async def test_all_bodies_together_are_bounded() -> None:
     """M2: the bytes of all bodies in memory have a limit, and each body releases its bytes."""
-    async with running_cluster(HELLO, (Role.BOTH,), max_bodies_bytes=2000) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), max_bodies_bytes=2000) as cluster:
         assert (await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 1500}))[0] == 200
         status, answer = await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 2500})
         assert (status, "2000 bytes" in answer["error"]["message"]) == (429, True)

@@ -126,7 +126,7 @@ async def test_cancel_needs_an_id() -> None:
 @pytest.mark.parametrize("name", ["a" * 65, "a b", "\x7f", "ü"])
 async def test_an_invalid_name_is_rejected_or_ignored(name: str) -> None:
     assert client_name(name) is None
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster, cluster.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="x", request_id=name))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -134,7 +134,7 @@ async def test_an_invalid_name_is_rejected_or_ignored(name: str) -> None:
 
 
 async def test_the_headers_name_every_answer() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}, {"prompt": 7}):
             for given in (None, "mine", "a" * 65):
                 headers = {"X-Request-Id": given} if given else {}

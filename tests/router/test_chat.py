@@ -36,14 +36,14 @@ async def test_whole_answer() -> None:
 async def test_the_prompt_is_the_template_without_added_special_tokens() -> None:
     """A6: the conversation becomes templated text, then token ids."""
     conversation = [{"role": "system", "content": "a"}, {"role": "user", "content": "hello"}]
-    async with running_cluster(Script(tokens=HELLO), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=HELLO), (Role.AGGREGATED,)) as cluster:
         await cluster.post("/v1/chat/completions", {"messages": conversation})
         (decode,) = cluster.workers["both-0"].received.decodes
     assert list(decode.task.prompt_token_ids) == [0, 2, *byte_ids(b"a"), 1, 3, word_id("hello"), 1, 4]
 
 
 async def test_role_comes_first_and_once_and_the_finish_reason_last_and_once() -> None:
-    async with running_cluster(Script(tokens=HELLO), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=HELLO), (Role.AGGREGATED,)) as cluster:
         body = {**ASK, "stream_options": {"include_usage": True}}
         *chunks, usage, done = await cluster.stream("/v1/chat/completions", body)
     assert done == "[DONE]"

@@ -19,7 +19,7 @@ from tests.text.tiny_model import END, byte_ids, word_id
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
-FORMS = [PAIR, (Role.BOTH,)]
+FORMS = [PAIR, (Role.AGGREGATED,)]
 ANSWERS = [b"none", b"one", b"two", b"three"]
 
 
@@ -187,7 +187,7 @@ async def test_a_choice_that_a_stop_string_ends_leaves_the_others_alone() -> Non
             tokens=byte_ids(b"a.b.c.d" if task.choice else b"ab.cdef"), stall_at=6 if task.choice else 5
         )
 
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         worker = cluster.workers["both-0"]
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "n": 3, "stop": "b.c"}))
         await worker.received.wait_for(lambda worker: len(worker.cancels) == 3)

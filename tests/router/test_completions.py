@@ -11,7 +11,7 @@ from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, SPECIAL, byte_ids, word_id
 
 HELLO = (word_id("hello"), word_id(" world"), word_id(" again"))
-FORMS = [PAIR, (Role.BOTH,)]
+FORMS = [PAIR, (Role.AGGREGATED,)]
 
 
 @pytest.mark.parametrize("roles", FORMS)
@@ -113,7 +113,7 @@ async def test_the_two_legs_name_each_other_and_carry_the_same_task() -> None:
 
 
 async def test_the_router_draws_a_seed_where_the_client_gave_none() -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         for seed in (None, None, 7, -(2**63)):
             status, _ = await cluster.post("/v1/completions", {"prompt": "hello", "seed": seed})
             assert status == 200
@@ -124,7 +124,7 @@ async def test_the_router_draws_a_seed_where_the_client_gave_none() -> None:
 
 async def test_a_character_over_several_tokens_arrives_whole() -> None:
     async with running_cluster(
-        Script(tokens=[*byte_ids("é€\U0001f600!".encode()), END]), (Role.BOTH,)
+        Script(tokens=[*byte_ids("é€\U0001f600!".encode()), END]), (Role.AGGREGATED,)
     ) as cluster:
         *chunks, _ = await cluster.stream("/v1/completions", {"prompt": "x"})
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
@@ -211,7 +211,7 @@ async def test_a_stop_string_is_found_in_shown_special_tokens_alone() -> None:
 
 @pytest.mark.parametrize("name", ["include_stop_str_in_output", "skip_special_tokens"])
 async def test_a_switch_of_the_text_is_true_or_false(name: str) -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post("/v1/completions", {"prompt": "x", name: "yes"})
     assert (status, answer["error"]["param"]) == (400, name)
 
@@ -284,7 +284,7 @@ async def test_every_form_of_one_prompt_is_taken(prompt: Any) -> None:
     ],
 )
 async def test_default_of_max_tokens(path: str, body: dict[str, Any], expected: int) -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         assert (await cluster.post(path, body))[0] == 200
         assert cluster.workers["both-0"].received.decodes[0].task.sampling.max_tokens == expected
 

@@ -30,7 +30,7 @@ SILENT = 300
 
 async def test_a_page_that_rebinds_its_name_is_refused() -> None:
     """M9: the API without keys, and the admin port, accept only host names of this machine."""
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         admin = f"http://{cluster.service.addresses.admin}/debug/state"
         for url in (cluster.url("/v1/models"), cluster.url("/health"), admin):
             async with cluster.session.get(url, headers={"Host": "evil.example"}) as response:
@@ -81,7 +81,7 @@ async def test_a_page_of_another_site_sends_no_forms(
 ) -> None:
     """M9: without a key any page could fill the folder of files: browsers send forms without a preflight."""
     async with running_cluster(
-        HELLO, (Role.BOTH,), files_dir=tmp_path, cors_origins="https://app.example"
+        HELLO, (Role.AGGREGATED,), files_dir=tmp_path, cors_origins="https://app.example"
     ) as cluster:
         assert await status_of(cluster, "/v1/files", {**headers, **FORM}, UPLOAD) == status
         cancel = "/v1/batches/batch_1/cancel"
@@ -112,7 +112,7 @@ async def test_configured_names_pass() -> None:
 async def test_wrong_keys_are_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """L5: the log has address and count, a few lines for any number of attempts, and never the key."""
     caplog.set_level(logging.WARNING)
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys="sk-right") as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys="sk-right") as cluster:
         headers = {"Authorization": "Bearer sk-wrong-and-secret"}
         for _ in range(60):
             async with cluster.session.get(cluster.url("/v1/models"), headers=headers) as response:
@@ -131,9 +131,9 @@ async def test_wrong_keys_are_counted_in_the_log(caplog: pytest.LogCaptureFixtur
 
 async def test_a_worker_is_connected_to_when_it_attaches() -> None:
     """P2: the router connects before the first request; a worker that cannot be reached is rejected by name."""
-    async with running_cluster(HELLO, (Role.BOTH,), accept_timeout_seconds=0.3) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), accept_timeout_seconds=0.3) as cluster:
         with pytest.raises(grpc.aio.AioRpcError, match="cannot connect to worker new"):
-            await cluster.add(Role.BOTH, "new", address="127.0.0.1:1")
+            await cluster.add(Role.AGGREGATED, "new", address="127.0.0.1:1")
         workers = (await cluster.debug_state())["workers"]
         assert [worker["worker_id"] for worker in workers] == ["both-0"]
 

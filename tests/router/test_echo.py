@@ -13,7 +13,7 @@ from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, byte_ids, word_id
 
 TEXT = "/v1/completions"
-FORMS = [PAIR, (Role.BOTH,)]
+FORMS = [PAIR, (Role.AGGREGATED,)]
 HELLO, WORLD, AGAIN = (word_id(word) for word in ("hello", " world", " again"))
 
 
@@ -92,12 +92,12 @@ async def test_a_replay_asks_for_them_again_only_where_they_did_not_come(stall_a
         told = script(task).prompt_logprobs
         return Script(tokens=[*byte_ids(b"ab"), END], prompt_logprobs=told, stall_at=stall)
 
-    async with running_cluster(stalling, (Role.BOTH,)) as cluster:
+    async with running_cluster(stalling, (Role.AGGREGATED,)) as cluster:
         body = {"prompt": "hello world", "prompt_logprobs": 0}
         asking = asyncio.create_task(cluster.post(TEXT, body))
         state = "streaming" if stall_at else "waiting_for_first_token"
         await cluster.until(lambda found: found["requests"][state] == 1)
-        await cluster.add(Role.BOTH, "both-1")
+        await cluster.add(Role.AGGREGATED, "both-1")
         await cluster.workers["both-0"].die()
         _, whole = await asking
         tasks = [leg.task for worker in cluster.workers.values() for leg in worker.received.decodes]

@@ -130,7 +130,7 @@ async def test_only_decode_workers_is_a_clear_503() -> None:
         status, answer = await cluster.post(URL, {"input": "a"})
         assert status == 503
         assert "no prefill worker is attached" in answer["error"]["message"]
-        await cluster.add(Role.BOTH)
+        await cluster.add(Role.AGGREGATED)
         assert await embeddings(cluster, "a") == [[*TABLE, 1.0]]
         assert len(cluster.workers["both-0"].received.embeds) == 1
         await cluster.add(Role.PREFILL)

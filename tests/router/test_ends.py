@@ -20,7 +20,7 @@ from tests.text.tiny_model import END, byte_ids
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 TOKENS = [*byte_ids(b"abcdef"), END]
-FORMS = [PAIR, (Role.BOTH,)]
+FORMS = [PAIR, (Role.AGGREGATED,)]
 
 
 async def nothing_is_left(cluster: Cluster) -> None:
@@ -229,7 +229,7 @@ async def test_a_client_that_reads_nothing_is_cancelled(bound: dict[str, Any]) -
         b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     )
     async with running_cluster(script, (), **bound) as cluster:
-        both = await cluster.add(Role.BOTH, max_model_len=30_000)
+        both = await cluster.add(Role.AGGREGATED, max_model_len=30_000)
         await cluster.service.wait_ready()
         host, port = cluster.service.addresses.http.split(":")
         with socket.socket() as client:

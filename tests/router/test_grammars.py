@@ -86,7 +86,7 @@ async def test_each_field_reaches_both_legs(path: str, base: dict[str, Any]) -> 
 
 
 async def test_without_a_grammar_no_task_has_one() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         for fields in NOTHING:
             status, answer = await cluster.post(CHAT, {**SAY, **fields})
             assert status == 200, answer
@@ -146,13 +146,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_a_malformed_grammar_is_named_by_its_field() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         await check_all(cluster, CHAT, SAY, BAD)
         await check_all(cluster, TEXT, {"prompt": "hello"}, BAD)
         assert cluster.workers["both-0"].received.decodes == []
 
 
-@pytest.mark.parametrize("roles", [PAIR, (Role.BOTH,)])
+@pytest.mark.parametrize("roles", [PAIR, (Role.AGGREGATED,)])
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"response_format": FORMAT}, "response_format"), ({"guided_regex": "(a"}, "guided_regex")],
@@ -187,7 +187,7 @@ GRPC_WAYS: list[tuple[pb.AnswerGrammar, tuple[str, str] | None]] = [
 
 
 async def test_grpc_sends_the_same_task() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster, cluster.channel() as channel:
         for grammar, _ in GRPC_WAYS:
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))
         assert grammars_of(cluster) == [wanted for _, wanted in GRPC_WAYS]
@@ -197,7 +197,7 @@ async def test_grpc_sends_the_same_task() -> None:
     "grammar", [pb.AnswerGrammar(), pb.AnswerGrammar(regex=""), pb.AnswerGrammar(json_schema="[")]
 )
 async def test_malformed_over_grpc_is_invalid_argument(grammar: pb.AnswerGrammar) -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster, cluster.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))
         assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -217,7 +217,7 @@ async def test_logs_quote_no_grammar(caplog: pytest.LogCaptureFixture) -> None:
     error = InvalidRequestError("the regex does not compile: (private", param="grammar")
     failing = Script(tokens=HELLO.tokens, fail_at=0, error=error)
     with caplog.at_level("DEBUG"):
-        async with running_cluster(failing, (Role.BOTH,)) as cluster:
+        async with running_cluster(failing, (Role.AGGREGATED,)) as cluster:
             status, answer = await cluster.post(CHAT, {**SAY, "guided_regex": "(private"})
     assert status == 400 and "(private" in json.dumps(answer)
     assert "private" not in caplog.text and "ended as" in caplog.text

@@ -27,7 +27,7 @@ async def generate(
 
 
 async def test_text_in_tokens_text_usage_and_timings_out() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         messages = await generate(cluster, pb.GenerateRequest(text="hello", request_id="mine", model="tiny"))
     assert {message.request_id for message in messages} == {"mine"}
     choices = [message.choices[0] for message in messages]
@@ -42,7 +42,7 @@ async def test_text_in_tokens_text_usage_and_timings_out() -> None:
 
 
 async def test_one_name_twice_at_once_is_two_requests() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         request = pb.GenerateRequest(text="hello", request_id="same")
         first, second = await asyncio.gather(generate(cluster, request), generate(cluster, request))
         assert len(first) == len(second) == 3
@@ -51,7 +51,7 @@ async def test_one_name_twice_at_once_is_two_requests() -> None:
 
 
 async def test_unset_fields_take_the_same_defaults_as_http() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         await generate(cluster, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6])))
         await cluster.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 126})
         by_grpc, by_http = [decode.task for decode in cluster.workers["both-0"].received.decodes]
@@ -83,7 +83,7 @@ async def test_every_field_reaches_the_worker() -> None:
         allowed_token_ids=[5, 6],
     )
     script = Script(tokens=HELLO.tokens, logprobs={word_id("hello"): -0.5})
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         request = pb.GenerateRequest(text="hello", sampling=sampling, priority=-1, cache_salt="s")
         messages = await generate(cluster, request)
         task = cluster.workers["both-0"].received.decodes[0].task
@@ -131,7 +131,7 @@ async def test_http_sends_the_same_task_by_the_same_names() -> None:
         "logit_bias": {"9": 0.1, "5": -100},
         "allowed_token_ids": [5],
     }
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         await generate(cluster, pb.GenerateRequest(text="hello", sampling=sampling))
         await cluster.post("/v1/completions", {"prompt": "hello", **body})
         by_grpc, by_http = [decode.task.sampling for decode in cluster.workers["both-0"].received.decodes]
@@ -169,7 +169,7 @@ async def test_http_sends_the_same_task_by_the_same_names() -> None:
 async def test_bad_input_has_its_code(
     request_: pb.GenerateRequest, code: grpc.StatusCode, words: str
 ) -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(cluster, request_)
         assert caught.value.code() == code
@@ -215,7 +215,7 @@ async def test_health_follows_the_workers() -> None:
         seen = health_pb2.HealthCheckResponse
         async with asyncio.timeout(20):
             assert (await watch.read()).status in (seen.NOT_SERVING, seen.SERVICE_UNKNOWN)
-            worker = await cluster.add(Role.BOTH)
+            worker = await cluster.add(Role.AGGREGATED)
             while (await watch.read()).status != seen.SERVING:
                 pass
             await worker.die()
@@ -251,6 +251,6 @@ async def test_what_ended_the_answer_is_in_its_text_where_asked_for(
     fields: dict[str, Any], text: str
 ) -> None:
     request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**fields))
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         messages = await generate(cluster, request)
     assert "".join(message.choices[0].text for message in messages) == text

@@ -75,7 +75,10 @@ def test_inputs_are_counted_before_they_are_read() -> None:
 
 async def test_the_service_refuses_them() -> None:
     """M2: each method of the public port counts first."""
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster, cluster.channel() as channel:
+    async with (
+        running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster,
+        cluster.channel() as channel,
+    ):
         stub: Any = cluster.inference(channel)
         long_ids = pb.TokenIds(ids=IDS)
         for call, message in (

@@ -29,7 +29,7 @@ async def stalled(cluster: Cluster, count: int) -> None:
 
 async def test_a_request_that_is_answered_counts_until_its_end() -> None:
     """H1, H2: a thousand requests of 8 MiB, whose bulk is a field that nothing needs, waited with 8 GiB together."""
-    async with running_cluster(STALLED, (Role.BOTH,), max_held_bytes=LIMIT) as cluster:
+    async with running_cluster(STALLED, (Role.AGGREGATED,), max_held_bytes=LIMIT) as cluster:
         first = asyncio.create_task(cluster.post(TEXT, BODY))
         await stalled(cluster, 1)
         status, answer = await cluster.post(TEXT, BODY)
@@ -46,7 +46,7 @@ async def test_grpc_messages_count_with_them() -> None:
     """H1, H2: unknown fields of a message count too."""
     message = pb.GenerateRequest.FromString(pb.GenerateRequest(text="x").SerializeToString() + unknown(1500))
     async with (
-        running_cluster(STALLED, (Role.BOTH,), max_held_bytes=LIMIT) as cluster,
+        running_cluster(STALLED, (Role.AGGREGATED,), max_held_bytes=LIMIT) as cluster,
         cluster.channel() as channel,
     ):
         stub: Any = cluster.inference(channel)
@@ -70,7 +70,9 @@ def unknown(count: int) -> bytes:
 
 async def test_a_key_that_holds_most_does_not_keep_others_out() -> None:
     """M3: each key that holds any has its share."""
-    async with running_cluster(STALLED, (Role.BOTH,), max_held_bytes=4000, api_keys="alice,bob") as cluster:
+    async with running_cluster(
+        STALLED, (Role.AGGREGATED,), max_held_bytes=4000, api_keys="alice,bob"
+    ) as cluster:
         asking = [asyncio.create_task(cluster.post(TEXT, BODY, headers=key("alice"))) for _ in range(2)]
         await cluster.until(lambda state: state["requests"]["streaming"] == 2)
         assert (await cluster.post(TEXT, BODY, headers=key("alice")))[0] == 429

@@ -175,7 +175,7 @@ async def test_a_router_without_descriptors_waits_and_tries_again() -> None:
             return Script(refuse=WorkerLostError("cannot be dialled"))
         return Script(tokens=TOKENS)
 
-    async with running_cluster(script, (Role.BOTH,), max_replays=0) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster:
         worker = cluster.workers["both-0"]
         async with cluster.session.get(cluster.url("/health")):
             pass  # the session's connection is open now

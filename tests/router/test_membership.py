@@ -56,7 +56,7 @@ async def test_a_worker_whose_kv_can_be_converted_is_taken() -> None:
 
 async def test_a_worker_of_a_later_protocol_range_that_overlaps_is_taken() -> None:
     async with running_cluster(SAY, ()) as cluster:
-        await cluster.add(Role.BOTH, protocol_min=1, protocol_max=9)
+        await cluster.add(Role.AGGREGATED, protocol_min=1, protocol_max=9)
         await cluster.service.wait_ready()
         assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
         assert len((await cluster.debug_state())["workers"]) == 1
@@ -145,10 +145,10 @@ async def test_a_worker_that_starts_again_takes_over_when_its_dead_stream_is_not
     async with running_cluster(SAY, (), peer_timeout_seconds=0.6) as cluster:
         host, port = cluster.service.addresses.internal.split(":")
         async with Proxy(host, int(port)) as proxy:
-            dead = ScriptedWorker(Role.BOTH, proxy.address, SECRET, lambda _: SAY, worker_id="both-0")
+            dead = ScriptedWorker(Role.AGGREGATED, proxy.address, SECRET, lambda _: SAY, worker_id="both-0")
             async with dead:
                 proxy.freeze()
-                await cluster.add(Role.BOTH, "both-0")
+                await cluster.add(Role.AGGREGATED, "both-0")
                 assert len((await cluster.debug_state())["workers"]) == 1
                 assert not dead.is_dead
 
@@ -168,7 +168,7 @@ async def test_health_follows_the_workers() -> None:
 
 async def test_load_decides_between_equals() -> None:
     async with running_cluster(Script(tokens=SAY.tokens, stall_at=0), ()) as cluster:
-        busy, idle = await cluster.add(Role.BOTH, "busy"), await cluster.add(Role.BOTH, "idle")
+        busy, idle = await cluster.add(Role.AGGREGATED, "busy"), await cluster.add(Role.AGGREGATED, "idle")
         await cluster.service.wait_ready()
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
         await busy.received.wait_for(lambda worker: len(worker.decodes) == 1)
@@ -186,7 +186,7 @@ async def test_load_decides_between_equals() -> None:
 async def test_a_request_waits_for_a_full_kv_cache() -> None:
     """It is bound as soon as the worker reports room, with tokens of another request."""
     async with running_cluster(Script(tokens=SAY.tokens, stall_at=0), ()) as cluster:
-        worker = await cluster.add(Role.BOTH, "full")
+        worker = await cluster.add(Role.AGGREGATED, "full")
         await cluster.service.wait_ready()
         worker.stream.report(pb.Load(num_running=1, kv_cache_usage=0.96))
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
@@ -204,7 +204,7 @@ async def test_a_request_waits_for_a_full_kv_cache() -> None:
 async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> None:
     async with running_cluster(SAY, ()) as cluster:
         mute = ScriptedWorker(
-            Role.BOTH,
+            Role.AGGREGATED,
             cluster.service.addresses.internal,
             SECRET,
             lambda _: SAY,
@@ -213,7 +213,7 @@ async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> No
         )
         async with mute:
             assert (await cluster.get("/v1/models"))[1]["data"] == []
-            await cluster.add(Role.BOTH)
+            await cluster.add(Role.AGGREGATED)
             async with asyncio.timeout(20):
                 await cluster.service.wait_ready()
             status, models = await cluster.get("/v1/models")
@@ -248,7 +248,7 @@ async def test_a_worker_that_falls_silent_is_lost() -> None:
     async with running_cluster(SAY, (), peer_timeout_seconds=0.4) as cluster:
         host, port = cluster.service.addresses.internal.split(":")
         async with Proxy(host, int(port)) as proxy:
-            worker = ScriptedWorker(Role.BOTH, proxy.address, SECRET, lambda _: SAY)
+            worker = ScriptedWorker(Role.AGGREGATED, proxy.address, SECRET, lambda _: SAY)
             async with worker:
                 assert len((await cluster.debug_state())["workers"]) == 1
                 proxy.freeze()

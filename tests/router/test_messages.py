@@ -330,7 +330,7 @@ def check_messages_error(answer: dict[str, Any], kind: str, words: str) -> None:
 
 
 async def test_bad_input_is_named_in_anthropics_shape() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,)) as cluster:
         for fields, words in BAD:
             status, answer = await cluster.post(PATH, {**SAY, **fields})
             assert status == 400, (fields, answer)
@@ -339,7 +339,7 @@ async def test_bad_input_is_named_in_anthropics_shape() -> None:
 
 
 async def test_errors_have_anthropics_shape_on_these_paths_alone() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,), max_body_bytes=2000) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,), max_body_bytes=2000) as cluster:
         status, answer = await cluster.post(PATH, {**SAY, "model": "other"})
         check_messages_error(answer, "not_found_error", "other")
         status, answer = await cluster.post(PATH, {**SAY, "system": "x" * 3000})
@@ -357,7 +357,7 @@ async def test_errors_have_anthropics_shape_on_these_paths_alone() -> None:
 
 async def test_an_error_within_a_stream_is_an_event() -> None:
     script = Script(tokens=byte_ids(b"abc"), fail_at=2, error=OverloadedError("too much"))
-    async with running_cluster(script, (Role.BOTH,), max_replays=0) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster:
         *events, last = await events_of(cluster, SAY)
     assert events[0]["type"] == "message_start"
     assert last["type"] == "error"
@@ -365,7 +365,7 @@ async def test_an_error_within_a_stream_is_an_event() -> None:
 
 
 async def test_a_key_may_come_as_x_api_key() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,), api_keys=KEY) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,), api_keys=KEY) as cluster:
         status, answer = await cluster.post(PATH, SAY)
         assert status == 401
         check_messages_error(answer, "authentication_error", "")

@@ -88,7 +88,7 @@ async def test_the_sdk_calls_a_tool_and_goes_on(tmp_path: Path) -> None:
 
 
 async def test_the_sdk_raises_the_error_of_each_kind() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,), api_keys=KEY) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,), api_keys=KEY) as cluster:
         async with sdk(cluster, "sk-wrong") as client:
             with pytest.raises(anthropic.AuthenticationError):
                 await client.messages.create(model="tiny", max_tokens=9, messages=HI)

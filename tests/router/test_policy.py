@@ -18,7 +18,7 @@ from router.legs import (
 )
 from router.policy import PlacementRequest, WorkerView, missing_role, place
 
-P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 WISH = PlacementRequest(num_prompt_tokens=20, num_answer_tokens=10)
 
 

@@ -65,7 +65,7 @@ async def serving(folder: Path, authority: trustme.CA) -> AsyncIterator[Callable
     certificate, key = write_certificate(authority, folder, "127.0.0.1")
     files = {"tls_certificate_file": certificate, "tls_key_file": key}
     clients: list[Client] = []
-    async with running_cluster(HELLO, (Role.BOTH,), **files) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), **files) as cluster:
 
         def client(trusted: trustme.CA) -> Client:
             clients.append(Client(cluster, trusted))

@@ -80,9 +80,9 @@ async def test_a_prefill_workers_death_after_the_first_token_costs_no_token() ->
 @pytest.mark.parametrize("replays", [1, 4])
 async def test_a_stream_survives_several_deaths(replays: int) -> None:
     script = lambda task: Script(tokens=TOKENS, die_at=task.attempt + 1 if task.attempt < replays else None)  # noqa: E731
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         for number in range(1, replays + 1):
-            await cluster.add(Role.BOTH, f"both-{number}")
+            await cluster.add(Role.AGGREGATED, f"both-{number}")
         assert "".join(await texts(cluster)) == ANSWER
         assert (await cluster.metrics())['kvbaton_request_replays_total{kind="worker_lost"}'] == replays
 
@@ -142,7 +142,7 @@ async def test_too_many_failures_without_a_token_are_one_clear_error() -> None:
     """The sixth attempt would succeed, but the client has received an error before."""
     bad, good = Script(tokens=TOKENS, fail_at=2, error=OverloadedError("no room")), Script(tokens=TOKENS)
     script = lambda task: bad if task.attempt < 5 else good  # noqa: E731
-    async with running_cluster(script, (Role.BOTH,), max_replays=3) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=3) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert status == 429, answer
         assert answer["error"]["message"] == "worker both-0: no room"
@@ -170,14 +170,14 @@ async def test_tokens_of_a_worker_that_wakes_up_are_dropped() -> None:
     """It was taken for dead and its request continues elsewhere: whatever it sends afterwards is dropped."""
     stall = at_first(stall_at=2)
     async with running_cluster(stall, ()) as cluster:
-        old = await cluster.add(Role.BOTH, "both-0", boot_id="one-process")
+        old = await cluster.add(Role.AGGREGATED, "both-0", boot_id="one-process")
         await cluster.service.wait_ready()
         asking = asyncio.create_task(texts(cluster))
         await old.received.wait_for(lambda worker: len(worker.decodes) == 1)
         await cluster.until(lambda state: state["requests"]["streaming"])
         task = old.received.decodes[0].task
-        other = await cluster.add(Role.BOTH, "both-1")
-        again = await cluster.add(Role.BOTH, "both-0", boot_id="one-process")
+        other = await cluster.add(Role.AGGREGATED, "both-1")
+        again = await cluster.add(Role.AGGREGATED, "both-0", boot_id="one-process")
         late = pb.TokenEntry(
             request_id=task.request_id, attempt=0, first_index=2, token_ids=TOKENS[2:], finish_reason="stop"
         )

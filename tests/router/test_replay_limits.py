@@ -75,7 +75,7 @@ async def test_a_death_that_a_peer_reports_before_the_router_sees_it_costs_one_a
 
 async def test_a_call_that_is_never_answered_does_not_end_a_leg_that_has_emitted_tokens() -> None:
     script = Script(tokens=TOKENS, is_mute=True, token_delay_seconds=0.2)
-    async with running_cluster(script, (Role.BOTH,), accept_timeout_seconds=0.5) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), accept_timeout_seconds=0.5) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
         assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
 
@@ -84,7 +84,7 @@ async def test_a_leg_that_neither_accepts_nor_emits_is_replayed() -> None:
     def script(task: pb.Task) -> Script:
         return Script(tokens=TOKENS) if task.attempt else Script(tokens=TOKENS, is_mute=True, stall_at=0)
 
-    async with running_cluster(script, (Role.BOTH,), accept_timeout_seconds=0.3) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), accept_timeout_seconds=0.3) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
         assert (await cluster.metrics())[REPLAYS + '{kind="deadline"}'] == 1
         await nothing_is_left(cluster)
@@ -98,11 +98,11 @@ async def test_a_replay_waits_for_room_elsewhere_and_does_not_go_back_to_the_fai
 
     bad = Script(refuse=OverloadedError("no room"))
     good = Script(tokens=TOKENS)
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         busy = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 1}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
-        suspect = await cluster.add(Role.BOTH, "both-1")
+        suspect = await cluster.add(Role.AGGREGATED, "both-1")
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 2}))
         await suspect.received.wait_for(lambda worker: len(worker.decodes) == 1)
         await cluster.until(lambda state: state["num_in_line"] == 1 or asking.done())
@@ -120,16 +120,16 @@ async def test_a_worker_that_starts_again_is_not_avoided() -> None:
         is_stuck = task.sampling.seed == 1 or not task.attempt
         return Script(tokens=TOKENS, stall_at=1 if is_stuck else None)
 
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         busy = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 1}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
-        second = await cluster.add(Role.BOTH, "both-1")
+        second = await cluster.add(Role.AGGREGATED, "both-1")
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 2}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 2)
         await second.die()
         await cluster.until(lambda state: state["num_in_line"] == 1)
-        await cluster.add(Role.BOTH, "both-1")
+        await cluster.add(Role.AGGREGATED, "both-1")
         assert (await asking)[0] == 200
         busy.cancel()
 
@@ -138,8 +138,8 @@ async def test_a_replay_on_a_worker_that_is_both_is_no_local_recompute() -> None
     def script(task: pb.Task) -> Script:
         return Script(tokens=TOKENS, die_at=None if task.attempt else 2)
 
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
-        await add_twins(cluster, Role.BOTH)
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
+        await add_twins(cluster, Role.AGGREGATED)
         assert "".join(await texts(cluster)) == ANSWER
         assert (await cluster.metrics())[LOCAL] == 0
 

@@ -289,7 +289,7 @@ async def test_log_probabilities_are_those_of_the_text(tmp_path: Path) -> None:
 
 async def test_an_error_in_mid_stream_is_reported_twice_and_ends_it() -> None:
     script = Script(tokens=[*byte_ids(b"abcdef"), END], fail_at=3, error=TransferError("the digest differs"))
-    async with running_cluster(script, (Role.BOTH,), max_replays=0) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster:
         events = await events_of(cluster, ASK)
         await nothing_is_left(cluster)
     *_, error, failed = events

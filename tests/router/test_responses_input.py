@@ -78,14 +78,14 @@ REFUSED: dict[str, Any] = {
 
 
 async def test_bad_input_is_named_and_no_worker_receives_it() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,)) as cluster:
         await check_all(cluster, PATH, ASK, BAD)
         assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_unsupported_fields_of_responses_are_rejected_by_name() -> None:
     refused = [({name: value}, name) for name, value in REFUSED.items()]
-    async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,)) as cluster:
         await check_all(cluster, PATH, ASK, refused)
         _, answer = await cluster.post(PATH, {**ASK, "previous_response_id": "resp_1"})
         assert answer["error"]["code"] == "unsupported_parameter"
@@ -148,7 +148,7 @@ async def test_neutral_values_are_accepted_under_strict_api_too() -> None:
         "stop": ["zz"],
         "timings": True,
     }
-    async with running_cluster(BYTES, (Role.BOTH,), strict_api=True) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,), strict_api=True) as cluster:
         events = await events_of(cluster, body)
         status, answer = await cluster.post(PATH, {**ASK, "text": {"formt": {}}})
         sampling = cluster.workers["both-0"].received.decodes[0].task.sampling

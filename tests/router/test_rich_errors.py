@@ -43,7 +43,7 @@ async def details(cluster: Cluster, request: pb.GenerateRequest, **options: Any)
 
 
 async def test_a_field_at_fault_is_named() -> None:
-    async with running_cluster(DONE, (Role.BOTH,)) as cluster:
+    async with running_cluster(DONE, (Role.AGGREGATED,)) as cluster:
         sampling = pb.SamplingParams(temperature=3)
         found = await details(cluster, pb.GenerateRequest(text="x", sampling=sampling))
         (violation,) = found[BadRequest].field_violations
@@ -75,7 +75,7 @@ async def test_unavailable_has_a_time_to_retry() -> None:
 
 async def test_overload_has_a_time_to_retry() -> None:
     script = Script(tokens=[END], stall_at=0)
-    async with running_cluster(script, (Role.BOTH,), max_queue=1) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_queue=1) as cluster:
         worker = cluster.workers["both-0"]
         first = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
         await worker.received.wait_for(lambda each: len(each.decodes) == 1)
@@ -93,7 +93,7 @@ async def test_overload_has_a_time_to_retry() -> None:
 async def test_a_lost_worker_has_a_time_to_retry(error: KvbatonError, seconds: str | None) -> None:
     script = Script(tokens=[END], fail_at=0, error=error)
     async with (
-        running_cluster(script, (Role.BOTH,), max_replays=0) as cluster,
+        running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster,
         cluster.session.post(cluster.url("/v1/completions"), json={"prompt": "x"}) as response,
     ):
         assert response.status == (503 if seconds else 500)
@@ -102,7 +102,7 @@ async def test_a_lost_worker_has_a_time_to_retry(error: KvbatonError, seconds: s
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateOnce", "Tokenize"])
 async def test_invalid_bytes_are_the_clients_mistake(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with running_cluster(DONE, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+    async with running_cluster(DONE, (Role.AGGREGATED,)) as cluster, cluster.channel() as channel:
         path = f"/kvbaton.v1.Inference/{method}"
         untyped: Any = channel
         with pytest.raises(grpc.aio.AioRpcError) as caught:

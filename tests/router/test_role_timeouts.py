@@ -50,7 +50,7 @@ async def test_the_time_limit_of_one_role_is_not_used_up_by_another() -> None:
 
 async def test_the_queue_is_empty_when_the_router_has_stopped() -> None:
     async with running_cluster(Script(tokens=TOKENS), (), worker_wait_seconds=60) as cluster:
-        both = await cluster.add(Role.BOTH)
+        both = await cluster.add(Role.AGGREGATED)
         await cluster.service.wait_ready()
         await both.die()
         await cluster.service.wait_for_workers(0)

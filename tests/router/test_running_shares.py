@@ -87,7 +87,7 @@ async def until_running(cluster: Cluster, count: int) -> None:
     await cluster.until(lambda state: state["requests"]["streaming"] == count)
 
 
-@pytest.mark.parametrize("roles", [(Role.BOTH,), (Role.PREFILL, Role.DECODE)])
+@pytest.mark.parametrize("roles", [(Role.AGGREGATED,), (Role.PREFILL, Role.DECODE)])
 async def test_one_key_does_not_take_all_workers_while_another_is_there(roles: tuple[Role, ...]) -> None:
     """H5, M3: one key's long answers, of the highest priority, leave room for another key."""
     async with running_cluster(Script(tokens=TOKENS), roles, api_keys=KEYS) as cluster:
@@ -109,7 +109,9 @@ async def test_one_key_does_not_take_all_workers_while_another_is_there(roles: t
 
 async def test_one_key_alone_takes_all_workers() -> None:
     """Nothing is kept free for keys that are not in use."""
-    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,), api_keys=KEYS) as cluster:
+    async with running_cluster(
+        Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,), api_keys=KEYS
+    ) as cluster:
         cluster.workers["both-0"].stream.grant(FOUR)
         await cluster.until(lambda state: any(w["max_requests"] == 4 for w in state["workers"]))
         hogs = [asyncio.create_task(ask(cluster, "alice")) for _ in range(8)]

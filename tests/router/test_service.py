@@ -56,7 +56,7 @@ async def test_a_router_that_serves_has_not_imported_torch() -> None:
         async with asyncio.timeout(60):
             addresses = json.loads(await process.stdout.readline())
             worker = ScriptedWorker(
-                Role.BOTH, addresses["internal"], SECRET, lambda _: HELLO, model_files=model_files()
+                Role.AGGREGATED, addresses["internal"], SECRET, lambda _: HELLO, model_files=model_files()
             )
             async with worker:
                 assert await completion(addresses) == "abc"
@@ -75,7 +75,7 @@ async def test_a_request_waits_while_the_model_is_loaded_from_the_first_worker()
         status, answer = await cluster.post("/v1/completions", {"prompt": "x"})
         assert (status, answer["error"]["message"].startswith("no worker is ready")) == (503, True)
         internal = cluster.service.addresses.internal
-        worker = ScriptedWorker(Role.BOTH, internal, SECRET, lambda _: HELLO, model_files=model_files())
+        worker = ScriptedWorker(Role.AGGREGATED, internal, SECRET, lambda _: HELLO, model_files=model_files())
         worker.may_give_files.clear()
         async with worker:
             await cluster.until(lambda state: state["workers"] and state["workers"][0]["max_requests"])
@@ -102,7 +102,7 @@ async def completion(addresses: dict[str, str]) -> str:
 
 
 async def test_metrics_have_the_documented_names_types_and_values() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         await cluster.post("/v1/completions", {"prompt": [5] * 9})
         await cluster.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 2})
         await cluster.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 2000})

@@ -25,7 +25,7 @@ def echoing(task: pb.Task) -> Script:
     return Script(tokens=[*task.prompt_token_ids, WORLD, END])
 
 
-@pytest.mark.parametrize("roles", [PAIR, (Role.BOTH,)])
+@pytest.mark.parametrize("roles", [PAIR, (Role.AGGREGATED,)])
 @pytest.mark.parametrize(
     "prompts", [["hello", " again", "hello again"], [[HELLO], [AGAIN], [HELLO, AGAIN]]], ids=["text", "ids"]
 )
@@ -88,7 +88,7 @@ async def test_an_error_of_one_answer_ends_the_others() -> None:
             return Script(tokens=byte_ids(b"abc"), fail_at=1, error=InternalError("torn"))
         return Script(tokens=byte_ids(b"abc"), stall_at=2)
 
-    async with running_cluster(failing, (Role.BOTH,)) as cluster:
+    async with running_cluster(failing, (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": ["hello", " again"], "max_tokens": 3})
         assert status == 500 and "torn" in answer["error"]["message"]
         await nothing_is_left(cluster)
@@ -96,7 +96,7 @@ async def test_an_error_of_one_answer_ends_the_others() -> None:
 
 async def test_a_client_that_leaves_cancels_every_answer() -> None:
     async with running_cluster(
-        lambda _: Script(tokens=byte_ids(b"abc"), stall_at=1), (Role.BOTH,)
+        lambda _: Script(tokens=byte_ids(b"abc"), stall_at=1), (Role.AGGREGATED,)
     ) as cluster:
         worker = cluster.workers["both-0"]
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": ["a", "b", "c"], "max_tokens": 3}))
@@ -110,7 +110,7 @@ async def test_prompts_share_what_is_made_of_their_stop_strings() -> None:
     """H2: 256 prompts with 4,096 characters of stop strings took 170 MB."""
     stops = [f"{number:02}" * 32 for number in range(64)]
     script = Script(tokens=[*byte_ids(b"00"), END], stall_at=2)
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         tracemalloc.start()
         try:
             body = {"prompt": ["x"] * 256, "stop": stops, "max_tokens": 9}
@@ -131,7 +131,7 @@ async def test_prompts_share_what_is_made_of_their_stop_strings() -> None:
 )
 async def test_what_every_prompt_takes_along_is_bounded(field: dict[str, Any]) -> None:
     """H2: one request of 200 kB sent 400 MB to the workers."""
-    async with running_cluster(echoing, (Role.BOTH,)) as cluster:
+    async with running_cluster(echoing, (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": ["hello"] * 1000, **field})
         assert (status, answer["error"]["param"]) == (400, "prompt")
         assert "with each of 1000 prompts" in answer["error"]["message"]
@@ -142,7 +142,7 @@ async def test_a_request_of_too_many_prompts_is_refused_before_one_is_opened(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """M3: each of its prompts was opened and closed, and had a line in the log: 1,000 took 100 ms of everybody's time."""
-    async with running_cluster(Script(tokens=[END], stall_at=0), (Role.BOTH,), max_queue=4) as cluster:
+    async with running_cluster(Script(tokens=[END], stall_at=0), (Role.AGGREGATED,), max_queue=4) as cluster:
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
         await cluster.workers["both-0"].received.wait_for(lambda worker: len(worker.decodes) == 1)
         cluster.workers["both-0"].stream.grant(pb.Credit(max_requests=1, max_tokens=100))
@@ -161,7 +161,7 @@ async def test_a_request_of_many_prompts_that_ends_early_has_one_line_in_the_log
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """L1: a client that goes away took a line for each prompt; and none of those that wait is begun while they end."""
-    async with running_cluster(Script(tokens=[HELLO, END], stall_at=0), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[HELLO, END], stall_at=0), (Role.AGGREGATED,)) as cluster:
         cluster.workers["both-0"].stream.grant(pb.Credit(max_requests=2, max_tokens=1000))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 2)
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": ["hello"] * 50}))

@@ -43,7 +43,7 @@ def _script(task: pb.Task) -> Script:
     return Script(tokens=[*(LONG if is_hog else byte_ids(b"ok")), END], tokens_per_step=30, logprobs=best)
 
 
-@pytest.mark.parametrize("roles", [(Role.PREFILL, Role.DECODE), (Role.BOTH,)])
+@pytest.mark.parametrize("roles", [(Role.PREFILL, Role.DECODE), (Role.AGGREGATED,)])
 async def test_legs_that_have_ended_are_unbound_however_slowly_clients_read(roles: tuple[Role, ...]) -> None:
     """H5: two unread streams with n = 128 and logprobs hold no credit, and others are answered."""
     many = {"prompt": "x", "n": 128, "logprobs": 5, "max_tokens": 180}

@@ -15,7 +15,7 @@ from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER
 
-ROLES = {f"{role.value}-{number}": role for role in (*PAIR, Role.BOTH) for number in range(2)}
+ROLES = {f"{role.value}-{number}": role for role in (*PAIR, Role.AGGREGATED) for number in range(2)}
 CREDIT = pb.Credit(max_requests=4, max_tokens=400)
 
 

@@ -113,7 +113,7 @@ async def test_every_offset_is_one_of_the_text_whole_and_streamed() -> None:
         told = [-1.0] * (len(task.prompt_token_ids) - 1)
         return Script(tokens=[*answer, END], prompt_logprobs=told, tokens_per_step=2)
 
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
 
         @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
         @given(prompt=PROMPTS, tokens=ANSWERS, echo=st.booleans(), max_tokens=st.integers(1, 9))

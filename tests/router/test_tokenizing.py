@@ -21,7 +21,7 @@ WORDS = [word_id("hello"), word_id(" world")]
 
 
 async def test_a_text_is_tokenized_as_a_completion_would_be() -> None:
-    async with running_cluster(SAY, (Role.BOTH,)) as cluster:
+    async with running_cluster(SAY, (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post("/tokenize", {"prompt": "hello world", "model": "tiny"})
         await cluster.post("/v1/completions", {"prompt": "hello world", "max_tokens": 1})
         (decode,) = cluster.workers["both-0"].received.decodes

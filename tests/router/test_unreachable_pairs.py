@@ -19,7 +19,7 @@ from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_policy import WISH, worker
 
-P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 ANSWER = "abcdef"
 CUT = PeerUnreachableError("the control link to prefill-0 is cut")
 

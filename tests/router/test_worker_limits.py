@@ -24,7 +24,7 @@ from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.text.tiny_model import END, byte_ids
 from wire.membership import layout_from_proto
 
-P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 LONG = "x" * 50
 
 

@@ -24,7 +24,7 @@ SCRIPT = Script(tokens=[*byte_ids(b"yes"), END])
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    async with running_cluster(SCRIPT, roles=(Role.BOTH,)) as running:
+    async with running_cluster(SCRIPT, roles=(Role.AGGREGATED,)) as running:
         yield running
 
 
@@ -62,7 +62,7 @@ async def test_prompts_are_embedded_by_both_clients() -> None:
         with Client(address, timeout_seconds=30) as client:
             return [list(each.values) for each in client.embed(["hi", byte_ids(b"you")]).embeddings]
 
-    async with running_cluster(script, roles=(Role.BOTH,)) as cluster:
+    async with running_cluster(script, roles=(Role.AGGREGATED,)) as cluster:
         address = cluster.service.addresses.grpc
         assert await asyncio.to_thread(use, address) == [[0.5, 2.0], [0.5, 3.0]]
         async with AsyncClient(address, timeout_seconds=30) as client:
@@ -113,7 +113,7 @@ async def test_a_request_is_cancelled_by_its_name(cluster: Cluster) -> None:
 
 
 async def test_a_key_is_sent(tmp_path: Path) -> None:
-    async with running_cluster(SCRIPT, roles=(Role.BOTH,), api_keys="right,other") as cluster:
+    async with running_cluster(SCRIPT, roles=(Role.AGGREGATED,), api_keys="right,other") as cluster:
         address = cluster.service.addresses.grpc
         async with AsyncClient(address, api_key="right") as client:
             assert (await client.generate("hi")).choices[0].text == "yes"

@@ -51,7 +51,7 @@ async def test_a_late_cancel_of_an_old_attempt_stops_it_though_a_newer_one_is_he
 
 
 async def test_cancels_that_arrive_in_the_wrong_order_are_both_remembered(tmp_path: Path) -> None:
-    async with running(Role.BOTH, tmp_path) as it:
+    async with running(Role.AGGREGATED, tmp_path) as it:
         for attempt in (1, 0):
             await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=attempt))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

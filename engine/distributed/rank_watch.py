@@ -1,4 +1,4 @@
-"""Finds ranks whose processes do not run any more, or whose step does not end."""
+"""Detection of ranks whose processes do not run any more, or whose step does not end."""
 
 import logging
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.hosting.processor_time import processor_nanoseconds
-from engine.hosting.watching import RANK_CALLS, EngineWatch, Patience
+from engine.hosting.watching import RANK_CALLS, EngineWatch, LivenessTimeouts
 
 logger = logging.getLogger(__name__)
 _LOOKS_PER_PATIENCE = 6
@@ -18,48 +18,48 @@ class Watched(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """A name for messages."""
 
     @property
     def num_answered(self) -> int:
-        """How many calls its loop has carried out."""
+        """The number of calls that the rank's loop has carried out."""
 
     @property
     def owes_step(self) -> bool:
-        """A step is under way there, or waits."""
+        """A step runs there, or waits."""
 
     def kill(self, reason: str) -> None:
-        """End it: whoever waits for it is told."""
+        """Kill the process."""
 
 
 class CallCount:
-    """Counts a rank's calls such that the count stands still only while the rank owes a step. Pure."""
+    """A count of a rank's calls that stands still only while the rank owes a step. Pure."""
 
     def __init__(self) -> None:
         self._num_rests = 0
 
     def look(self, num_answered: int, owes_step: bool) -> int:
-        """Return the count: calls that were carried out, and looks at which no step was owed."""
+        """Return the number of calls that were carried out, plus the number of looks at which no step was owed."""
         if not owes_step:
             self._num_rests += 1
         return num_answered + self._num_rests
 
 
 class RankWatch(threading.Thread):
-    """Kills each rank that does not run, or whose step neither ends nor computes: it can never wake up again.
+    """A thread that kills each rank that does not run, or whose step neither ends nor computes.
 
-    A rank that waits for its engine, or for another rank, runs now and then all the same (``beat``); that it runs is no
-    sign that its step goes on. Calls other than steps have time limits of their own (``RanksExecutor``).
+    A rank that waits for its engine, or for another rank, runs now and then all the same (``beat``), so running is no sign
+    that its step goes on. Calls other than steps have time limits of their own (``RanksExecutor``).
     """
 
     def __init__(
         self,
         ranks: Sequence[Watched],
-        patience: Patience,
+        patience: LivenessTimeouts,
         runtime: Callable[[int], int | None] = processor_nanoseconds,
     ) -> None:
         super().__init__(name="rank-watch", daemon=True)
@@ -70,7 +70,7 @@ class RankWatch(threading.Thread):
         self._is_over = threading.Event()
 
     def stop(self) -> None:
-        """End the thread; returns when it has ended."""
+        """End the thread, and wait for its end."""
         self._is_over.set()
         self.join()
 
@@ -92,7 +92,7 @@ class RankWatch(threading.Thread):
 
 
 def beat(stopped_seconds: float, is_over: threading.Event) -> threading.Thread:
-    """Start a thread of a rank's process that runs often enough to show that the process does."""
+    """Start a thread in a rank's process that runs often enough to show that the process runs."""
 
     def run() -> None:
         while not is_over.wait(stopped_seconds / _LOOKS_PER_PATIENCE / 2):

@@ -1,4 +1,4 @@
-"""A rank process: stand the group up, then take calls, carry them out on the runner and answer, until hung up."""
+"""The program of a rank process: it joins the group, then carries out calls on the runner until the engine ends it."""
 
 import contextlib
 import ctypes
@@ -19,11 +19,18 @@ import zmq
 
 from contract.errors import ErrorKind, KvbatonError
 from engine.compute.runner import ModelRunner
-from engine.distributed.channel import Doorbell, LargeLine, answers_ring, calls_ring, get, put
+from engine.distributed.channel import (
+    Doorbell,
+    LargeSocket,
+    answers_ring,
+    calls_ring,
+    read_message,
+    write_message,
+)
 from engine.distributed.group import rank_device
 from engine.distributed.messages import Answer, MethodTypes, Raised, RankCall, RankPlan, Returned, decode_plan
 from engine.distributed.process_group import TorchRankGroup, open_store
-from engine.distributed.pulse import beat
+from engine.distributed.rank_watch import beat
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,21 +46,21 @@ class RankLoop:
         os.close(plan.calls)
         os.close(plan.answers)
         end = context.socket(zmq.PAIR)
-        self._large = LargeLine(end)
+        self._large = LargeSocket(end)
         end.connect(plan.large_address)
         self._decoder = msgspec.msgpack.Decoder(RankCall)
         self._types = MethodTypes()
         self._runner: ModelRunner | None = None
 
     def run(self) -> None:
-        """Say that the group stands (or why not), then answer each call, until the engine hangs up."""
+        """Join the group, report the outcome, then answer each call until the engine closes the channel."""
         self._send(_guarded(self._begin))
         while self._doorbell.take():
-            call = self._decoder.decode(get(self._calls, self._plan.rank, self._large))
+            call = self._decoder.decode(read_message(self._calls, self._plan.rank, self._large))
             self._send(_guarded(partial(self._carry_out, call)))
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         if self._runner is not None:
             self._runner.shutdown()
         self._large.close()
@@ -72,12 +79,12 @@ class RankLoop:
         return Returned(msgspec.msgpack.encode(value))
 
     def _send(self, answer: Answer) -> None:
-        put(self._answers, [self._large], msgspec.msgpack.encode(answer))
+        write_message(self._answers, [self._large], msgspec.msgpack.encode(answer))
         self._doorbell.ring()
 
 
 def _guarded(action: Callable[[], Returned]) -> Answer:
-    """The boundary of a rank: whatever is raised becomes an answer."""
+    """Run an action; what it raises becomes an answer. This is the boundary of a rank."""
     try:
         return action()
     except KvbatonError as error:
@@ -87,7 +94,7 @@ def _guarded(action: Callable[[], Returned]) -> Answer:
 
 
 def _join(plan: RankPlan) -> TorchRankGroup:
-    """Meet the other ranks. Raises when they are not there in time, and SettingError without enough devices."""
+    """Join the other ranks. Raises if they do not come in time, and SettingError without enough devices."""
     device = rank_device(plan.settings.device, torch.cuda.device_count(), plan.rank, plan.size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -98,13 +105,13 @@ def _join(plan: RankPlan) -> TorchRankGroup:
 
 
 def _die_with_parent() -> None:
-    """Where the kernel can: elsewhere the end of the doorbell's stream does it, after the call that is under way."""
+    """Have the kernel end this process with its parent, on Linux. Elsewhere it ends after its call, by the doorbell."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(plan_text: str) -> None:
-    """The process; ends when the engine hangs up or dies."""
+    """Run the process, until the engine closes the channel or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
     plan = decode_plan(plan_text)
