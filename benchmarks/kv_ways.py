@@ -166,7 +166,7 @@ def _mapped(path: str, num_bytes: int) -> memoryview:
 
 
 class _Reports:
-    """What a data half tells; see ``kv_transfer.data.reports.DataReports``."""
+    """The reports of a data half; see ``kv_transfer.data.threads.DataReports``."""
 
     def __init__(self) -> None:
         self._ends = Mailbox[object]()

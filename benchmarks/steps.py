@@ -165,7 +165,7 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
     threads = figures["num_threads"]
     head = (
-        f"| threads: {threads} | a step, ms | the model stands still, ms | share | of it drawing, ms"
+        f"| threads: {threads} | a step, ms | the model is idle, ms | share | of it sampling, ms"
         " | Python, ms | of the step | of all threads' time |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )

@@ -32,11 +32,11 @@ class EngineConnector:
 
     def next_arrival(self) -> float | None:
         """Return when, on the clock, the KV of a request is expected; None if no sender has announced any."""
-        return self.scheduler.next_arrival() if self.scheduler is not None else None
+        return self.scheduler.receiver.next_arrival() if self.scheduler is not None else None
 
     def has_arrived(self) -> bool:
         """Return whether KV has arrived that ``take_finished`` has not returned. From any thread."""
-        return self.scheduler is not None and self.scheduler.has_arrived()
+        return self.scheduler is not None and self.scheduler.receiver.has_arrived()
 
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""

@@ -1,9 +1,9 @@
 """The interface between an engine and a KV connector, which ``kv_transfer`` implements.
 
-A connector has two sides. ``SchedulerConnector`` is beside the scheduler and is called only from the core's step thread;
-none of its methods blocks. A ``RankConnector`` is in the process of each rank, beside its KV memory, and moves and digests
-bytes in threads of its own. The scheduler keeps ownership of all blocks: a connector is *lent* block ids, and reports when
-it is done with them.
+A connector has two sides. ``SchedulerConnector``, with its roles ``sender`` and ``receiver``, is beside the scheduler and
+is called only from the core's step thread; none of its methods blocks. A ``RankConnector`` is in the process of each rank,
+beside its KV memory, and moves and digests bytes in threads of its own. The scheduler keeps ownership of all blocks: a
+connector is *lent* block ids, and reports when it is done with them.
 
 The life of one hand-over, on the sender's side (prefill):
 1. ``open_send`` when the blocks of the whole prompt are reserved, before the first chunk runs;
@@ -45,7 +45,7 @@ class Published:
     computes another KV (``contract.layout.received_fingerprint``); None if it is the same.
     """
 
-    request_id: str
+    key: str
     kv_fingerprint: str | None = None
 
 
@@ -56,7 +56,7 @@ class Failed:
     kind: an ErrorKind value, or "not_needed" when the first token ended the answer at the sender, which is no error.
     """
 
-    request_id: str
+    key: str
     kind: str
     message: str
 
@@ -65,7 +65,7 @@ class Failed:
 class Drained:
     """The last read of a cancelled fetch is terminal: its quarantined blocks may be freed."""
 
-    request_id: str
+    key: str
 
 
 TransferEvent = Published | Failed | Drained
@@ -87,40 +87,44 @@ class Received:
     report: TransferReport
 
 
-class SchedulerConnector(Protocol):
-    """The side of a connector beside the scheduler. Called from one thread; no call blocks or does I/O."""
+class SenderConnector(Protocol):
+    """The sender's role beside the scheduler: prompts whose KV is lent. ``key``: ``EngineRequest.key``."""
 
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
         """Lend ``block_ids`` (the whole prompt's). The first ``num_cached_tokens`` are computed already."""
 
-    def publish(self, request_id: str, num_computed_tokens: int) -> None:
+    def publish(self, key: str, num_computed_tokens: int) -> None:
         """Publish the prompt up to ``num_computed_tokens``, which the coming forward pass will have computed.
 
         Only full blocks are published, and the partly filled last one when the whole prompt is computed.
         """
 
-    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
+    def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
         """Complete a transfer whose prompt is computed and published, with the first token of every choice."""
 
-    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
+    def abandon_send(self, key: str, kind: str, message: str) -> None:
         """End a transfer that is of no use: the answer ended at its first token (NOT_NEEDED), or abort or error.
 
         It may follow ``finish_send``, when the client has gone; a transfer that was released meanwhile is left alone.
         """
 
+
+class ReceiverConnector(Protocol):
+    """The receiver's role: prompts whose KV is fetched. ``key``: ``EngineRequest.key``."""
+
     def start_fetch(self, request: EngineRequest) -> None:
         """Ask the sender named in ``request.transfer`` for this request's KV."""
 
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """Pull the prompt's blocks into ``block_ids`` (one per block of the prompt, in order).
 
         The first ``num_cached_blocks`` are held already by the receiver's prefix cache and are not moved.
         """
 
-    def cancel_fetch(self, request_id: str) -> bool:
+    def cancel_fetch(self, key: str) -> bool:
         """Stop fetching. True: no read is outstanding. False: a ``Drained`` event will follow."""
 
-    def take_received(self, request_id: str) -> Received:
+    def take_received(self, key: str) -> Received:
         """Return the content of a transfer that is in ``finished_recving``; called exactly once."""
 
     def take_events(self) -> list[TransferEvent]:
@@ -131,6 +135,18 @@ class SchedulerConnector(Protocol):
 
     def has_arrived(self) -> bool:
         """Return whether a fetch is over that is not in ``finished_recving`` yet; from any thread, within ``wake`` too."""
+
+
+class SchedulerConnector(Protocol):
+    """The half beside the scheduler. Called from one thread; no call blocks or does I/O."""
+
+    @property
+    def sender(self) -> SenderConnector:
+        """The sender's role."""
+
+    @property
+    def receiver(self) -> ReceiverConnector:
+        """The receiver's role."""
 
     def build_metadata(self) -> Any | None:
         """Return this step's orders to the ranks (``SchedulerOutput.kv_connector_metadata``), or None."""

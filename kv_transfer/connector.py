@@ -8,7 +8,8 @@ from functools import partial
 from contract.layout import Side
 from engine.connector import ConnectorPair, RanksConnector
 from kv_transfer.control.control_half import ControlHalf, ControlParts
-from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
@@ -94,7 +95,7 @@ def _send_transfers(me: _Worker, data: _Data, links: LinkLoop) -> SendTransfers:
             settings.lease_seconds,
             settings.parked_seconds,
             num_layer_groups=settings.num_layer_groups if is_single else 1,
-            foresees_ends=is_single,
+            estimates_ends=is_single,
         ),
         SendPorts(links.send, data.release, me.wake, links.look_by),
         me.counters,

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from contract.errors import TransferError
-from engine.connector import Drained, Failed, Published, Received, SchedulerConnector
+from engine.connector import Drained, Failed, Published, Received, ReceiverConnector
 from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.finish import NOT_NEEDED, Finish
 from engine.scheduling.kv_sender import NOT_NEEDED_KIND
@@ -28,7 +28,7 @@ class KVReceiver:
     name = "remote KV"
     status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
-    def __init__(self, connector: SchedulerConnector, pool: BlockPool, timeout_seconds: float) -> None:
+    def __init__(self, connector: ReceiverConnector, pool: BlockPool, timeout_seconds: float) -> None:
         self._connector = connector
         self._pool = pool
         self.timeout_seconds = timeout_seconds

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from contract.errors import ErrorKind
 from contract.requests import EngineRequest
-from engine.connector import FirstToken, SchedulerConnector
+from engine.connector import FirstToken, SenderConnector
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
@@ -27,7 +27,7 @@ class KVSender:
     While the request runs, it holds its blocks; when it finishes, their references pass to its lease.
     """
 
-    def __init__(self, connector: SchedulerConnector, pool: BlockPool, max_length: int) -> None:
+    def __init__(self, connector: SenderConnector, pool: BlockPool, max_length: int) -> None:
         self._connector = connector
         self._pool = pool
         self._max_length = max_length

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from contract.errors import ErrorKind, KvbatonError
 from contract.requests import EngineOutput, EngineRequest
-from engine.connector import SchedulerConnector
+from engine.connector import ReceiverConnector, SchedulerConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
@@ -76,8 +76,8 @@ class Scheduler:
         self.remote_kv = RemoteKV()
         own_stages: tuple[WaitStage, ...] = (grammars,)
         if connector is not None:
-            sender = KVSender(connector, pool, limits.max_length)
-            receiver = self.make_receiver(connector, settings)
+            sender = KVSender(connector.sender, pool, limits.max_length)
+            receiver = self.make_receiver(connector.receiver, settings)
             self.remote_kv = RemoteKV(connector, sender, receiver)
             own_stages = receiver, grammars
         self.waits = Waits((*own_stages, *stages), deadlines)
@@ -228,6 +228,6 @@ class Scheduler:
         """Return the scheduler's half of the connector."""
         return self.remote_kv.connector
 
-    def make_receiver(self, connector: SchedulerConnector, settings: EngineSettings) -> KVReceiver:
+    def make_receiver(self, connector: ReceiverConnector, settings: EngineSettings) -> KVReceiver:
         """Return the wait stage of KV that comes from another worker."""
         return KVReceiver(connector, self.pool, settings.remote_kv_timeout_seconds)

@@ -10,7 +10,7 @@ from contract.errors import InternalError, SettingError
 from engine.connector import RanksConnector, SingleRankConnector
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
-from kv_transfer.data.reports import DataReports
+from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, rank_boot_id
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.choosing import Chooser

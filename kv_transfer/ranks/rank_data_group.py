@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from contract.errors import InternalError, SettingError
 from engine.connector import RankConnector, RankConnectorPlan
 from kv_transfer.counters import Counters
-from kv_transfer.data.reports import DataReports
+from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import CommitJob, PullJob

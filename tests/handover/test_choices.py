@@ -74,7 +74,7 @@ async def start_engine(model: Path, **settings: object) -> EngineClient:
 
 
 async def alone(model: Path, length: int, sampling: SamplingParams = SAMPLING) -> dict[int, Answer]:
-    """Each choice by an engine that knows nothing of the others."""
+    """Compute each choice with an engine that has none of the others."""
     engine = await start_engine(model, enable_prefix_caching=False)
     try:
         found = {}

@@ -1,4 +1,4 @@
-"""Answers that match a grammar cross the hand-over, preemption and replays: valid, and as one engine says them."""
+"""Answers that match a grammar cross the hand-over, preemption and replays: valid, and as one engine computes them."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 def assert_matches(name: str, outputs: list[EngineOutput]) -> None:
-    """Valid, by somebody else's judgement; ended by the model's own end token."""
+    """Assert that an independent checker accepts the answer, and that the model's own end token ended it."""
     assert [output.error_message for output in outputs if output.error_message] == []
     tokens = tokens_of(outputs)
     text = text_of(tokens)

@@ -35,7 +35,7 @@ def expected(model: Path) -> torch.Tensor:
 
 
 def told_by(outputs: list[EngineOutput]) -> list[TokenLogprobs]:
-    """Those of the one output that has them, which is the first."""
+    """Return the prompt logprobs, which only the first output has."""
     first, *others = outputs
     assert all(output.prompt_logprobs is None for output in others)
     assert first.prompt_logprobs is not None

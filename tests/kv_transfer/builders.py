@@ -1,4 +1,4 @@
-"""What the transfer tests are made of: layouts, requests, connected pairs of workers."""
+"""Builders for the transfer tests: layouts, requests, connected pairs of workers."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,8 +11,8 @@ from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, Se
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings
-from kv_transfer.testing import ByteMemory, TransferDriver
 from kv_transfer.transports.local import LocalHub
+from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 MODEL = "model-fingerprint"
@@ -36,7 +36,7 @@ def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
 
 
 def block_content(transfer_id: str, index: int) -> bytes:
-    """What a prompt's block holds in these tests: different for every transfer and index."""
+    """Return the content of a prompt's block: different for every transfer and index."""
     return f"{transfer_id}/{index};".encode()
 
 
@@ -124,7 +124,7 @@ def worker(
 
 @dataclass
 class Sides:
-    """What differs from the defaults on each side of a pair."""
+    """Changes of the default settings on each side of a pair."""
 
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
@@ -150,10 +150,10 @@ def hand_over(pair: Pair, name: str, num_blocks: int = 3, reads: int = 1) -> Non
     pair.prefill.lend(f"t-{name}", list(source))
     pair.prefill.driver.send_all(send, list(source), TOKENS)
     decode = pair.decode.driver
-    decode.scheduler.start_fetch(fetch)
+    decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: fetch.key in decode.published, "published")
-    decode.scheduler.receive_into(fetch.key, list(target), 0)
+    decode.receiver.receive_into(fetch.key, list(target), 0)
     decode.wait_for(lambda: fetch.key in decode.received, "received")
-    num_bytes = decode.scheduler.take_received(fetch.key).report.num_bytes
+    num_bytes = decode.receiver.take_received(fetch.key).report.num_bytes
     assert num_bytes == reads * num_blocks * decode.memory.layout.block_bytes
     pair.prefill.driver.wait_for(lambda: send.key in pair.prefill.driver.sent, "sent")

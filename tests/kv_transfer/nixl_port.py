@@ -14,7 +14,6 @@ from typing import Any
 
 from contract.layout import KVLayout
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.nixl.agent import NixlLibrary, load
@@ -22,6 +21,7 @@ from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
 from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.transport import TransportContext
+from tests.kv_transfer.fakes import ByteMemory
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="float32")

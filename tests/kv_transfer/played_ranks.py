@@ -14,8 +14,8 @@ from kv_transfer.links.framing import FrameBuffer
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.rank_half import RankHalf
 from kv_transfer.settings import TransferSettings
-from kv_transfer.testing import ByteMemory, TransferDriver
 from tests.kv_transfer.builders import LAYOUT, MODEL, Worker
+from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
 SHARE = msgspec.structs.replace(LAYOUT, num_kv_heads=1)
 """What each of two ranks has of ``LAYOUT``."""

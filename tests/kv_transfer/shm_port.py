@@ -15,11 +15,11 @@ from typing import Any
 from contract.errors import KvbatonError
 from contract.layout import KVLayout
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source
-from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.shm.receiver import ShmReceiver
 from kv_transfer.transports.shm.sender import ShmSender
 from kv_transfer.transports.transport import TransportContext
+from tests.kv_transfer.fakes import ByteMemory, GatedRead
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")

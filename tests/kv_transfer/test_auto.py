@@ -20,7 +20,6 @@ from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.senders import IdleTogether
 from tests.kv_transfer.builders import (
@@ -34,6 +33,7 @@ from tests.kv_transfer.builders import (
     settings_for,
     worker,
 )
+from tests.kv_transfer.fakes import ByteMemory
 
 
 def chosen(pair: Pair) -> dict[str, float]:
@@ -85,7 +85,7 @@ def test_a_forced_name_is_honoured_by_the_other_side(prefill: str, decode: str, 
 def test_two_different_forced_names_are_refused() -> None:
     with pair_of(Sides(prefill={"transport": "tcp"}, decode={"transport": "shm"})) as pair:
         decode, fetch = pair.decode.driver, pair.fetch_request("r", prompt_of(2))
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.failed, "failed")
         failed = decode.failed[fetch.key]
         assert failed.kind == "incompatible"

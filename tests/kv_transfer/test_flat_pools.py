@@ -21,12 +21,12 @@ from kv_transfer.protocol.reads import (
     StaleLeaseError,
     blocks_per_piece,
 )
-from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transports import block_views
 from kv_transfer.transports.block_views import BlockViews, ViewCache, read_views, write_views
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transport
 from kv_transfer.transports.transport import Transport, TransportContext
+from tests.kv_transfer.fakes import ByteMemory, GatedRead
 
 WAIT = 30.0
 NAME, OTHER = LeaseName("t", 0, "lease"), LeaseName("u", 0, "other")

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SettingError
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_views import BlockViews, address_of
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.nixl.agent import load, why_missing
@@ -16,6 +15,7 @@ from kv_transfer.transports.nixl.receiver import agent_name
 from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device, interface_of
 from kv_transfer.transports.registry import auto_names
+from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import LAYOUT, context_for
 
 

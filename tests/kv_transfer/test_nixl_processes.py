@@ -226,16 +226,16 @@ def test_blocks_stay_in_quarantine_while_their_sender_is_stopped() -> None:
             driver, prompt = decode.driver, prompt_of(3)
             for name in ("first", "r"):
                 fetch = prefill.fetch_request(name, prompt)
-                driver.scheduler.start_fetch(fetch)
+                driver.receiver.start_fetch(fetch)
                 prefill.tell("open", name=name, num_tokens=len(prompt))
                 prefill.tell("publish", num_tokens=len(prompt))
                 driver.wait_for(partial(contains, driver.published, fetch.key), "published")
-                driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
+                driver.receiver.receive_into(fetch.key, [1, 2, 3], 0)
                 if name == "first":
                     prefill.tell("finish")
                     driver.wait_for(lambda: driver.received, "received")
             stopping.wait()
-            assert driver.scheduler.cancel_fetch(fetch.key) is False
+            assert driver.receiver.cancel_fetch(fetch.key) is False
             with pytest.raises(TimeoutError):
                 driver.wait_for(lambda: driver.drained, "drained", timeout_seconds=0.5)
             assert decode.count("transfers_quarantined") == 1

@@ -14,8 +14,8 @@ from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.ranks import rank_messages as messages
-from kv_transfer.testing import ByteMemory, TransferDriver
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Pair, Worker, prompt_of, settings_for, worker
+from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 from tests.kv_transfer.played_ranks import SHARE, PlayedRank
 from tests.kv_transfer.test_handshake import answer
 
@@ -103,7 +103,7 @@ def test_a_link_is_up_when_every_rank_would_serve_its_reader() -> None:
         tokens = []
         for decode in (early, late):
             request = Pair(prefill, decode).fetch_request(decode.settings.worker_id, prompt_of(2))
-            decode.driver.scheduler.start_fetch(request)
+            decode.driver.receiver.start_fetch(request)
             received = [rank.receive() for rank in ranks]
             assert [type(message) for message in received] == [messages.BeginSession] * 2
             tokens.append(received[0].token)

@@ -16,10 +16,10 @@ from kv_transfer.links.framing import HEADER, FrameBuffer, encode_frame, format_
 from kv_transfer.options import TransportName
 from kv_transfer.protocol.reads import LeaseName, ReadRequest
 from kv_transfer.settings import TransferSettings
-from kv_transfer.testing import CorruptingReceiver
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import AUTO, open_transport, transport_names
 from tests.kv_transfer.builders import SECRET, settings_for
+from tests.kv_transfer.fakes import CorruptingReceiver
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_factory_survives_the_way_into_a_spawned_process() -> None:
 
 def test_torch_is_not_imported() -> None:
     """The whole package works beside a pool that is not a tensor."""
-    code = "import sys, kv_transfer.connector, kv_transfer.testing; sys.exit('torch' in sys.modules)"
+    code = "import sys, kv_transfer.connector; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError, WorkerLostError
 from kv_transfer.protocol.reads import RangeGrant, Source
-from kv_transfer.testing import GatedRead
+from tests.kv_transfer.fakes import GatedRead
 from tests.kv_transfer.shm_port import (
     GATED_BLOCK,
     NAME,

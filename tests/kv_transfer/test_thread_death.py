@@ -53,7 +53,7 @@ BUGGY = Sides(decode={"decorate": UnforgivingReceiver})
 def test_the_links_thread() -> None:
     with pair_of(BUGGY) as pair:
         fetch = pair.fetch_request("r", prompt_of(2))
-        pair.decode.driver.scheduler.start_fetch(fetch)
+        pair.decode.driver.receiver.start_fetch(fetch)
         pair.decode.driver.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
         pair.prefill.driver.close()
         with pytest.raises(
@@ -132,7 +132,7 @@ def test_the_thread_of_nixl() -> None:
 def test_what_a_transport_says_of_its_thread_ends_the_engine() -> None:
     with pair_of(transport="shm") as pair:
         rank: Any = pair.decode.driver.rank
-        port = rank._lending._senders["shm"]._port
+        port = rank._senders._senders["shm"]._port
         port._context.on_thread_failed("kv-shm", RuntimeError("a bug"))
         with pytest.raises(InternalError, match=r"thread kv-shm of the connector has failed: .*a bug"):
             dies(pair)

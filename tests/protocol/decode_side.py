@@ -3,7 +3,8 @@
 from contract.errors import ErrorKind
 from engine.scheduling.finish import Finish
 from engine.scheduling.status import RequestStatus
-from kv_transfer.control.fetching import FetchPorts, FetchSettings
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -106,19 +107,19 @@ class DecodeSide(EngineSide):
         """A frame of a prefill worker; see ``ControlHalf.link_message``."""
         message = message_of(frame)
         assert isinstance(message, msg.SenderWord)
-        self.transfers.message(PeerRef(peer, is_dialed=True), message)
+        self.transfers.on_message(PeerRef(peer, is_dialed=True), message)
 
     def link_up(self, peer: str) -> None:
         """The dialed link is welcomed."""
         if self.scenario.num_transports > 1:
-            self.transfers._alternatives.begin(_sources_of(peer, self.scenario.num_transports))
+            self.transfers._peers.alternatives.begin(_sources_of(peer, self.scenario.num_transports))
         self.transfers.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), peer))
 
     def link_down(self, peer: str) -> None:
         """It ended, or could not be dialed."""
         source = self.transfers.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
         if source is not None:
-            self.transfers._alternatives.end(source)
+            self.transfers._peers.alternatives.end(source)
 
     def run_out_of_time(self) -> None:
         """``remote_kv_timeout_seconds`` are over for whoever waits for KV."""
@@ -228,14 +229,17 @@ class DecodeSide(EngineSide):
         """An idle lane is no lane."""
         super().tidy()
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
-        for incoming in self.transfers._incoming.values():
+        for incoming in self.transfers._incoming:
             self.sink.climbed.add(incoming.fetch.retry_steps)
             if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * BLOCK_BYTES:
                 raise LawBrokenError(f"{self.boot}: what {incoming.key} lacks is read again and again")
 
     def what_is_held(self) -> list[str]:
         """Fetches and jobs too."""
-        held = [f"fetch of {one['transfer_id']} is {one['state']}" for one in self.transfers.debug_state()]
+        held = [
+            f"fetch of {one['transfer_id']} is {one['state']}"
+            for one in self.transfers.debug_state()["fetches"]
+        ]
         jobs = [reading.key for lane in self.lanes.values() for reading in lane]
         jobs += [job.key for job in self.commits]
         return super().what_is_held() + held + [f"a job of {key} is not terminal" for key in jobs]

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from engine.connector import SchedulerConnector
+from engine.connector import ReceiverConnector
 from engine.scheduling.kv_receiver import KVReceiver
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
@@ -15,8 +15,8 @@ from tests.protocol.scenario import Rules
 class NoQuarantine(FetchTransfers):
     """Says that the blocks of a cancelled fetch may be freed, whatever still reads into them."""
 
-    def cancel(self, key: str) -> bool:
-        super().cancel(key)
+    def cancel_fetch(self, key: str) -> bool:
+        super().cancel_fetch(key)
         return True
 
 
@@ -36,7 +36,7 @@ class EagerReceiver(KVReceiver):
 class EagerScheduler(Scheduler):
     """A decode worker's scheduler with an EagerReceiver."""
 
-    def make_receiver(self, connector: SchedulerConnector, settings: EngineSettings) -> KVReceiver:
+    def make_receiver(self, connector: ReceiverConnector, settings: EngineSettings) -> KVReceiver:
         return EagerReceiver(connector, self.pool, settings.remote_kv_timeout_seconds)
 
 

@@ -17,8 +17,7 @@ from contextlib import ExitStack
 
 from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.links.framing import HEADER, ShortReadError, check_body, decode_body, length_in, receive_all
-from kv_transfer.native.caches import last_cache_bytes
-from kv_transfer.native.compiling import load_copy_blocks
+from kv_transfer.native.compiling import last_cache_bytes, load_copy_blocks
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError, blocks_per_piece
 from kv_transfer.transports.block_views import BlockViews, address_of, block_span, check_sizes
 from kv_transfer.transports.connection_cache import ConnectionCache

@@ -1,7 +1,4 @@
-"""Fakes for tests of hand-overs: a torch-free KV pool, a receiver that damages a block, a tiny scheduler's part.
-
-Part of the library on purpose: other packages test with them too. Nothing here is used in production.
-"""
+"""Fakes for tests of hand-overs: a KV pool without torch, a receiver that damages a block, a driver for one connector."""
 
 import mmap
 import os
@@ -19,13 +16,13 @@ from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport
 
 NUM_EARLY_CHECKS = 3
-"""How often the ``shm`` receiver looks whether a read was stopped, up to and with its first block."""
+"""How often the ``shm`` receiver checks for a stop, up to and including its first block."""
 
 
 class ByteMemory:
-    """A ``KVMemory`` without torch: an anonymous file (memfd) where the system has such, else private memory.
+    """A ``KVMemory`` without torch: a memfd where the system has one, else private memory.
 
-    committed: what was committed, in order.
+    committed: the committed blocks, in order.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
@@ -39,22 +36,22 @@ class ByteMemory:
         self._pool = memoryview(mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes))
 
     def read_view(self, block_id: int) -> memoryview:
-        """The block itself."""
+        """Return the block itself."""
         return self._block(block_id)
 
     def write_view(self, block_id: int) -> memoryview:
-        """The block itself."""
+        """Return the block itself."""
         return self._block(block_id)
 
     def commit(self, block_ids: list[int]) -> None:
-        """Remember that these were committed."""
+        """Record the blocks as committed."""
         self.committed.extend(block_ids)
 
     def mark_computed(self) -> None:
-        """Nothing: what was written is there."""
+        """Do nothing: writes are visible at once."""
 
     def fill(self, block_id: int, content: bytes) -> None:
-        """Write ``content`` over and over until the block is full."""
+        """Fill the block with repetitions of ``content``."""
         size = self.layout.block_bytes
         self._block(block_id)[:] = (content * (size // len(content) + 1))[:size]
 
@@ -74,7 +71,7 @@ def _create_memfd(num_bytes: int) -> int | None:
 
 
 class GatedMemory(ByteMemory):
-    """A pool whose reads of one block wait until ``gate`` is set, once ``gated_block`` names it."""
+    """A pool whose reads of ``gated_block`` wait until ``gate`` is set."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         super().__init__(layout, num_blocks)
@@ -83,7 +80,7 @@ class GatedMemory(ByteMemory):
         self.is_waiting = threading.Event()
 
     def read_view(self, block_id: int) -> memoryview:
-        """The block, when the gate lets it through."""
+        """Return the block once the gate is open."""
         if block_id == self.gated_block:
             self.is_waiting.set()
             self.gate.wait()
@@ -108,10 +105,10 @@ class GatedRead(Read):
 
 
 class CorruptingReceiver:
-    """Flips a bit of the transfer's block ``block_index`` after it landed and before it is verified, whenever it is read.
+    """Flips a bit of the transfer's block ``block_index`` after it landed and before it is verified, on every read.
 
-    Use ``functools.partial(CorruptingReceiver, block_index=3)`` as ``TransferSettings.decorate``. num_times: how often yet.
-    transport: only where it is read over this one.
+    Use ``functools.partial(CorruptingReceiver, block_index=3)`` as ``TransferSettings.decorate``. num_times: how many reads
+    to damage; None is all. transport: damage only reads over this one.
     """
 
     def __init__(
@@ -127,7 +124,7 @@ class CorruptingReceiver:
         self._transport = transport
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Fetch, then damage; what lands is not told before, for it would be verified."""
+        """Fetch, then damage. Landed blocks are reported only afterwards: they would be verified undamaged."""
         with read.telling(lambda _num_blocks: None):
             self._inner.fetch(source, request, views, read)
         if self.num_times == 0 or self._transport not in (None, source.transport):
@@ -138,7 +135,7 @@ class CorruptingReceiver:
                 self.num_times = None if self.num_times is None else self.num_times - 1
 
     def forget(self, source: Source) -> None:
-        """Have the real receiver forget it."""
+        """Forward to the real receiver."""
         self._inner.forget(source)
 
     def close(self) -> None:
@@ -148,10 +145,10 @@ class CorruptingReceiver:
 
 @dataclass
 class TransferDriver:
-    """Plays the scheduler's part for one connector: every ``step`` runs the orders and takes what happened.
+    """A small scheduler for one connector: every ``step`` executes the orders and collects the events.
 
-    compute_layer: the forward pass, layer by layer from 1 on, of a step in which somebody wants to hear of its layers.
-    Pass ``driver.wake`` as the factory's ``wake`` and the pair to ``attach``.
+    compute_layer: computes one layer (from 1 on) of a step whose layers are watched. Pass ``driver.wake`` as the factory's
+    ``wake``, and the pair to ``attach``.
     """
 
     memory: ByteMemory
@@ -164,18 +161,20 @@ class TransferDriver:
     _awake: threading.Event = field(default_factory=threading.Event)
 
     def wake(self) -> None:
-        """From any thread: something waits."""
+        """Make ``wait_for`` step again. Thread-safe."""
         self._awake.set()
 
     def attach(self, pair: ConnectorPair) -> None:
         """Drive this connector from now on."""
         self.scheduler = pair.scheduler
+        self.sender = pair.scheduler.sender
+        self.receiver = pair.scheduler.receiver
         self.rank = pair.ranks.in_process()
         self.address = pair.address
         self.rank.start(self.memory)
 
     def step(self) -> None:
-        """One step; what it computes is in the pool before, but for what ``compute_layer`` puts there."""
+        """Run one step. Tests fill the pool before it, or in ``compute_layer``."""
         metadata: Any = self.scheduler.build_metadata()
         if metadata is not None:
             if (watch := self.rank.watch_layers(metadata)) is not None:
@@ -184,14 +183,14 @@ class TransferDriver:
         sent, received = self.rank.take_finished()
         self.sent.extend(sorted(sent))
         self.received.extend(sorted(received))
-        for event in self.scheduler.take_events():
+        for event in self.receiver.take_events():
             match event:
                 case Published():
-                    self.published.append(event.request_id)
+                    self.published.append(event.key)
                 case Failed():
-                    self.failed[event.request_id] = event
+                    self.failed[event.key] = event
                 case Drained():
-                    self.drained.append(event.request_id)
+                    self.drained.append(event.key)
 
     def _compute(self, watch: LayerWatch) -> None:
         for number in range(1, self.memory.layout.num_layers + 1):
@@ -200,7 +199,7 @@ class TransferDriver:
         watch.computed()
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout_seconds: float = 30.0) -> None:
-        """Step whenever woken until ``condition`` holds. Raises TimeoutError that says what did not happen."""
+        """Step whenever woken until ``condition`` holds. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_seconds
         self.step()
         while not condition():
@@ -212,11 +211,11 @@ class TransferDriver:
             self.step()
 
     def send_all(self, request: EngineRequest, block_ids: list[int], tokens: list[FirstToken]) -> None:
-        """Lend, compute in one chunk, finish."""
-        self.scheduler.open_send(request, block_ids, 0)
-        self.scheduler.publish(request.key, len(request.prompt_token_ids))
+        """Lend a prompt, compute it in one chunk and finish the send."""
+        self.sender.open_send(request, block_ids, 0)
+        self.sender.publish(request.key, len(request.prompt_token_ids))
         self.step()
-        self.scheduler.finish_send(request.key, tokens)
+        self.sender.finish_send(request.key, tokens)
 
     def close(self) -> None:
         """Close both halves."""
