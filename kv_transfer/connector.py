@@ -12,8 +12,8 @@ from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfe
 from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
-from kv_transfer.links.link_events import LinkSettings
 from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import LocalIdentity
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import CommitJob

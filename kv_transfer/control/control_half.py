@@ -161,8 +161,8 @@ class ControlHalf:
         if ref.is_dialed:
             self._fetches.link_up(ref, session)
         else:
-            let_go = partial(self._links.let_go, ref, session.token)
-            if not self._sessions.begin(session.token, let_go):
+            release = partial(self._links.release, ref, session.token)
+            if not self._sessions.begin(session.token, release):
                 self._links.hold(ref, session.token)
 
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:

@@ -103,7 +103,7 @@ class Dialing:
 
     def __init__(self, me: LocalIdentity, target: PeerTarget, mac: Mac = mac_of) -> None:
         self._me = me
-        self._target = target
+        self.target = target
         self._hello = Hello(
             PROTOCOL_MIN,
             PROTOCOL_MAX,
@@ -125,7 +125,7 @@ class Dialing:
 
     def receive(self, message: Message) -> list[Message]:
         """Answer the acceptor. Raises the error that the handshake fails with."""
-        where = f"worker {self._target.worker_id} at {self._target.address}"
+        where = f"worker {self.target.worker_id} at {self.target.address}"
         match message:
             case Refused() if self.session is None:
                 is_proved = self._transcript.is_proved(_ACCEPTOR_REFUSES, message)
@@ -164,7 +164,7 @@ class Dialing:
 
     def _check_target(self, challenge: Challenge, where: str) -> None:
         """Raise WorkerLostError where somebody else of this cluster answers than the one that was asked for."""
-        asked = self._target
+        asked = self.target
         found = challenge
         if (found.worker_id, found.boot_id) != (asked.worker_id, asked.boot_id):
             raise WorkerLostError(

@@ -7,7 +7,7 @@ import time
 
 from contract.errors import TransferError, UnauthenticatedError
 from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, encode_frame
-from kv_transfer.links.unauthenticated import giving_way, host_of, max_unauthenticated
+from kv_transfer.links.listening import choose_displaced, host_of, max_unauthenticated
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending
 from kv_transfer.transports.data_wire import DataHello, DataProve, DataStatus
 
@@ -76,7 +76,7 @@ class Lobby:
     def let_in(self, sock: socket.socket, lending: Lending) -> None:
         """Begin to receive from a connection, which the selector's key holds. One too many costs another its place."""
         if len(self._unauthenticated) >= self._most:
-            self.dismiss(giving_way(self._unauthenticated))
+            self.dismiss(choose_displaced(self._unauthenticated))
         sock.setblocking(False)
         now = time.monotonic()
         connection = UnauthenticatedConnection(sock, lending, now, now + self._patience_seconds)

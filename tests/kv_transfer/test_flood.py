@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.links.framing import encode_frame, parse_address, read_frame, write_frame
-from kv_transfer.links.listening import Listener
-from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, Seldom, giving_way
+from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, LogLimiter, choose_displaced
 from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.data_greeting import Reading
 from kv_transfer.transports.data_port import dial, unconnected
@@ -73,7 +72,7 @@ def test_room_is_made_by_the_address_that_holds_the_most_and_by_the_silent_first
     strangers: list[Played],
 ) -> None:
     """L7: fair between addresses, and to those who have something to say."""
-    gone = giving_way(strangers)
+    gone = choose_displaced(strangers)
     per_host = Counter(stranger.host for stranger in strangers)
     assert per_host[gone.host] == max(per_host.values())
     for other in strangers:
@@ -153,7 +152,7 @@ def test_a_listener_rests_after_a_few_connections() -> None:
 
 def test_what_is_said_seldom_tells_how_often_it_was_not_said() -> None:
     now = [0.0]
-    seldom = Seldom(1.0, lambda: now[0])
-    assert [seldom.ask() for _ in range(3)] == [0, None, None]
+    limiter = LogLimiter(1.0, lambda: now[0])
+    assert [limiter.admit() for _ in range(3)] == [0, None, None]
     now[0] = 1.0
-    assert [seldom.ask(), seldom.ask()] == [2, None]
+    assert [limiter.admit(), limiter.admit()] == [2, None]

@@ -12,8 +12,8 @@ from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import Link, PeerRef
-from kv_transfer.links.link_events import LinkSettings
 from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import Accepting, LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
@@ -112,15 +112,16 @@ def test_a_link_that_is_not_open_yet_or_any_more_takes_no_words() -> None:
     with theirs:
         ours.setblocking(False)
         link = Link(ours, Accepting(identity), 2**20, now=0.0)
+        outbox = link.outbox
         word = CancelFetch("t", 0)
-        assert not link.send_now(word)
-        link.open()
-        link.held_for = "token"
-        assert not link.send_now(word)
-        link.held_for = None
-        assert link.send_now(word)
+        assert not outbox.send_now(word)
+        outbox.open()
+        outbox.hold("token")
+        assert not outbox.send_now(word)
+        assert outbox.release("token")
+        assert outbox.send_now(word)
         assert not link.wants_write
         with pytest.raises(TransferError, match="a frame of"):
-            link.send_now(TransferFailed("t", 0, "internal", "x" * 2**21))
-        link.close()
-        assert not link.send_now(word)
+            outbox.send_now(TransferFailed("t", 0, "internal", "x" * 2**21))
+        outbox.close()
+        assert not outbox.send_now(word)

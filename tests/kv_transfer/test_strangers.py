@@ -17,13 +17,12 @@ from contract.errors import KvbatonError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
+from kv_transfer.links.dialing import Endpoint, Outcome, Resolver, numeric, resolve
 from kv_transfer.links.framing import parse_address
 from kv_transfer.links.link import PeerRef
-from kv_transfer.links.link_events import LinkSettings
 from kv_transfer.links.link_loop import LinkLoop
-from kv_transfer.links.listening import Listener
-from kv_transfer.links.resolving import Endpoint, Outcome, Resolver, numeric, resolve
-from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, max_unauthenticated
+from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, max_unauthenticated
+from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.transports.context import TransportContext

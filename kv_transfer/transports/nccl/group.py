@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from contract.errors import PeerUnreachableError, TransferError
-from kv_transfer.links.framing import format_address, listen_on, parse_address
+from kv_transfer.links.framing import format_address, parse_address
+from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import PeerSilentError
 
 SENDER = 0

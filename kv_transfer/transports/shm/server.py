@@ -13,7 +13,7 @@ from pathlib import Path
 
 from contract.errors import KvbatonError, TransferError, UnauthenticatedError
 from kv_transfer.links.framing import FrameBuffer, decode_body, encode_frame
-from kv_transfer.links.unauthenticated import max_unauthenticated
+from kv_transfer.links.listening import max_unauthenticated
 from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_greeting import UNKNOWN, Lending
 from kv_transfer.transports.data_wire import DataChallenge, DataHello, DataProve, DataStatus
