@@ -20,7 +20,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
 TRITON := $(VENV)/triton
 
-.PHONY: help install demo test test-slow test-triton mutants explore soak check format format-check lint types imports sizes protos \
+.PHONY: help install demo test test-slow test-triton mutants explore soak check format format-check lint types imports sizes language protos \
 	protos-check settings-docs settings-docs-check gpu-check test-docker test-sdk lock clean
 
 help: ## list the targets
@@ -93,6 +93,9 @@ imports: install
 
 sizes: install
 	$(BIN)/python -m tools.check_sizes
+
+language: install
+	$(BIN)/python -m tools.check_language
 
 protos-check: install
 	$(BIN)/python -m tools.generate_protos --check

@@ -1,0 +1,162 @@
+"""Refuse docstrings, messages and names that a native reader would have to translate (see docs/glossary.md)."""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeGuard
+
+from tools.check_sizes import own_files
+
+VERBS = frozenset((Path(__file__).parent / "docstring_verbs.txt").read_text().split())
+HTTP_METHODS = ("GET", "POST", "PUT", "DELETE")
+
+# No docstring begins with these, whatever it describes.
+FRAGMENT_STARTS = frozenset(
+    "as how nobody of so somebody such that those what whatever when where whether which who whoever whom why".split()
+)
+
+# Programs and messages do not speak or wish, and these words have a plainer one.
+REFUSED_WORDS = re.compile(
+    r"\b(hear|hears|heard|hearing|say|says|said|saying|tell|tells|told|telling|want|wants|wanted|wanting|know|knows|knew"
+    r"|welcome|welcomes|welcomed|somebody|nobody|somebody's|nobody's|whoever|whom|whosoever|foresee|foresees|foreseen"
+    r"|foresight|lest|thereof|whereof|hereby|therein|boards|boarding|enrol|enrols|enrolled"
+    r"|(?:is|are|be|was|were|been) had|stands? in line|had better|under way|token 0|token zero)\b",
+    re.IGNORECASE,
+)
+
+# Words that the paragraphs of the documentation do without as well.
+REFUSED_IN_DOCS = re.compile(
+    r"\b(hears|heard|welcomes|welcomed|somebody|nobody|whoever|whosoever|foresees|foreseen|thereof|whereof|boards"
+    r"|boarding|enrols|(?:is|are|be|was|were|been) had|stands? in line|token 0|token zero)\b",
+    re.IGNORECASE,
+)
+
+# Names that were replaced by the field's standard terms.
+RETIRED_NAMES = re.compile(
+    r"\b(Wish|Patience|WaitingLine|waiting_line|side_by_side|Relays?|_enrol|_welcome|has_news|hear_finished|is_under_way"
+    r"|Boarding|SendDesk|FetchDesk|Lent|Wanted|Told|is_turning|Rung|Foresight|nixl_owner|Visit|strangers|let_go|cut_short"
+    r"|give_way|Lending|GrantBook|JoinedRanks|RanksConnectorFactory|create_ranks_connector|router/link|worker\.link)\b"
+)
+
+DOC_COLUMNS = 100
+HISTORY = ("CHANGELOG.md", "docs/log.md")
+
+Problem = tuple[int, str]
+
+
+def problems_of_code(source: str, is_test: bool) -> Iterator[Problem]:
+    """Yield (line, what is wrong) for one Python file; tests may name a fixture by a noun."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _problems_of_docstring(node, is_test)
+        elif isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _logs_or_helps(node)):
+            for line, text in _texts(node):
+                yield from _refused_words(line, text, REFUSED_WORDS)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _refused_words(token.start[0], token.string, REFUSED_WORDS)
+    yield from _retired_names(source)
+
+
+def problems_of_document(text: str) -> Iterator[Problem]:
+    """Yield (line, what is wrong) for one Markdown file; tables and code may be wider than paragraphs."""
+    is_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code:
+            if len(line) > DOC_COLUMNS and not line.lstrip().startswith(("|", "[", "http", "![")):
+                yield number, f"{len(line)} columns; paragraphs are wrapped at {DOC_COLUMNS}"
+            yield from _refused_words(number, line, REFUSED_IN_DOCS)
+    yield from _retired_names(text)
+
+
+def is_verb(word: str) -> bool:
+    """Return whether ``word`` is a verb of the list, in its base form or in the third person."""
+    stem = word.lower()
+    bases = {stem, stem.removesuffix("s"), stem.removesuffix("es")}
+    if stem.endswith("ies"):
+        bases.add(stem.removesuffix("ies") + "y")
+    return not VERBS.isdisjoint(bases)
+
+
+def _problems_of_docstring(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, is_test: bool
+) -> Iterator[Problem]:
+    text = ast.get_docstring(node)
+    if not text:
+        return
+    line = node.body[0].lineno
+    first = re.split(r"[\s,.:;]", text, maxsplit=1)[0]
+    if first.lower() in FRAGMENT_STARTS:
+        yield line, f"a docstring begins with {first!r}; write a sentence"
+    elif _must_begin_with_verb(node) and not is_test and first not in HTTP_METHODS and not is_verb(first):
+        yield (
+            line,
+            f"the docstring of {node.name} begins with {first!r}, which is no verb of docstring_verbs.txt",
+        )
+    yield from _refused_words(line, text, REFUSED_WORDS)
+
+
+def _must_begin_with_verb(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+        "property" in ast.unparse(decorator) for decorator in node.decorator_list
+    )
+
+
+def _logs_or_helps(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    return name.split(".")[0].lower().strip("_") in ("logger", "log") or any(
+        keyword.arg == "help" for keyword in call.keywords
+    )
+
+
+def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.lineno, part.value
+
+
+def _refused_words(line: int, text: str, words: re.Pattern[str]) -> Iterator[Problem]:
+    for match in words.finditer(re.sub(r"``?[^`]*``?", "", text)):
+        yield line, f"{match.group()!r} is refused: write what happens in plain words"
+
+
+def _retired_names(text: str) -> Iterator[Problem]:
+    for number, line in enumerate(text.splitlines(), 1):
+        for match in RETIRED_NAMES.finditer(line):
+            yield number, f"the name {match.group()!r} was retired"
+
+
+def main(root: Path, chosen: list[str]) -> int:
+    """Check every file below ``root``, or those whose path begins with one of ``chosen``; return the exit code."""
+    code = [file.relative_to(root) for file in own_files(root)]
+    documents = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+    problems = []
+    for path in [*code, *(file.relative_to(root) for file in documents)]:
+        name = str(path)
+        if name in HISTORY or name.startswith("tools/check_language") or not _is_chosen(name, chosen):
+            continue
+        text = (root / path).read_text()
+        found = (
+            problems_of_document(text)
+            if path.suffix == ".md"
+            else problems_of_code(text, name.startswith("tests/"))
+        )
+        problems += [f"{name}:{line}: {problem}" for line, problem in sorted(found)]
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _is_chosen(name: str, chosen: list[str]) -> bool:
+    return not chosen or any(name.startswith(start) for start in chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(), sys.argv[1:]))
