@@ -185,6 +185,9 @@ class _Reports:
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """Nothing is lent here."""
 
+    def end_expected(self, key: str, seconds: float) -> None:
+        """Nothing is estimated here."""
+
     def lease_idle(self, name: LeaseName) -> None:
         """Nothing is lent here."""
 

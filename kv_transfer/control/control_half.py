@@ -188,7 +188,7 @@ class ControlHalf:
                 self._sends.fetch_asked(ref.boot_id, message)
             case msg.ReleaseLease() | msg.CancelFetch() if not ref.is_dialed:
                 self._sends.let_go(ref.boot_id, message)
-            case _ if isinstance(message, msg.SenderWord) and ref.is_dialed:
+            case _ if isinstance(message, msg.SenderMessage) and ref.is_dialed:
                 self._fetches.message(ref, message)
             case _:
                 self._counters.add("transfer_stale_messages_total")
@@ -200,6 +200,10 @@ class ControlHalf:
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """From the data half."""
         self._sends.send_event(key, event)
+
+    def end_expected(self, key: str, seconds: float) -> None:
+        """From the data half."""
+        self._sends.announce_end(key, seconds)
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """From the data half."""

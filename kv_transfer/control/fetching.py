@@ -19,20 +19,20 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.announced import (
+from kv_transfer.protocol.digests import digest_seeds
+from kv_transfer.protocol.events import NOT_NEEDED, RetryStep
+from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
+from kv_transfer.protocol.handshake import PeerTarget, Session
+from kv_transfer.protocol.orders import CommitJob, PullJob
+from kv_transfer.protocol.plan import (
     AnnouncedBlocks,
+    PeerTerms,
     changed_lease,
     complete_event,
     failed_event,
     published_event,
 )
-from kv_transfer.protocol.digests import digest_seeds
-from kv_transfer.protocol.handshake import PeerTarget, Session
-from kv_transfer.protocol.orders import CommitJob, PullJob
-from kv_transfer.protocol.plan import PeerTerms
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.states import NOT_NEEDED, Fetch, FetchState, RetryStep
-from kv_transfer.protocol.transitions import advance_fetch
 from kv_transfer.transports.alternatives import Alternatives
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ class FetchTransfers(Transfers):
                 self._apply(incoming, ev.SenderFailed(kind, message))
         return source
 
-    def message(self, ref: PeerRef, message: msg.SenderWord) -> None:
+    def message(self, ref: PeerRef, message: msg.SenderMessage) -> None:
         """The sender's word; about a transfer that is not fetched (any more) it is dropped and counted."""
         now = self._clock()
         with self._acting():
@@ -264,7 +264,7 @@ class FetchTransfers(Transfers):
                 case msg.TransferFailed():
                     self._apply(incoming, failed_event(message))
 
-    def _drop(self, ref: PeerRef, message: msg.SenderWord) -> None:
+    def _drop(self, ref: PeerRef, message: msg.SenderMessage) -> None:
         """A sender that still lends is told again that nobody reads: its lease would be renewed while this worker lives."""
         self._counters.add("transfer_stale_messages_total")
         if not isinstance(message, msg.TransferFailed):
@@ -312,7 +312,7 @@ class FetchTransfers(Transfers):
             incoming.add_grants(message.grants)
             first = message.first_block
             num_blocks = message.num_blocks
-            self._apply(incoming, ev.AnnouncedLayers(first, num_blocks, message.num_bytes))
+            self._apply(incoming, ev.LayerRange(first, num_blocks, message.num_bytes))
 
     def _announced(self, incoming: IncomingTransfer) -> AnnouncedBlocks | None:
         """What the sender announced by its own blocks; None where it cuts, names and digests them as this worker does."""
@@ -336,7 +336,7 @@ class FetchTransfers(Transfers):
 
     def _order(self, incoming: IncomingTransfer, action: ev.FetchOrder) -> None:
         match action:
-            case ev.Pull() | ev.ReadAhead():
+            case ev.PullBlocks() | ev.ReadAhead():
                 incoming.source = incoming.source or self._sources[incoming.ref]
                 job = incoming.job(action, self._settings.block_bytes)
                 if job.is_here:
@@ -370,27 +370,27 @@ class FetchTransfers(Transfers):
         self._counters.add("transfer_pulled_again_total", rung=retry_step.value)
         self._counters.add("transfer_fallbacks_total", retry_step is RetryStep.OTHER_TRANSPORT)
 
-    def _tell(self, incoming: IncomingTransfer, action: ev.FetchWord) -> None:
+    def _tell(self, incoming: IncomingTransfer, action: ev.FetchNotice) -> None:
         """Words for the sender and for the scheduler."""
         wire = (incoming.transfer_id, incoming.attempt)
         match action:
-            case ev.AskRelease():  # behind the wake of this worker's core: the sender's may take the processor
+            case ev.SendRelease():  # behind the wake of this worker's core: the sender's may take the processor
                 self._later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
                 return
-            case ev.AskCancel():
+            case ev.SendCancel():
                 self._ports.post(incoming.ref, msg.CancelFetch(*wire))
                 return
-            case ev.TellPublished():
+            case ev.ReportPublished():
                 terms = self._terms.get(incoming.ref)
                 origin = None if terms is None else terms.kv_fingerprint
                 self._events.append(Published(incoming.key, origin))
-            case ev.TellFailed():
+            case ev.ReportFailed():
                 if action.kind != NOT_NEEDED:
                     self._counters.add("transfer_failures_total", kind=action.kind)
                 self._events.append(Failed(incoming.key, action.kind, action.message))
-            case ev.TellDrained():
+            case ev.ReportDrained():
                 self._events.append(Drained(incoming.key))
-            case ev.TellReceived():
+            case ev.ReportReceived():
                 if incoming.source is not None:
                     self._alternatives.worked(incoming.source)
                 self._arrival_estimates.arrived(incoming.key, self._clock())

@@ -7,11 +7,12 @@ from contract.errors import InternalError
 from contract.requests import EngineRequest
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.announced import AnnouncedBlocks, SourceRange
 from kv_transfer.protocol.digests import RunningDigests
+from kv_transfer.protocol.events import RetryStep
+from kv_transfer.protocol.fetch_side import Fetch
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
+from kv_transfer.protocol.plan import AnnouncedBlocks, SourceRange
 from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, Source, grants_within
-from kv_transfer.protocol.states import Fetch, RetryStep
 
 WireKey = tuple[PeerRef, str, int]
 """How the sender's words name it."""
@@ -82,9 +83,13 @@ class IncomingTransfer:
         """Those that came ahead come once more with the announcement."""
         self.grants += [grant for grant in grants if grant not in self.grants]
 
-    def job(self, action: ev.Pull | ev.ReadAhead, block_bytes: int) -> PullJob:
+    def job(self, action: ev.PullBlocks | ev.ReadAhead, block_bytes: int) -> PullJob:
         """What is to be read now that ``source`` is known. block_bytes: of this worker's blocks."""
-        return self._pull_job(action, block_bytes) if isinstance(action, ev.Pull) else self._ahead_job(action)
+        return (
+            self._pull_job(action, block_bytes)
+            if isinstance(action, ev.PullBlocks)
+            else self._ahead_job(action)
+        )
 
     def read_again(self, retry_step: RetryStep) -> Source | None:
         """Its next pulls go by a ``Read`` of their own, and by this step. Returns the source that has failed."""
@@ -95,7 +100,7 @@ class IncomingTransfer:
             self.source = self.other
         return failed
 
-    def _pull_job(self, pull: ev.Pull, block_bytes: int) -> PullJob:
+    def _pull_job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
         end = pull.first_block + len(pull.block_ids)
         blocks = SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end])
         conversion: Conversion | None = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, grants_within
-from kv_transfer.protocol.states import Send
+from kv_transfer.protocol.send_side import Send
 
 TransferKey = tuple[str, int]
 """How the receiver's words name it."""
@@ -37,7 +37,7 @@ class OutgoingTransfer:
         """What may be read."""
         return LeaseName(self.transfer_id, self.attempt, self.lease)
 
-    def note(self, ready: ev.RangeReady) -> None:
+    def note(self, ready: ev.BlockRange) -> None:
         """Keep what the machine does not need of a range."""
         first = ready.first_block
         num_blocks = len(ready.digests)
@@ -48,12 +48,12 @@ class OutgoingTransfer:
         for known, other in zip(self.other_digests, ready.others, strict=True):
             known.extend(other.digests)
 
-    def note_layers(self, ready: ev.LayersReady) -> None:
+    def note_layers(self, ready: ev.LayerRange) -> None:
         """Keep the grants, which are not given again when the range is whole."""
         if ready.grants:
             self.grants.append(RangeGrant(ready.first_block, ready.num_blocks, dict(ready.grants)))
 
-    def readable(self, action: ev.AnnounceLayers) -> msg.LayersReadable:
+    def readable(self, action: ev.LayerRange) -> msg.LayersReadable:
         """The words for the peer."""
         first = action.first_block
         end = action.first_block + action.num_blocks
@@ -67,7 +67,7 @@ class OutgoingTransfer:
             grants_within(self.grants, first, end),
         )
 
-    def announcement(self, action: ev.Announce) -> msg.BlocksPublished:
+    def announcement(self, action: ev.BlockRange) -> msg.BlocksPublished:
         """The words for the peer."""
         first = action.first_block
         end = action.first_block + len(action.digests)

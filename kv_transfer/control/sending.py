@@ -18,10 +18,10 @@ from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import digest_seeds
+from kv_transfer.protocol.events import EndReason
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName
-from kv_transfer.protocol.states import Ending, Send, SendState
-from kv_transfer.protocol.transitions import advance_send
+from kv_transfer.protocol.send_side import Send, SendState, advance_send
 
 _MAX_REMEMBERED = 4096
 
@@ -77,7 +77,7 @@ class SendTransfers(Transfers):
         self._outgoing: dict[TransferKey, OutgoingTransfer] = {}
         self._by_key: dict[str, OutgoingTransfer] = {}
         self._newest: OrderedDict[str, int] = OrderedDict()
-        self._endings: OrderedDict[TransferKey, Ending] = OrderedDict()
+        self._endings: OrderedDict[TransferKey, EndReason] = OrderedDict()
         counters.add("leases_expired_total", 0)
 
     def open(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
@@ -104,7 +104,7 @@ class SendTransfers(Transfers):
                 outgoing = OutgoingTransfer(*wire_key, send, self._clock())
                 self._outgoing[wire_key] = outgoing
             else:
-                self._apply(outgoing, ev.Opened(len(block_ids), self._clock()))
+                self._apply(outgoing, ev.SendOpened(len(block_ids), self._clock()))
             outgoing.key, outgoing.lease = request.key, self._new_lease()
             outgoing.block_ids = list(block_ids)
             outgoing.seeds = seeds
@@ -148,8 +148,10 @@ class SendTransfers(Transfers):
                     seeds = outgoing.seeds[first:end]
                     is_last = end == outgoing.send.num_blocks
                     parts = self._num_parts(end - first) if is_last else 1
-                    tells_end = is_last and self._settings.foresees_ends
-                    orders.append(PublishOrder(key, outgoing.name, first, blocks, seeds, parts, tells_end))
+                    announces_end = is_last and self._settings.foresees_ends
+                    orders.append(
+                        PublishOrder(key, outgoing.name, first, blocks, seeds, parts, announces_end)
+                    )
                     self._apply(outgoing, ev.Ordered(end))
         return orders
 
@@ -165,11 +167,18 @@ class SendTransfers(Transfers):
         """The data half's report."""
         with self._acting():
             outgoing = self._find(key)
-            if isinstance(event, ev.RangeReady):
+            if isinstance(event, ev.BlockRange):
                 outgoing.note(event)
-            elif isinstance(event, ev.LayersReady):
+            elif isinstance(event, ev.LayerRange):
                 outgoing.note_layers(event)
             self._apply(outgoing, event)
+
+    def announce_end(self, key: str, seconds: float) -> None:
+        """Send the fetching peer an estimate of when the transfer will be complete. A hint: it is no state (ADR 0014)."""
+        with self._acting():
+            outgoing = self._find(key)
+            if not outgoing.send.has_ended:
+                self._post(outgoing, msg.EndExpected(*self._wire(outgoing), outgoing.lease, seconds))
 
     def lease_idle(self, name: LeaseName) -> None:
         """The transport's answer to a release."""
@@ -187,7 +196,7 @@ class SendTransfers(Transfers):
             ending = self._endings.get(wire_key)
             newest = self._newest.get(message.transfer_id, message.attempt)
             if message.attempt < newest:
-                ending = Ending(
+                ending = EndReason(
                     ErrorKind.TRANSFER_FAILED,
                     f"attempt {message.attempt} of transfer {message.transfer_id} is older than attempt"
                     f" {newest}, which is known here",
@@ -205,7 +214,7 @@ class SendTransfers(Transfers):
         with self._acting():
             outgoing = self._outgoing.get((message.transfer_id, message.attempt))
             if outgoing is not None:
-                self._apply(outgoing, ev.LetGo(peer))
+                self._apply(outgoing, ev.Released(peer))
 
     def heard(self, peer: str) -> None:
         """The peer lives: renew its leases."""
@@ -312,14 +321,12 @@ class SendTransfers(Transfers):
 
     def _perform(self, outgoing: OutgoingTransfer, action: ev.SendAction) -> None:
         match action:
-            case ev.Announce():
+            case ev.BlockRange():
                 self._post(outgoing, outgoing.announcement(action))
             case ev.AnnounceStart():
                 self._post(outgoing, msg.PromptStarted(*self._wire(outgoing), outgoing.lease))
-            case ev.AnnounceLayers():
+            case ev.LayerRange():
                 self._post(outgoing, outgoing.readable(action))
-            case ev.AnnounceEnd():
-                self._post(outgoing, msg.EndExpected(*self._wire(outgoing), outgoing.lease, action.seconds))
             case ev.AnnounceComplete():
                 tokens = list(action.first_tokens)
                 self._post(

@@ -177,7 +177,7 @@ class DataHalf:
             unfinished.advance(self._memory, num_bytes)
             for start, end in self._ranges(order):
                 grants = self._lending.publish(order.name, order.block_ids[start:end]) if is_new else ()
-                ready = ev.LayersReady(order.first_block + start, end - start, num_bytes, grants)
+                ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
                 self._reports.send_event(order.key, ready)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
             unfinished.error = error
@@ -185,7 +185,7 @@ class DataHalf:
     def _foresee(self, orders: Sequence[PublishOrder], end: float) -> None:
         seconds = max(0.0, end - time.monotonic())
         for order in orders:
-            self._reports.send_event(order.key, ev.EndForeseen(seconds))
+            self._reports.end_expected(order.key, seconds)
 
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
         step, num_blocks = blocks_per_piece(self._memory.layout.block_bytes), len(order.block_ids)
@@ -208,14 +208,14 @@ class DataHalf:
 
     def _publish_range(
         self, order: PublishOrder, start: int, end: int, unfinished: UnfinishedBlocks | None
-    ) -> ev.RangeReady:
+    ) -> ev.BlockRange:
         first = order.first_block + start
         if unfinished is not None:  # it is lent already
-            return ev.RangeReady(first, unfinished.finish(self._memory, start, end))
+            return ev.BlockRange(first, unfinished.finish(self._memory, start, end))
         block_ids = order.block_ids[start:end]
         views = self._to_digest(read_views(self._memory, block_ids))
         digests = digests_of(views, order.seeds[start:end])
-        return ev.RangeReady(first, digests, self._lending.publish(order.name, block_ids))
+        return ev.BlockRange(first, digests, self._lending.publish(order.name, block_ids))
 
     def _pull(self, job: PullJob) -> None:
         work = self._move_and_verify if job.part is None else self._read_ahead
@@ -365,7 +365,7 @@ class DataHalf:
     ) -> None:
         self._silences.check(source)
         try:
-            with read.telling(landing.landed):
+            with read.reporting(landing.landed):
                 self._receiver.fetch(source, request, views, read)
         except PeerSilentError as error:
             self._silences.began(source, error)

@@ -94,7 +94,7 @@ class PassListeners:
         if split := [order for order in orders if order.num_parts > 1]:
             self._split = SplitOrders(split, self._memory, jobs.post, jobs.read_layers, jobs.publish)
             self._listeners.append(self._split)
-        last = [order for order in orders if order.tells_end]
+        last = [order for order in orders if order.announces_end]
         if last and self._estimator is not None:
             num_blocks = sum(len(order.block_ids) for order in orders)
             self._estimator.begin(num_blocks, lambda end: jobs.post(partial(jobs.foresee, last, end)))

@@ -12,6 +12,9 @@ class DataReports(Protocol):
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """Something happened to a lent request."""
 
+    def end_expected(self, key: str, seconds: float) -> None:
+        """Report that a lent request's transfer will be complete in about ``seconds``."""
+
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """Something happened to a fetched request; every posted job ends with exactly one terminal event."""
 

@@ -95,10 +95,13 @@ class RankHalf:
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """From the data half."""
-        if isinstance(event, ev.RangeReady):
+        if isinstance(event, ev.BlockRange):
             self._end.say(words.RangeIsReady(key, event))
         elif isinstance(event, ev.RangeFailed):
             self._end.say(words.RangeHasFailed(key, event))
+
+    def end_expected(self, key: str, seconds: float) -> None:
+        """From the data half: nothing, for no engine of several ranks estimates ends."""
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """From the data half; ``key`` is a job's number."""

@@ -157,7 +157,7 @@ class RangeIsReady(Word, frozen=True):
     """See ``events.RangeReady``; of this rank alone."""
 
     key: str
-    range: ev.RangeReady
+    range: ev.BlockRange
 
 
 class RangeHasFailed(Word, frozen=True):

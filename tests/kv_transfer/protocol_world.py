@@ -21,10 +21,10 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
-from kv_transfer.protocol.states import RetryStep
 from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.alternatives import Alternatives
 from kv_transfer.transports.leases import LeaseBook
@@ -139,7 +139,7 @@ class Lender:
                 for block_id, seed in zip(order.block_ids, order.seeds, strict=True)
             )
             self.book.extend(order.name, self.pool.memory, order.block_ids)
-            outcome = ev.RangeReady(order.first_block, digests)
+            outcome = ev.BlockRange(order.first_block, digests)
         self.sends.send_event(order.key, outcome)
 
     def collect(self, read_blocks: set[int]) -> None:

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
+from contract.requests import SendTransfer
 from kv_transfer.control.arrival_estimates import ArrivalEstimates
+from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
+from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.completion_estimator import CompletionEstimator
 from kv_transfer.links.link import PeerRef
-from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.messages import EndExpected, decode_message
-from kv_transfer.protocol.states import Send, SendState
-from kv_transfer.protocol.transitions import advance_send
+from kv_transfer.protocol.messages import EndExpected, FetchBlocks, Message, decode_message
 from kv_transfer.testing import ByteMemory
-from tests.kv_transfer.builders import LAYOUT, TOKENS, hand_over, pair_of, prompt_of
+from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, hand_over, pair_of, prompt_of, request_of
 
 NUM_LAYERS = 16
 PEER, OTHER = PeerRef("boot", is_dialed=True), PeerRef("other", is_dialed=True)
@@ -112,18 +112,24 @@ def test_one_that_is_long_overdue_hides_nobody() -> None:
     assert arrivals.next(6.0) == 8.0
 
 
-@pytest.mark.parametrize(
-    ("state", "peer", "words"),
-    [
-        (SendState.PUBLISHING, "peer", [ev.AnnounceEnd(0.5)]),
-        (SendState.PUBLISHING, None, []),
-        (SendState.EXPIRED, "peer", []),
-    ],
-    ids=["is fetched", "waits", "has ended"],
-)
-def test_who_fetches_hears_of_the_end(state: SendState, peer: str | None, words: list[ev.SendAction]) -> None:
-    send = Send(state=state, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer=peer)
-    assert advance_send(send, ev.EndForeseen(0.5)) == (send, words)
+def test_an_estimate_is_sent_to_the_fetching_peer_until_the_transfer_ends() -> None:
+    posted: list[tuple[PeerRef, Message]] = []
+    ports = SendPorts(
+        lambda ref, message: posted.append((ref, message)),
+        release=lambda _name: None,
+        wake_core=lambda: None,
+        look_by=lambda _deadline: None,
+    )
+    settings = SendSettings(MODEL, LAYOUT.block_size, 9.0, 9.0)
+    transfers = SendTransfers(settings, ports, Counters(), Completions(), new_lease=lambda: "lease")
+    request = request_of("r", prompt_of(2), SendTransfer("t"))
+    transfers.open(request, [1, 2], 0)
+    transfers.announce_end(request.key, 0.7)
+    transfers.fetch_asked("boot", FetchBlocks("t", 0))
+    transfers.announce_end(request.key, 0.5)
+    transfers.peer_gone("boot", "gone")
+    transfers.announce_end(request.key, 0.1)
+    assert posted == [(PeerRef("boot", is_dialed=False), EndExpected("t", 0, "lease", 0.5))]
 
 
 class FlatPool(ByteMemory):

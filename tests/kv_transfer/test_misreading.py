@@ -17,8 +17,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.states import Send, SendState
-from kv_transfer.protocol.transitions import advance_send
+from kv_transfer.protocol.send_side import Send, SendState, advance_send
 from kv_transfer.transports.alternatives import Alternatives
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, identity
@@ -98,7 +97,7 @@ def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
     assert actions == [ev.Revoke()]
     send, actions = advance_send(send, ev.ReadersGone())
     assert actions == []
-    send, actions = advance_send(send, ev.RangeReady(0, (1, 2)))
+    send, actions = advance_send(send, ev.BlockRange(0, (1, 2)))
     assert actions == [ev.Revoke()]
     send, actions = advance_send(send, ev.ReadersGone())
     assert actions == [ev.ReportSent()]
@@ -124,6 +123,6 @@ def test_another_layout_is_refused_by_what_differs() -> None:
 
 
 def test_a_protocol_that_is_not_spoken_here_is_refused_by_number() -> None:
-    later = msg.PROTOCOL_MAX + 1
+    later = msg.TRANSFER_PROTOCOL_MAX + 1
     with pytest.raises(IncompatiblePeerError, match=f"speaks transfer protocol {later}..{later}"):
         Accepting(identity("p")).receive(msg.Hello(later, later, "nonce", "d", "boot-d", "both"))

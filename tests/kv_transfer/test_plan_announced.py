@@ -10,8 +10,7 @@ from contract.layout import Side
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.announced import AnnouncedBlocks, complete_event, published_event
-from kv_transfer.protocol.plan import TransferPlan
+from kv_transfer.protocol.plan import AnnouncedBlocks, TransferPlan, complete_event, published_event
 from tests.kv_transfer.builders import LAYOUT
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
@@ -105,14 +104,14 @@ def test_words_become_events_about_our_blocks() -> None:
     def published(first: int, digests: list[int]) -> msg.BlocksPublished:
         return msg.BlocksPublished("t", 0, "lease", first, digests)
 
-    assert published_event(None, published(5, [1]), 2.0) == ev.Announced(5, (1,), 2.0)
+    assert published_event(None, published(5, [1]), 2.0) == ev.Announced(ev.BlockRange(5, (1,)), 2.0)
     assert published_event(blocks, published(0, [1]), 2.0) is None
-    assert published_event(blocks, published(1, [2]), 3.0) == ev.Announced(0, (2,), 3.0)
+    assert published_event(blocks, published(1, [2]), 3.0) == ev.Announced(ev.BlockRange(0, (2,)), 3.0)
     refused = published_event(blocks, published(1, [2]), 3.0)
     assert isinstance(refused, ev.SenderFailed) and refused.kind == "transfer_failed"
     early = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2)
     assert isinstance(early, ev.SenderFailed) and "2 announced" in early.message
-    assert published_event(blocks, published(2, [3, 4]), 4.0) == ev.Announced(1, (4,), 4.0)
+    assert published_event(blocks, published(2, [3, 4]), 4.0) == ev.Announced(ev.BlockRange(1, (4,)), 4.0)
     done = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2)
     assert done == ev.Completed(2, (FirstToken(4),))
     direct = complete_event(None, msg.TransferComplete("t", 0, 4, tokens), 2)

@@ -375,7 +375,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             lender.saw(message.transfer_id, message.attempt)
 
     def fetcher_hears(self, wire: Wire, message: msg.Message) -> None:
-        assert isinstance(message, msg.SenderWord)
+        assert isinstance(message, msg.SenderMessage)
         wire.fetcher.fetches.message(wire.ref, message)
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from contract.errors import ErrorKind
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.events import ImpossibleEventError
 from kv_transfer.protocol.plan import TransferPlan
-from kv_transfer.protocol.states import ImpossibleEventError
 from kv_transfer.ranks.gathering import JobGather, Range, RangeGather, has_failed
 from kv_transfer.ranks.receivers import ranks_read
 from tests.kv_transfer.test_plan import UNTIMED, plans
@@ -33,7 +33,7 @@ def test_a_job_is_terminal_when_it_is_so_on_every_rank(ends: list[str]) -> None:
     failures = [name for name in ends if name in ("failed", "lost")]
     if failures:
         assert isinstance(end, ev.JobFailed)
-        assert end.message == ENDS[failures[0]].message  # type: ignore[union-attr]
+        assert end.message == ENDS[failures[0]].message  # type: ignore[attr-defined]
         assert end.may_heal == ("lost" not in failures)
     elif "stopped" in ends:
         assert end == ev.JobStopped()
@@ -83,9 +83,9 @@ def test_a_rank_ends_a_job_once() -> None:
             gather.landed(number, rank, ev.PieceLanded(1, 0.0, 0.0))
 
 
-def ready(first: int, count: int, rank: int) -> ev.RangeReady:
+def ready(first: int, count: int, rank: int) -> ev.BlockRange:
     digests = tuple(100 * rank + block for block in range(first, first + count))
-    return ev.RangeReady(first, digests, (("shm", bytes([rank])),))
+    return ev.BlockRange(first, digests, (("shm", bytes([rank])),))
 
 
 def orders(num_orders: int, failing: dict[int, tuple[int, int]]) -> list[list[Range]]:
@@ -118,13 +118,13 @@ def test_a_range_is_published_when_every_rank_lends_it(
     while any(left):
         rank = data.draw(st.sampled_from([rank for rank, words in enumerate(left) if words]))
         word = left[rank].pop(0)
-        done[rank] = word.first_block + (1 if isinstance(word, ev.RangeReady) else word.num_blocks)
+        done[rank] = word.first_block + (1 if isinstance(word, ev.BlockRange) else word.num_blocks)
         for told in gather.add("r", rank, word):
             assert told.first_block == next_block
-            next_block += len(told.digests) if isinstance(told, ev.RangeReady) else told.num_blocks
+            next_block += len(told.digests) if isinstance(told, ev.BlockRange) else told.num_blocks
             assert next_block <= min(done), "a rank may still be reading these blocks"
             first_failed = min((3 * order + piece for order, piece in failing.values()), default=6)
-            if isinstance(told, ev.RangeReady):
+            if isinstance(told, ev.BlockRange):
                 assert told.digests == (told.first_block,)
                 assert [other.digests for other in told.others] == [
                     (100 * other + told.first_block,) for other in range(1, NUM_RANKS)

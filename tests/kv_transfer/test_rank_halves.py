@@ -41,6 +41,8 @@ class Heard:
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         self.events.put((key, event))
 
+    def end_expected(self, key: str, seconds: float) -> None: ...
+
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         self.events.put((key, event))
 
@@ -264,7 +266,7 @@ def test_a_dead_rank_holds_nobody_up() -> None:
         world.ranks[1].close()
         world.halves.release(NAME)
         assert world.ranks[0].hear() == words.Release(NAME)
-        world.ranks[0].say(words.RangeIsReady("r", ev.RangeReady(0, (1,))))
+        world.ranks[0].say(words.RangeIsReady("r", ev.BlockRange(0, (1,))))
         world.ranks[0].say(words.ThreadFailed("marker", ""))
         assert world.heard.next()[0] == "marker"
         with suppress(OSError):

@@ -9,8 +9,8 @@ import pytest
 
 from contract.identity import Role
 from kv_transfer.links.framing import HEADER, as_frame, encode_frame
+from kv_transfer.protocol.events import NOT_NEEDED
 from kv_transfer.protocol.messages import MAX_HANDSHAKE_BYTES, FetchBlocks, Hello, decode_message
-from kv_transfer.protocol.states import NOT_NEEDED
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,

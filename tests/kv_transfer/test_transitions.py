@@ -10,18 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.states import (
-    FETCH_EDGES,
-    NOT_NEEDED,
-    SEND_EDGES,
-    Fetch,
-    FetchState,
-    ImpossibleEventError,
-    RetryStep,
-    Send,
-    SendState,
-)
-from kv_transfer.protocol.transitions import advance_fetch, advance_send
+from kv_transfer.protocol.events import NOT_NEEDED, ImpossibleEventError, RetryStep
+from kv_transfer.protocol.fetch_side import FETCH_EDGES, Fetch, FetchState, advance_fetch
+from kv_transfer.protocol.send_side import SEND_EDGES, Send, SendState, advance_send
 
 BLOCKS = 4
 
@@ -57,7 +48,7 @@ class SendMachine(RuleBasedStateMachine):
 
     def act(self, action: ev.SendAction) -> None:
         match action:
-            case ev.Announce():
+            case ev.BlockRange():
                 assert not self.send.has_ended
                 assert action.first_block == self.announced
                 self.announced += len(action.digests)
@@ -83,7 +74,7 @@ class SendMachine(RuleBasedStateMachine):
         first = self.send.num_digested
         count = min(count, self.send.num_ordered - first)
         failure = ev.RangeFailed(first, count, "internal", "bug")
-        self.apply(ev.RangeReady(first, tuple(range(count))) if works else failure)
+        self.apply(ev.BlockRange(first, tuple(range(count))) if works else failure)
 
     @rule(peer=st.sampled_from(["a", "b"]))
     def fetch(self, peer: str) -> None:
@@ -104,7 +95,7 @@ class SendMachine(RuleBasedStateMachine):
     def peer_acts(self, peer: str, how: str) -> None:
         before = self.send
         events: dict[str, ev.SendEvent] = {
-            "let go": ev.LetGo(peer),
+            "let go": ev.Released(peer),
             "gone": ev.PeerGone(peer, "died"),
             "heard": ev.Heartbeat(peer, self.now),
         }
@@ -149,8 +140,8 @@ class FetchMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.fetch = Fetch(num_blocks=BLOCKS)
-        self.jobs: list[ev.Pull | ev.CommitBlocks] = []
-        self.landed: list[ev.Pull] = []
+        self.jobs: list[ev.PullBlocks | ev.CommitBlocks] = []
+        self.landed: list[ev.PullBlocks] = []
         self.told: list[str] = []
         self.is_stopped = False
         self.committed = False
@@ -163,7 +154,7 @@ class FetchMachine(RuleBasedStateMachine):
         assert self.fetch.state in reachable(FETCH_EDGES, before)
         for action in actions:
             match action:
-                case ev.Pull():
+                case ev.PullBlocks():
                     assert action.block_ids == tuple(
                         100 + action.first_block + i for i in range(len(action.digests))
                     )
@@ -179,22 +170,22 @@ class FetchMachine(RuleBasedStateMachine):
                     self.jobs.append(action)
                 case ev.StopReads():
                     self.is_stopped = True
-                case ev.TellFailed():
+                case ev.ReportFailed():
                     self.told.append("failed")
-                case ev.TellDrained():
+                case ev.ReportDrained():
                     self.told.append("drained")
-                case ev.TellReceived():
+                case ev.ReportReceived():
                     self.told.append("received")
 
     @precondition(lambda self: len(self.fetch.digests) < BLOCKS)
     @rule(count=st.integers(1, BLOCKS))
     def announce(self, count: int) -> None:
         first = len(self.fetch.digests)
-        self.apply(ev.Announced(first, (7,) * min(count, BLOCKS - first), 1.0))
+        self.apply(ev.Announced(ev.BlockRange(first, (7,) * min(count, BLOCKS - first)), 1.0))
 
     @rule(first=st.integers(0, BLOCKS), count=st.integers(0, BLOCKS + 1))
     def announce_nonsense(self, first: int, count: int) -> None:
-        self.apply(ev.Announced(first, (7,) * count, 1.0))
+        self.apply(ev.Announced(ev.BlockRange(first, (7,) * count), 1.0))
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
@@ -209,11 +200,11 @@ class FetchMachine(RuleBasedStateMachine):
     def reserve(self, num_cached: int) -> None:
         self.apply(ev.Reserved(tuple(range(100, 100 + BLOCKS)), num_cached))
 
-    @precondition(lambda self: any(isinstance(job, ev.Pull) for job in self.jobs[:1]))
+    @precondition(lambda self: any(isinstance(job, ev.PullBlocks) for job in self.jobs[:1]))
     @rule()
     def land(self) -> None:
         job = self.jobs[0]
-        if isinstance(job, ev.Pull) and job not in self.landed:
+        if isinstance(job, ev.PullBlocks) and job not in self.landed:
             self.landed.append(job)
             self.apply(ev.PieceLanded(len(job.block_ids), 0.0, 1.0))
 
@@ -238,7 +229,7 @@ class FetchMachine(RuleBasedStateMachine):
         self.committed = self.committed or (how == "done" and isinstance(job, ev.CommitBlocks))
         before = self.fetch.num_verified
         self.apply(outcomes[how])
-        if isinstance(job, ev.Pull) and self.fetch.num_verified > before:
+        if isinstance(job, ev.PullBlocks) and self.fetch.num_verified > before:
             self.verified.update(job.block_ids)
 
     @rule()
@@ -292,9 +283,9 @@ OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
 @pytest.mark.parametrize(
     "act",
     [
-        lambda: advance_send(OPEN, ev.Opened(BLOCKS, 0.0)),
+        lambda: advance_send(OPEN, ev.SendOpened(BLOCKS, 0.0)),
         lambda: advance_send(OPEN, ev.Ordered(BLOCKS + 1)),
-        lambda: advance_send(OPEN, ev.RangeReady(0, (1,))),
+        lambda: advance_send(OPEN, ev.BlockRange(0, (1,))),
         lambda: advance_send(OPEN, ev.SendFinished((), 0.0)),
         lambda: advance_send(OPEN, ev.ReadersGone()),
         lambda: advance_fetch(Fetch(num_blocks=BLOCKS), ev.Reserved((1,), 0)),
@@ -312,7 +303,7 @@ def test_either_leg_may_come_first(order: list[str]) -> None:
     """A parked fetch and an opened transfer end in the same state."""
     if order[0] == "fetch":
         send = Send(state=SendState.PARKED, lease_seconds=10, is_opened=False, peer="d", deadline=5.0)
-        send, _ = advance_send(send, ev.Opened(BLOCKS, 1.0))
+        send, _ = advance_send(send, ev.SendOpened(BLOCKS, 1.0))
     else:
         send, _ = advance_send(OPEN, ev.FetchArrived("d", 0, 1.0))
     assert (send.state, send.peer, send.deadline) == (SendState.OPEN, "d", 11.0)
@@ -331,7 +322,7 @@ def test_an_end_without_a_first_token_is_a_failure() -> None:
     """The scheduler could not go on with it; a peer's word must not end the engine."""
     fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, ()))
     assert fetch.state is FetchState.FREE
-    assert [action.kind for action in actions if isinstance(action, ev.TellFailed)] == ["transfer_failed"]
+    assert [action.kind for action in actions if isinstance(action, ev.ReportFailed)] == ["transfer_failed"]
 
 
 def test_times_are_split_at_the_last_announcement() -> None:
@@ -346,7 +337,7 @@ def test_token_0_is_no_announcement() -> None:
     """It may come long after the last range: what was exposed before it stays exposed."""
     fetch = Fetch(num_blocks=1)
     for event in (
-        ev.Announced(0, (7,), 5.0),
+        ev.Announced(ev.BlockRange(0, (7,)), 5.0),
         ev.Reserved((3,), 0),
         ev.PieceLanded(1, 5.0, 6.0),
         ev.PieceVerified(1, 6.5),
@@ -360,7 +351,7 @@ def visible_before_token_0() -> Fetch:
     """All blocks are verified and visible; the sender has not said the token yet that the answer goes on with."""
     fetch, actions = Fetch(num_blocks=1), list[ev.FetchAction]()
     for event in (
-        ev.Announced(0, (7,), 5.0),
+        ev.Announced(ev.BlockRange(0, (7,)), 5.0),
         ev.Reserved((3,), 0),
         ev.PieceLanded(1, 5.0, 6.0),
         ev.PieceVerified(1, 6.5),
@@ -375,15 +366,15 @@ def visible_before_token_0() -> Fetch:
 def test_blocks_become_visible_before_token_0_is_known() -> None:
     """So that the request joins by the word that brings it."""
     fetch, actions = advance_fetch(visible_before_token_0(), ev.Completed(1, (FirstToken(1),)))
-    assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.TellReceived(), ev.AskRelease()])
+    assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.ReportReceived(), ev.SendRelease()])
 
 
 def test_a_sender_that_dies_before_token_0_fails_the_transfer() -> None:
     """Its blocks are here, but nobody knows how the answer goes on."""
     fetch, actions = advance_fetch(visible_before_token_0(), ev.SenderFailed("worker_lost", "died"))
-    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.TellFailed("worker_lost", "died"))
+    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.ReportFailed("worker_lost", "died"))
 
 
 def test_a_request_that_is_cancelled_before_token_0_has_its_blocks_at_once() -> None:
     fetch, actions = advance_fetch(visible_before_token_0(), ev.Cancelled())
-    assert (fetch.state, actions) == (FetchState.FREE, [ev.AskCancel()])
+    assert (fetch.state, actions) == (FetchState.FREE, [ev.SendCancel()])

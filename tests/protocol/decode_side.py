@@ -7,10 +7,10 @@ from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.protocol.states import RetryStep
 from kv_transfer.transports.alternatives import Alternatives
 from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
@@ -104,7 +104,7 @@ class DecodeSide(EngineSide):
     def hear(self, peer: str, frame: bytes) -> None:
         """A frame of a prefill worker; see ``ControlHalf.link_message``."""
         message = message_of(frame)
-        assert isinstance(message, msg.SenderWord)
+        assert isinstance(message, msg.SenderMessage)
         self.transfers.message(PeerRef(peer, is_dialed=True), message)
 
     def link_up(self, peer: str) -> None:

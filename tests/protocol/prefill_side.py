@@ -79,7 +79,7 @@ class PrefillSide(EngineSide):
         if order.num_parts > 1 and not is_failing:  # the first half of its layers
             self.orders.insert(0, msgspec.structs.replace(order, num_parts=LENT_BEFORE))
             self.book.extend(order.name, NO_MEMORY, order.block_ids)
-            outcome = ev.LayersReady(order.first_block, len(order.block_ids), BLOCK_BYTES // 2)
+            outcome = ev.LayerRange(order.first_block, len(order.block_ids), BLOCK_BYTES // 2)
         elif is_failing:
             outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
         else:
@@ -89,7 +89,7 @@ class PrefillSide(EngineSide):
             )
             if order.num_parts != LENT_BEFORE:
                 self.book.extend(order.name, NO_MEMORY, order.block_ids)
-            outcome = ev.RangeReady(order.first_block, digests)
+            outcome = ev.BlockRange(order.first_block, digests)
         self.transfers.send_event(order.key, outcome)
 
     def hear(self, peer: str, frame: bytes) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.protocol.states import RetryStep
+from kv_transfer.protocol.events import RetryStep
 
 
 class LawBrokenError(AssertionError):

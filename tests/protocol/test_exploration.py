@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.protocol.states import RetryStep
+from kv_transfer.protocol.events import RetryStep
 from tests.protocol.chart import draw
 from tests.protocol.explorer import Explorer, Findings
 from tests.protocol.scenario import Scenario
