@@ -1,5 +1,6 @@
 """Dial peers. Host names are looked up in other threads, so that a slow name server does not stop the links."""
 
+import math
 import socket
 import threading
 import time
@@ -45,75 +46,39 @@ def resolve(host: str, port: int, flags: int = 0) -> Outcome:
     return Endpoint(family, address)
 
 
-class Resolver:
-    """The threads that look names up, one per name. lookup: (host, port) → outcome; may block.
-
-    A look-up cannot be interrupted: its thread may outlive ``close``, and then its outcome is dropped.
-    """
-
-    def __init__(self, lookup: Callable[[str, int], Outcome] = resolve) -> None:
-        self._lookup = lookup
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-        self._is_closed = False
-
-    def start(self, host: str, port: int, then: Callable[[Outcome], None]) -> None:
-        """Look ``host`` up and call ``then``, in another thread. Raises UnavailableError if too many look-ups run."""
-        thread = threading.Thread(target=lambda: self._run(host, port, then), name="kv-resolve", daemon=True)
-        with self._lock:
-            if len(self._threads) >= _MAX_LOOKUPS:
-                raise UnavailableError(f"{_MAX_LOOKUPS} host names are being looked up; {host} must wait")
-            self._threads.add(thread)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                self._threads.discard(thread)
-                raise UnavailableError(f"no thread could be started to look {host} up") from error
-
-    def close(self) -> None:
-        """Drop all outcomes from now on."""
-        with self._lock:
-            self._is_closed = True
-
-    def _run(self, host: str, port: int, then: Callable[[Outcome], None]) -> None:
-        outcome = self._lookup(host, port)
-        with self._lock:
-            self._threads.discard(threading.current_thread())
-            if not self._is_closed:
-                then(outcome)
-
-
 @dataclass(eq=False)
 class _Lookup:
     """A peer whose name is being looked up; ``messages`` wait for its link."""
 
     target: PeerTarget
-    since: float
+    due_at: float
     messages: list[Message] = field(default_factory=list)
 
 
 class Dialer:
     """Owns the look-ups of the peers that are being dialed. Used by the I/O thread.
 
-    command: runs a call in the I/O thread, before any later message to that peer; callable from any thread.
+    command: runs a call in the I/O thread, before any later message to that peer; callable from any thread. lookup: (host,
+    port) → outcome; may block. It cannot be interrupted: its thread may outlive this, and then its outcome is dropped.
     """
 
     def __init__(
         self,
         links: OpenLinks,
         command: Callable[[Callable[[], None], PeerRef], None],
-        resolver: Resolver,
+        lookup: Callable[[str, int], Outcome],
         timeout_seconds: float,
     ) -> None:
         self._links = links
         self._command = command
-        self._resolver = resolver
+        self._lookup = lookup
         self._timeout_seconds = timeout_seconds
-        self._lookups: dict[PeerRef, _Lookup] = {}
+        self._pending: dict[PeerRef, _Lookup] = {}
+        self._free_threads = threading.Semaphore(_MAX_LOOKUPS)
 
     def dial_and_send(self, ref: PeerRef, target: PeerTarget, message: Message) -> None:
         """Send a message to ``target``, dialing it first if there is no link."""
-        if self._links.find(ref) is None and ref not in self._lookups:
+        if self._links.find(ref) is None and ref not in self._pending:
             try:
                 self._dial(ref, target)
             except (OSError, KvbatonError) as error:
@@ -124,24 +89,19 @@ class Dialer:
     def send(self, ref: PeerRef, message: Message) -> None:
         """Queue a message for a link or for a look-up; drop it if there is neither (the peer is gone)."""
         link = self._links.find(ref)
-        lookup = self._lookups.get(ref)
+        pending = self._pending.get(ref)
         if link is not None:
             self._links.run(link, partial(link.queue, message))
-        elif lookup is not None:
-            lookup.messages.append(message)
+        elif pending is not None:
+            pending.messages.append(message)
 
     def end_late(self, now: float) -> float:
         """Fail the look-ups that take too long; return the next deadline, inf if there is none."""
-        for ref, lookup in list(self._lookups.items()):
-            if now - lookup.since >= self._timeout_seconds:
-                del self._lookups[ref]
-                self._fail(ref, lookup.target, f"its name was not found within {self._timeout_seconds} s")
-        sinces = (lookup.since for lookup in self._lookups.values())
-        return min(sinces, default=float("inf")) + self._timeout_seconds
-
-    def close(self) -> None:
-        """Drop the outcomes of all look-ups."""
-        self._resolver.close()
+        for ref, pending in list(self._pending.items()):
+            if now >= pending.due_at:
+                del self._pending[ref]
+                self._fail(ref, pending.target, f"its name was not found within {self._timeout_seconds} s")
+        return min((pending.due_at for pending in self._pending.values()), default=math.inf)
 
     def _dial(self, ref: PeerRef, target: PeerTarget) -> None:
         host, port = parse_address(target.address)
@@ -149,26 +109,34 @@ class Dialer:
         if endpoint is not None:
             self._links.dial(ref, target, endpoint.family, endpoint.address)
             return
-        lookup = _Lookup(target, time.monotonic())
+        pending = _Lookup(target, time.monotonic() + self._timeout_seconds)
+        if not self._free_threads.acquire(blocking=False):
+            raise UnavailableError(f"{_MAX_LOOKUPS} host names are being looked up; {host} must wait")
+        work = partial(self._look_up, ref, pending, host, port)
+        try:
+            threading.Thread(target=work, name="kv-resolve", daemon=True).start()
+        except RuntimeError as error:
+            self._free_threads.release()
+            raise UnavailableError(f"no thread could be started to look {host} up") from error
+        self._pending[ref] = pending
 
-        def then(outcome: Outcome) -> None:
-            self._command(partial(self._on_looked_up, ref, lookup, outcome), ref)
+    def _look_up(self, ref: PeerRef, pending: _Lookup, host: str, port: int) -> None:
+        outcome = self._lookup(host, port)
+        self._free_threads.release()
+        self._command(partial(self._on_looked_up, ref, pending, outcome), ref)
 
-        self._resolver.start(host, port, then)
-        self._lookups[ref] = lookup
-
-    def _on_looked_up(self, ref: PeerRef, lookup: _Lookup, outcome: Outcome) -> None:
-        if self._lookups.get(ref) is not lookup:
+    def _on_looked_up(self, ref: PeerRef, pending: _Lookup, outcome: Outcome) -> None:
+        if self._pending.get(ref) is not pending:
             return  # it took too long
-        del self._lookups[ref]
+        del self._pending[ref]
         try:
             if not isinstance(outcome, Endpoint):
                 raise outcome
-            self._links.dial(ref, lookup.target, outcome.family, outcome.address)
+            self._links.dial(ref, pending.target, outcome.family, outcome.address)
         except (OSError, UnicodeError) as error:
-            self._fail(ref, lookup.target, str(error))
+            self._fail(ref, pending.target, str(error))
             return
-        for message in lookup.messages:
+        for message in pending.messages:
             self.send(ref, message)
 
     def _fail(self, ref: PeerRef, target: PeerTarget, reason: str) -> None:

@@ -80,20 +80,9 @@ class Outbox:
                 self._send(now)
 
     def open(self) -> None:
-        """Allow ``send_now``: every part of this worker knows the session."""
+        """Allow ``send_now``: the session was reported to the control half."""
         with self._lock:
             self.is_open = True
-
-    def hold(self, token: str) -> None:
-        """Send nothing until ``release`` with this token."""
-        self.held_for = token
-
-    def release(self, token: str) -> bool:
-        """End ``hold``. Returns False if the link is not held for this token."""
-        if self.held_for != token:
-            return False
-        self.held_for = None
-        return True
 
     def close(self) -> None:
         """Close the socket."""

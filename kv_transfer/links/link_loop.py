@@ -13,7 +13,7 @@ from typing import Any
 
 from contract.errors import KvbatonError
 from kv_transfer.counters import Counters
-from kv_transfer.links.dialing import Dialer, Resolver
+from kv_transfer.links.dialing import Dialer, Outcome, resolve
 from kv_transfer.links.framing import format_address
 from kv_transfer.links.link import PeerRef
 from kv_transfer.links.listening import Listener
@@ -108,15 +108,18 @@ class LinkLoop:
     until the I/O thread gets a core.
     """
 
-    def __init__(self, settings: LinkSettings, counters: Counters, resolver: Resolver | None = None) -> None:
+    def __init__(
+        self,
+        settings: LinkSettings,
+        counters: Counters,
+        lookup: Callable[[str, int], Outcome] = resolve,
+    ) -> None:
         self._listener = Listener(settings.host, settings.port)
         self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
         self._selector = selectors.DefaultSelector()
         self._commands = CommandQueue(self._selector)
         self._links = OpenLinks(self._selector, settings, counters)
-        self._dialer = Dialer(
-            self._links, self._commands.add, resolver or Resolver(), settings.peer_timeout_seconds
-        )
+        self._dialer = Dialer(self._links, self._commands.add, lookup, settings.peer_timeout_seconds)
         self._is_stopping = False
         self._num_rounds = 0
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
@@ -150,7 +153,7 @@ class LinkLoop:
         """Send nothing on this link, not even the end of its handshake, until ``release``. Called within ``link_up``."""
         link = self._links.find(ref)
         if link is not None:
-            link.outbox.hold(token)
+            link.outbox.held_for = token
 
     def release(self, ref: PeerRef, token: str) -> None:
         """Resume sending on a link that is held for this token; does nothing if there is none."""
@@ -171,7 +174,6 @@ class LinkLoop:
         self._commands.wake()
         if self._thread.is_alive():
             self._thread.join()
-        self._dialer.close()
         self._listener.close()
         self._commands.close()
         self._selector.close()

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
@@ -32,24 +33,24 @@ class LinkEvents(Protocol):
     """The reports of the I/O thread to the control half; called in that thread only."""
 
     def link_up(self, ref: PeerRef, session: Session) -> None:
-        """A handshake is complete."""
+        """Take the session of a handshake that is complete."""
 
     def link_message(self, ref: PeerRef, message: Message) -> None:
-        """A message arrived after the handshake."""
+        """Act on a message that arrived after the handshake."""
 
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
-        """A dialed link failed, or one that was up ended; ``error`` says why."""
+        """Act on the end of a link that was up or was dialed; ``error`` is the reason."""
 
     def tick(self, now: float) -> float | None:
         """Act on the deadlines that have passed; return the next one."""
 
     def thread_failed(self, thread: str, error: BaseException) -> None:
-        """The I/O thread has ended because of a bug."""
+        """End this worker: the I/O thread has ended because of a bug."""
 
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """Where to listen, and after how long a silent peer is dead."""
+    """The address to listen on, and the limits of links."""
 
     host: str
     port: int
@@ -109,7 +110,8 @@ class OpenLinks:
     def release(self, ref: PeerRef, token: str) -> None:
         """Resume sending on a link that is held for this token."""
         link = self._by_ref.get(ref)
-        if link is not None and link.outbox.release(token):
+        if link is not None and link.outbox.held_for == token:
+            link.outbox.held_for = None
             self.run(link)
 
     def run(self, link: Link, act: Callable[[], None] = lambda: None) -> None:
@@ -138,7 +140,7 @@ class OpenLinks:
             elif now >= link.ping_at(timeout):
                 self.run(link, partial(link.queue, Ping()))
         deadlines = (min(link.heard_at + timeout, link.ping_at(timeout)) for link in self._links)
-        return min(deadlines, default=float("inf"))
+        return min(deadlines, default=math.inf)
 
     def report_down(self, ref: PeerRef, error: KvbatonError, session: Session | None = None) -> None:
         """Report that a peer cannot be dialed, or that its link has ended."""

@@ -16,14 +16,14 @@ class ImpossibleEventError(InternalError):
 
 
 class EndReason(msgspec.Struct, frozen=True):
-    """Why a transfer ended without being used. kind: an ErrorKind value or NOT_NEEDED."""
+    """The reason why a transfer ended unused. kind: an ErrorKind value or NOT_NEEDED."""
 
     kind: str
     message: str
 
 
 class RetryStep(StrEnum):
-    """How blocks whose read failed are read again: over another transport of the same link, or over the same one."""
+    """A way to read blocks again whose read failed: over another transport of the same link, or over the same one."""
 
     OTHER_TRANSPORT = "other_transport"
     SAME_TRANSPORT = "same_transport"

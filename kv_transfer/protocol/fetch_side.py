@@ -145,7 +145,7 @@ def _started(fetch: Fetch, _event: ev.Started) -> FetchStep:
 
 
 def _layers_announced(fetch: Fetch, event: ev.LayerRange) -> FetchStep:
-    """A hint: what is read ahead counts only when its blocks are announced, pulled and verified."""
+    """Read ahead. A hint: the bytes count only when their blocks are announced, pulled and verified."""
     first = event.first_block
     end = event.first_block + event.num_blocks
     is_open = fetch.state in (FetchState.RESERVED, FetchState.MOVING) and not fetch.is_retrying

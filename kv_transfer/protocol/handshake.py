@@ -94,7 +94,7 @@ class Session:
 
 
 class Dialing:
-    """The dialer's half. ``session`` is set once the acceptor's Welcome was found good."""
+    """The dialer's half. ``session`` is set once the acceptor's ``Welcome`` was accepted."""
 
     def __init__(self, me: LocalIdentity, target: PeerTarget, mac: Mac = mac_of) -> None:
         self.target = target
@@ -162,7 +162,7 @@ class Dialing:
     def _open(self, challenge: Challenge, welcome: Welcome) -> Session:
         me = self._me
         if not self._transcript.is_proved(_WELCOME, welcome):
-            raise UnauthenticatedError(f"{self._where} sent a Welcome that is not of this session")
+            raise UnauthenticatedError(f"{self._where} sent a last message that is not of this session")
         if welcome.protocol != _common_protocol(challenge, self._where):
             raise IncompatiblePeerError(f"{self._where} chose transfer protocol {welcome.protocol}")
         _check_timeout(welcome, self._where)
@@ -181,7 +181,7 @@ class Dialing:
 
 
 class Accepting:
-    """The acceptor's half. ``session`` is set once the dialer's proof and offer were found good."""
+    """The acceptor's half. ``session`` is set once the dialer's proof was accepted."""
 
     def __init__(self, me: LocalIdentity, mac: Mac = mac_of) -> None:
         self.session: Session | None = None

@@ -1,9 +1,8 @@
 """The messages on a control link: tagged msgpack maps, one per frame.
 
-The dialer begins: Hello → Challenge → Prove → Welcome (or Refused, and the link closes). From the Challenge on, each
-carries a proof over all messages so far, itself included (``transcript``). Afterwards the dialer (which fetches) sends
-FetchBlocks, ReleaseLease and CancelFetch, the acceptor (which lends) PromptStarted, LayersReadable, EndExpected,
-BlocksPublished, TransferComplete and TransferFailed, and both send Ping.
+The dialer begins: ``Hello`` → ``Challenge`` → ``Prove`` → ``Welcome`` (or ``Refused``, and the link closes). From the
+challenge on, each carries a proof over all messages so far, itself included (``transcript``). Afterwards the dialer (which
+fetches) sends ``ReceiverMessage``, the acceptor (which lends) ``SenderMessage``, and both send ``Ping``.
 """
 
 from typing import Annotated, Any
@@ -39,7 +38,7 @@ class Introduction(Message, frozen=True):
 
 
 class Hello(Introduction, frozen=True, tag="hello"):
-    """The dialer's introduction, and the worker that it wants to reach.
+    """The dialer's introduction, and the worker that it dials.
 
     target_worker_id, target_boot_id: empty from peers of a version that is refused anyway.
     """
@@ -185,18 +184,8 @@ class CancelFetch(TransferMessage, frozen=True, tag="cancel"):
 SenderMessage = (
     PromptStarted | LayersReadable | EndExpected | BlocksPublished | TransferComplete | TransferFailed
 )
-AnyMessage = (
-    Hello
-    | Challenge
-    | Prove
-    | Welcome
-    | Refused
-    | Ping
-    | FetchBlocks
-    | SenderMessage
-    | ReleaseLease
-    | CancelFetch
-)
+ReceiverMessage = FetchBlocks | ReleaseLease | CancelFetch
+AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | SenderMessage | ReceiverMessage
 
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
 

@@ -143,7 +143,7 @@ def _announce_complete(send: Send) -> list[ev.SendAction]:
 
 
 def _announce_start(send: Send) -> list[ev.SendAction]:
-    """A hint, so that the peer has reserved its blocks by the time that there is something to read."""
+    """Let the peer reserve its blocks before there is something to read. A hint."""
     is_news = send.num_ordered > 0 and not send.digests and not send.has_ended
     return [ev.AnnounceStart()] if is_news and send.peer is not None else []
 
@@ -172,7 +172,7 @@ def _blocks_ready(send: Send, event: ev.BlockRange) -> SendStep:
 
 
 def _layers_ready(send: Send, event: ev.LayerRange) -> SendStep:
-    """A hint: a peer that misses it loses nothing. After the end of the transfer it may have opened the lease again."""
+    """Announce layers. A hint: a peer that misses it loses nothing. After the end it may have opened the lease again."""
     if send.has_ended:
         return replace(send, num_revokes=send.num_revokes + 1), [ev.Revoke()]
     if send.peer is None or event.first_block < send.from_block:

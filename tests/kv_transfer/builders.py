@@ -1,4 +1,4 @@
-"""What the transfer tests are made of: layouts, requests, connected pairs of workers."""
+"""Builders of the transfer tests: layouts, requests, connected pairs of workers."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ TOKENS = [FirstToken(42)]
 
 
 def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
-    """Settings of one worker; peers' deaths are not declared by a slow test machine."""
+    """Return settings of one worker, whose timeouts suit a slow test machine."""
     defaults: dict[str, Any] = {
         "worker_id": name,
         "boot_id": new_boot_id(),
@@ -36,12 +36,12 @@ def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
 
 
 def block_content(transfer_id: str, index: int) -> bytes:
-    """What a prompt's block holds in these tests: different for every transfer and index."""
+    """Return the content of a prompt's block: different for every transfer and index."""
     return f"{transfer_id}/{index};".encode()
 
 
 def prompt_of(num_blocks: int, num_last: int = LAYOUT.block_size) -> list[int]:
-    """A prompt of so many blocks, the last one holding ``num_last`` tokens."""
+    """Return a prompt of ``num_blocks`` blocks, the last one with ``num_last`` tokens."""
     return list(range((num_blocks - 1) * LAYOUT.block_size + num_last))
 
 
@@ -65,7 +65,7 @@ class Worker:
             self.driver.memory.fill(block_id, block_content(transfer_id, index))
 
     def holds(self, transfer_id: str, block_ids: list[int], first: int = 0) -> bool:
-        """The blocks hold this transfer's content."""
+        """Return whether the blocks hold this transfer's content."""
         probe = ByteMemory(LAYOUT, 1)
         for index, block_id in enumerate(block_ids[first:], start=first):
             probe.fill(0, block_content(transfer_id, index))
@@ -113,7 +113,7 @@ def worker(
     num_blocks: int = 64,
     memory: ByteMemory | None = None,
 ) -> Iterator[Worker]:
-    """A running connector, closed at the end."""
+    """Run a connector, closed at the end."""
     driver = TransferDriver(memory or ByteMemory(layout, num_blocks))
     driver.attach(TransferFactory(settings)(layout, model, driver.wake))
     try:
@@ -124,7 +124,7 @@ def worker(
 
 @dataclass
 class Sides:
-    """What differs from the defaults on each side of a pair."""
+    """The settings of each side of a pair that differ from the defaults."""
 
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Sides:
 def pair_of(
     sides: Sides | None = None, transport: str = "tcp", memory: ByteMemory | None = None
 ) -> Iterator[Pair]:
-    """Two workers in one process; ``memory`` is the prefill worker's pool."""
+    """Run two workers in one process; ``memory`` is the prefill worker's pool."""
     sides = sides or Sides()
     both: dict[str, Any] = {"local": LocalHub()} if transport == "local" else {"transport": transport}
     with ExitStack() as stack:
@@ -144,7 +144,7 @@ def pair_of(
 
 
 def hand_over(pair: Pair, name: str, num_blocks: int = 3, reads: int = 1) -> None:
-    """One whole transfer from blocks 10.. into blocks 30.., released at the end; ``reads`` of them were ordered."""
+    """Run one transfer from blocks 10.. into blocks 30.., released at the end, in ``reads`` ordered reads."""
     prompt, source, target = prompt_of(num_blocks), range(10, 10 + num_blocks), range(30, 30 + num_blocks)
     send, fetch = pair.send_request(name, prompt), pair.fetch_request(name, prompt)
     pair.prefill.lend(f"t-{name}", list(source))

@@ -1,4 +1,4 @@
-"""Two workers' transfers over a clock, links and data jobs that a test moves by hand: the pieces of the protocol machine.
+"""Two workers' transfers over a clock, links and data jobs that a test moves by hand; used by the protocol machine.
 
 The transfers, the lease book and the memories are the real ones; only threads and sockets are played.
 """
@@ -39,7 +39,7 @@ Command = tuple[PeerRef, msg.Message]
 
 
 def prompt_of(number: int) -> list[int]:
-    """Transfer ``number``'s prompt: one to three blocks, different from all others."""
+    """Return transfer ``number``'s prompt: one to three blocks, different from all others."""
     return [number * 100 + position for position in range(2 * (number % 3) + 1)]
 
 
@@ -48,7 +48,7 @@ def num_blocks_of(number: int) -> int:
 
 
 class Pool:
-    """Blocks of one worker: whoever gets one finds junk in it."""
+    """Blocks of one worker: a block that is handed out holds junk."""
 
     def __init__(self) -> None:
         self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
@@ -67,7 +67,7 @@ class Pool:
 
 @dataclass
 class LentRequest:
-    """What the prefill scheduler knows of a request. num_ordered: tokens whose step was made."""
+    """The prefill scheduler's view of a request. num_ordered: tokens whose step was made."""
 
     request: EngineRequest
     number: int
@@ -118,7 +118,7 @@ class Lender:
         self.newest[transfer_id] = max(attempt, self.newest.get(transfer_id, attempt))
 
     def step(self) -> None:
-        """The forward pass computes what was planned; its orders wait for the data thread."""
+        """Compute what was planned; the orders wait for the data thread."""
         orders = self.sends.take_orders()
         for lent in self.requests.values():
             lent.num_ordered = lent.num_published
@@ -143,7 +143,7 @@ class Lender:
         self.sends.send_event(order.key, outcome)
 
     def collect(self, read_blocks: set[int]) -> None:
-        """The step thread hears what was sent; ``read_blocks`` are being read by somebody at this moment."""
+        """Take in what was sent; ``read_blocks`` are being read now."""
         for key in self.completions.take()[0]:
             lent = self.requests.pop(key)
             assert lent.is_over, "reported before the scheduler had finished with it"
@@ -170,7 +170,7 @@ class Reading:
 
 @dataclass
 class FetchedRequest:
-    """What the decode scheduler knows of a request."""
+    """The decode scheduler's view of a request."""
 
     request: EngineRequest
     number: int
@@ -230,7 +230,7 @@ class Fetcher:
         self.lanes.setdefault((job.source.boot_id, job.source.transport), deque()).append(Reading(job))
 
     def _choose(self, session: Session, _told: Callable[[Source, Source], bool]) -> Source:
-        """The first of two transports."""
+        """Return the first of two transports."""
         sources = [
             Source("p", session.boot_id, "127.0.0.1:2", session.token, name) for name in ("shm", "tcp")
         ]
@@ -250,7 +250,7 @@ class Fetcher:
         self.fetches.start(request)
 
     def step(self) -> None:
-        """The scheduler hears its events and what was received."""
+        """Take the scheduler's events and what was received."""
         for key in self.completions.take()[1]:
             fetched = self.requests.pop(key)
             received = self.fetches.take_received(key)
@@ -310,7 +310,7 @@ class Fetcher:
         self.fetches.fetch_event(job.key, ev.CommitDone())
 
     def advance_lane(self, source: tuple[str, str], lender: Lender | None, how: str) -> None:
-        """Bring the lane's first read on by a stage; ``lender`` is its living sender. how: go, break, corrupt."""
+        """Advance the lane's first read by a stage; ``lender`` is its living sender. how: go, break, corrupt."""
         reading = self.lanes[source][0]
         outcome = self._outcome(reading, lender, how)
         if outcome is None:
@@ -374,7 +374,7 @@ def digest_of(view: memoryview, seed: int) -> int:
 
 @dataclass(eq=False)
 class Wire:
-    """A control link: what is on its way in both directions, and which end has not noticed that it broke."""
+    """A control link: the messages in both directions, and the ends that have not noticed that it broke."""
 
     lender: Lender
     fetcher: Fetcher

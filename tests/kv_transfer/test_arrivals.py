@@ -1,4 +1,4 @@
-"""A sender foresees when its forward pass ends, and the receiver when the KV will be here."""
+"""Estimates of when a forward pass ends, on the sender's side, and when its KV arrives, on the receiver's."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ PEER, OTHER = PeerRef("boot", is_dialed=True), PeerRef("other", is_dialed=True)
 
 
 class Pass:
-    """Forward passes whose layers take as long as the test says."""
+    """Forward passes whose layers take as long as the test chooses."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -29,7 +29,7 @@ class Pass:
         self.estimator = CompletionEstimator(NUM_LAYERS, lambda: self.now)
 
     def run(self, layer_seconds: Callable[[int], float], tail: float, num_blocks: int = 8) -> None:
-        """One pass; ``told`` has how far off each word of it was, too late being positive."""
+        """Run one pass; ``told`` gets the error of each estimate, positive if it was too late."""
         ends: list[float] = []
         self.estimator.begin(num_blocks, ends.append)
         for number in range(1, NUM_LAYERS + 1):
@@ -133,7 +133,7 @@ def test_an_estimate_is_sent_to_the_fetching_peer_until_the_transfer_ends() -> N
 
 
 class FlatPool(ByteMemory):
-    """One as workers on a CPU have: its layers are written when they are told of."""
+    """A pool as on a CPU: a layer is written when it is reported."""
 
     @property
     def pool_view(self) -> memoryview:
@@ -146,7 +146,7 @@ class FlatPool(ByteMemory):
 def test_the_receiver_knows_when_while_the_last_blocks_are_computed(
     transport: str, num_blocks: int, is_flat: bool
 ) -> None:
-    """On a device a layer is told of when it is launched: nobody knows when it will be over."""
+    """On a device a layer is reported when it is launched, so no end can be estimated."""
     source, target = list(range(1, 1 + num_blocks)), list(range(40, 40 + num_blocks))
     expected: list[float | None] = []
     with pair_of(transport=transport, memory=FlatPool(LAYOUT, 64) if is_flat else None) as pair:
@@ -181,7 +181,7 @@ def test_a_prompt_that_fails_is_not_expected_any_more() -> None:
         prompt, driver, decode = prompt_of(num_blocks), pair.prefill.driver, pair.decode.driver
         send, fetch = pair.send_request("b", prompt), pair.fetch_request("b", prompt)
         decode.scheduler.start_fetch(fetch)
-        decode.scheduler.start_fetch(pair.fetch_request("c", prompt))  # of which nobody says anything
+        decode.scheduler.start_fetch(pair.fetch_request("c", prompt))  # nothing is announced of it
         driver.scheduler.open_send(send, [1, 2, 3], 0)
         driver.wait_for(lambda: driver.scheduler.debug_state()["leases"][0]["peer"], "the fetch")
         driver.scheduler.publish(send.key, len(prompt))
@@ -193,8 +193,8 @@ def test_a_prompt_that_fails_is_not_expected_any_more() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-0.5, float("inf"), float("nan"), 1e9])
-def test_word_of_an_impossible_end_is_malformed(seconds: float) -> None:
-    """Nobody computes with it."""
+def test_an_impossible_estimate_is_malformed(seconds: float) -> None:
+    """An impossible estimate is never used."""
     word = msgspec.msgpack.encode(EndExpected("t", 0, "lease", seconds))
     with pytest.raises(TransferError, match="malformed"):
         decode_message(word)

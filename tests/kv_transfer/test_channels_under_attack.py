@@ -1,4 +1,4 @@
-"""Strangers on real sockets of a worker: what they forge, replay, reflect or send in another order lets nobody in."""
+"""Unauthenticated connections on a worker's real sockets: forged, replayed, reflected and reordered messages are refused."""
 
 import socket
 import threading
@@ -56,7 +56,7 @@ class Lender:
 
     @contextmanager
     def dialed(self) -> Iterator[socket.socket]:
-        """A connection that has said nothing."""
+        """Open a connection that has sent nothing."""
         is_unix = self.transport == "shm"
         with socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM) as sock:
             sock.settimeout(WAIT)
@@ -75,7 +75,7 @@ def lender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lender]:
 
 
 def is_let_in(sock: socket.socket) -> bool:
-    """Whether anything comes behind the proof but the end of the connection."""
+    """Return whether anything follows the proof but the end of the connection."""
     try:
         return bool(sock.recv(1))
     except ConnectionError:
@@ -97,7 +97,7 @@ def test_an_honest_reader_is_let_in(lender: Lender) -> None:
 
 
 def replayed(lender: Lender) -> tuple[DataHello, DataProve]:
-    """What an honest reader has sent, on a connection of its own."""
+    """Return what an honest reader has sent, on its own connection."""
     reading = Reading(lender.source)
     with lender.dialed() as sock:
         prove = reading.prove(challenged(sock, reading.hello))
@@ -154,14 +154,14 @@ def test_a_proof_for_another_transport_or_another_session_is_refused(lender: Len
 
 @pytest.mark.parametrize("first", [DataProve("0" * 64), DataChallenge(DataStatus.OK), DataProve("")])
 def test_another_order_is_refused(lender: Lender, first: DataProve | DataChallenge) -> None:
-    """H3: no message is taken out of turn."""
+    """H3: no message is accepted out of turn."""
     with lender.dialed() as sock:
         write_frame(sock, first, MAX_DATA_FRAME_BYTES)
         assert not is_let_in(sock)
 
 
 def test_a_rogue_that_listens_at_the_lenders_address_is_given_nothing() -> None:
-    """H4: whoever listened at a data port was handed the session's token."""
+    """H4: a listener at a data port's address was handed the session's token."""
     honest = Sessions()
     honest.begin(TOKEN)
     source = Source("p", "boot", "127.0.0.1:1", TOKEN, "tcp")
@@ -195,7 +195,7 @@ class Wire:
             self.sock.sendall(encode_frame(message, MAX_HANDSHAKE_BYTES))
 
     def hear(self) -> list[Message]:
-        """Everything up to the next pause; empty where the link was closed."""
+        """Return everything up to the next pause; empty if the link was closed."""
         while data := self.sock.recv(65536):
             found = [decode_message(body) for body in self._frames.feed(data)]
             if found:
@@ -210,7 +210,7 @@ def identity(worker_id: str, secret: str = SECRET) -> LocalIdentity:
 
 
 def shifted(hello: Hello) -> Hello:
-    """The same text as ``hello``'s when joined by NUL, with fields of the attacker's choice behind the role."""
+    """Return fields of the attacker's choice whose text equals that of ``hello`` when joined by NUL."""
     return msgspec.structs.replace(hello, role=f"{hello.role}\x008\x008\x00nonce\x00p\x00boot\x00prefill")
 
 
@@ -279,7 +279,7 @@ def test_a_whole_recorded_link_that_is_replayed_opens_none() -> None:
 
 
 def test_a_rogue_at_the_address_of_a_dead_worker_is_told_nothing_about_the_model() -> None:
-    """H3: and nothing that it says is believed, whatever honest worker it asks for proofs in the meantime."""
+    """H3: and nothing that it sends is believed, whatever proofs it gets from honest workers meanwhile."""
     with (
         worker(settings_for("q", Role.PREFILL)) as other,
         socket.create_server(("127.0.0.1", 0)) as rogue,
@@ -289,7 +289,7 @@ def test_a_rogue_at_the_address_of_a_dead_worker_is_told_nothing_about_the_model
         received: list[bytes] = []
 
         def relay() -> None:
-            """Hand everything on to an honest worker, and its answer back."""
+            """Forward everything to an honest worker, and its answer back."""
             with rogue.accept()[0] as sock:
                 received.append(sock.recv(65536))
                 wire = Wire(other.driver.address)

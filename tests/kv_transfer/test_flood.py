@@ -23,7 +23,7 @@ from tests.kv_transfer.test_strangers import WAIT, data_port, silent_links
 
 
 def test_a_flood_of_silent_connections_costs_an_honest_peer_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """L7: a flood of the control port delayed the first hand-over: the honest peer gave way, and dialed again."""
+    """L7: a flood of the control port delayed the first hand-over: the honest peer was displaced, and dialed again."""
     with pair_of() as pair, ExitStack() as stack:
         flooding, stop = threading.Event(), threading.Event()
         opened: list[socket.socket] = []
@@ -55,33 +55,33 @@ def test_a_flood_of_silent_connections_costs_an_honest_peer_nothing(caplog: pyte
 
 @dataclass
 class Played:
-    """A stranger."""
+    """An unauthenticated connection."""
 
     host: str
     heard_at: float
     has_spoken: bool
 
 
-STRANGERS = st.lists(
+CONNECTIONS = st.lists(
     st.builds(Played, st.sampled_from("abc"), st.floats(0, 9), st.booleans()), min_size=1, max_size=20
 )
 
 
-@given(STRANGERS)
+@given(CONNECTIONS)
 def test_room_is_made_by_the_address_that_holds_the_most_and_by_the_silent_first(
-    strangers: list[Played],
+    connections: list[Played],
 ) -> None:
-    """L7: fair between addresses, and to those who have something to say."""
-    gone = choose_displaced(strangers)
-    per_host = Counter(stranger.host for stranger in strangers)
+    """L7: fair between addresses, and to connections that have sent something."""
+    gone = choose_displaced(connections)
+    per_host = Counter(stranger.host for stranger in connections)
     assert per_host[gone.host] == max(per_host.values())
-    for other in strangers:
+    for other in connections:
         if other.host == gone.host:
             assert (gone.has_spoken, gone.heard_at) <= (other.has_spoken, other.heard_at)
 
 
 def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
-    """L7: on the data ports a stranger cannot name a session."""
+    """L7: on the data ports an unauthenticated peer cannot name a session."""
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._sessions.begin("token")
         reading = Reading(Source("p", "b", sender.address, "token"))
@@ -94,8 +94,8 @@ def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
         assert read_frame(honest, DataReply, MAX_DATA_FRAME_BYTES).status is DataStatus.OK
 
 
-def test_a_stranger_on_a_data_port_has_no_thread() -> None:
-    """L7: 60 connections that say nothing started 60 threads. Who has proved its session has one."""
+def test_an_unauthenticated_data_connection_has_no_thread() -> None:
+    """L7: 60 silent connections started 60 threads. A connection with a proved session has one."""
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._sessions.begin("token")
         source = Source("p", "b", sender.address, "token")
@@ -107,8 +107,8 @@ def test_a_stranger_on_a_data_port_has_no_thread() -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"", b"\xff" * 8, b"\x08\0\0\0kvbaton", b"\0\x04\0\0" + b"\0" * 1028])
-def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: bytes) -> None:
-    """So is who ends its side; who is good comes in behind it."""
+def test_a_malformed_greeting_on_a_data_port_closes_its_connection(beginning: bytes) -> None:
+    """Also one that ends its side; an honest one is accepted after it."""
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._sessions.begin("token")
         (stranger,) = silent_links(sender.address, 1, stack)
@@ -120,8 +120,8 @@ def test_a_stranger_on_a_data_port_that_talks_nonsense_is_let_go(beginning: byte
         dial(stack.enter_context(unconnected(source, WAIT)), source)
 
 
-def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
-    """It cannot know whether its session is open still."""
+def test_a_request_before_the_answer_to_the_proof_closes_the_connection() -> None:
+    """Its session may have ended."""
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._sessions.begin("token")
         reading = Reading(Source("p", "b", sender.address, "token"))
@@ -135,7 +135,7 @@ def test_who_asks_before_its_proof_was_answered_is_let_go() -> None:
 
 
 def test_a_listener_rests_after_a_few_connections() -> None:
-    """L7: who is connected is heard between them, and the step of an engine goes on."""
+    """L7: open connections are read between them, and an engine's step goes on."""
     listener = Listener("127.0.0.1", 0)
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         stack.callback(listener.close)
@@ -150,7 +150,7 @@ def test_a_listener_rests_after_a_few_connections() -> None:
         assert counts == [4, 4, 2]
 
 
-def test_what_is_said_seldom_tells_how_often_it_was_not_said() -> None:
+def test_a_limited_log_line_counts_the_suppressed_ones() -> None:
     now = [0.0]
     limiter = LogLimiter(1.0, lambda: now[0])
     assert [limiter.admit() for _ in range(3)] == [0, None, None]

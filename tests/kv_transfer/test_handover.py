@@ -90,7 +90,7 @@ def test_a_fully_cached_prompt_moves_nothing() -> None:
 
 
 def test_blocks_that_the_sender_had_cached_are_published_with_the_next_step() -> None:
-    """Publishing happens in ``execute`` only; the orders are plain data, and an idle core hears that it has some (B19)."""
+    """Publishing happens in ``execute`` only; the orders are plain data, and an idle core sees that it has some (B19)."""
     with pair_of() as pair:
         prompt, source = prompt_of(3), [0, 1, 2]
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)

@@ -76,7 +76,7 @@ class SpoilingReceiver:
         if request.part is None or request.part.start_byte != (self._number - 1) * LAYER_BYTES:
             self._inner.fetch(source, request, views, read)
             return
-        self._inner.fetch(source, request, views, Read())  # which tells nobody that something has landed
+        self._inner.fetch(source, request, views, Read())  # a read that reports no landing
         views[5][0] ^= 1
 
     def forget(self, source: Source) -> None:
@@ -87,7 +87,7 @@ class SpoilingReceiver:
 
 
 def begin(pair: Pair) -> tuple[str, str]:
-    """Block 0 has crossed, the others are about to be computed; returns the keys of both sides."""
+    """Let block 0 cross, with the others about to be computed; return the keys of both sides."""
     prompt, driver = prompt_of(NUM_BLOCKS), pair.prefill.driver
     send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
     pair.prefill.lend("t-r", SOURCE_IDS[:1])
@@ -101,7 +101,7 @@ def begin(pair: Pair) -> tuple[str, str]:
 
 
 def compute_and_receive(pair: Pair, send: str, fetch: str) -> None:
-    """The blocks behind block 0 are computed by one step; until all have crossed and were verified."""
+    """Compute the blocks after block 0 in one step; return when all have crossed and were verified."""
     driver, decode = pair.prefill.driver, pair.decode.driver
     driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
     driver.step()
@@ -110,7 +110,7 @@ def compute_and_receive(pair: Pair, send: str, fetch: str) -> None:
 
 
 def compute(pair: Pair, number: int) -> None:
-    """Write this layer of the blocks behind block 0, once what was computed before has crossed."""
+    """Write this layer of the blocks after block 0, once what was computed before has crossed."""
     crossed = LAYOUT.block_bytes + (NUM_BLOCKS - 1) * LAYER_BYTES * (number - 1)
     pair.decode.driver.wait_for(lambda: num_bytes(pair) == crossed, f"the reading of {number - 1} layers")
     whole, memory = ByteMemory(LAYOUT, 1), pair.prefill.driver.memory
@@ -172,7 +172,7 @@ def test_a_layer_that_is_spoiled_on_its_way_fails_the_digest(number: int) -> Non
 
 
 def moving(**changes: object) -> Fetch:
-    """Eight blocks reserved, two of which are cached and one more announced; its read is under way."""
+    """Return a fetch of eight reserved blocks: two are cached, and one more is announced and being read."""
     fetch = Fetch(num_blocks=8)
     for event in (ev.Announced(ev.BlockRange(0, (1, 2, 3)), 0.0), ev.Reserved(tuple(range(8)), 2)):
         fetch, _ = advance_fetch(fetch, event)
@@ -235,7 +235,7 @@ def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_over: bool) -> None:
-    """Else the thread that reads would report about a fetch that has ended meanwhile."""
+    """Otherwise the reading thread would report about a fetch that has ended meanwhile."""
     jobs: list[PullJob] = []
 
     def ignore(*_: object) -> None:
@@ -274,7 +274,7 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
 def test_only_what_takes_up_where_the_last_one_ended_is_read_ahead(
     first: int, count: int, start: int
 ) -> None:
-    """Else the digests would be of other bytes than those that came."""
+    """Otherwise the digests would be of other bytes than those that arrived."""
     ahead = Ahead(3, 8, RunningDigests(range(5)))
     assert ahead.goes_on_with(3, 5, 0)
     assert not ahead.goes_on_with(first, count, start)

@@ -1,4 +1,4 @@
-"""The I/O and data threads go on: stops at the worst moment, failing accepts, high descriptors, long waits, full sockets."""
+"""The I/O and data threads survive stops at bad moments, failing accepts, high descriptors, long waits, full sockets."""
 
 import fcntl
 import os
@@ -42,7 +42,7 @@ def lending(boot_id: str) -> Iterator[Source]:
 
 
 def fetch(receiver: TcpReceiver, source: Source, read: Read | None = None) -> bytes:
-    """The beginning of the lent block."""
+    """Return the beginning of the lent block."""
     view = memoryview(bytearray(LAYOUT.block_bytes))
     receiver.fetch(source, ReadRequest(NAME, 0, 1), [view], read or Read())
     return bytes(view[: len(source.boot_id)])
@@ -92,7 +92,7 @@ def test_the_longest_timeouts_can_be_waited_for() -> None:
 
 
 def test_no_ping_queues_behind_bytes_that_wait() -> None:
-    """A peer that reads nothing: pinging it again and again would spin and grow the queue."""
+    """Pinging a peer that reads nothing would spin and grow the queue."""
     identity = LocalIdentity("p", "boot", "prefill", SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
     accepting = Accepting(identity)
     ours, theirs = socket.socketpair()

@@ -45,7 +45,7 @@ def fetching() -> FetchTransfers:
 
 
 def test_digests_are_seeded_with_all_that_makes_kv_differ() -> None:
-    """Model, salt, tokens, and the place in the prompt: so the right bytes of anything else fail."""
+    """Model, salt, tokens, and the place in the prompt: the right bytes of anything else fail."""
     asked = [ASKED, msgspec.structs.replace(ASKED, cache_salt="s")]
     asked.append(msgspec.structs.replace(ASKED, prompt_token_ids=[7] * len(ASKED.prompt_token_ids)))
     seeds = [seed for each in asked for seed in digest_seeds(each, MODEL, LAYOUT.block_size)]
@@ -91,7 +91,7 @@ def test_a_transfer_has_one_reader() -> None:
 
 
 def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
-    """Law 2: its own reads count too; what it makes readable behind the end is revoked again first."""
+    """Law 2: its own reads count too; what it makes readable after the end is revoked again first."""
     send, _ = advance_send(LENDING, ev.Ordered(2))
     send, actions = advance_send(send, ev.Abandoned("cancelled", "aborted"))
     assert actions == [ev.Revoke()]

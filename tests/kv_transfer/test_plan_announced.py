@@ -1,4 +1,4 @@
-"""What a sender announces by its own blocks, told by ours: complete ones only, each once, wrong words refused."""
+"""A sender's announcements of its own blocks become announcements of ours: complete ones only, each once."""
 
 import msgspec
 import pytest
@@ -98,7 +98,7 @@ def test_an_end_before_all_is_announced_is_refused() -> None:
             blocks.check_end(count)
 
 
-def test_words_become_events_about_our_blocks() -> None:
+def test_messages_become_events_about_our_blocks() -> None:
     tokens, blocks = [FirstToken(4)], announced(MERGING, 16)
 
     def published(first: int, digests: list[int]) -> msg.BlocksPublished:

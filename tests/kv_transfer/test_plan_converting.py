@@ -16,7 +16,7 @@ UNTOUCHED = 7.0
 
 
 def prompt_kv(plan: TransferPlan, num_tokens: int) -> Tensor:
-    """``[num_layers, 2, all heads, num_tokens, head_dim]`` in the sender's dtype; many values round in bfloat16."""
+    """Return ``[num_layers, 2, all heads, num_tokens, head_dim]`` in the sender's dtype; many values round in bfloat16."""
     layout = plan.theirs.layout
     shape = (layout.num_layers, 2, plan.theirs.num_kv_heads, num_tokens, layout.head_dim)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(num_tokens)) * 100
@@ -24,7 +24,7 @@ def prompt_kv(plan: TransferPlan, num_tokens: int) -> Tensor:
 
 
 def cut(kv: Tensor, side: Side, rank: int, first: int, end: int) -> Tensor:
-    """Blocks ``first``..``end`` - 1 of a rank, one at a time; places behind the prompt's end hold UNTOUCHED."""
+    """Yield blocks ``first``..``end`` - 1 of a rank; places after the prompt's end hold UNTOUCHED."""
     layout = side.layout
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     heads = kv[:, :, side.first_head(rank) : side.first_head(rank) + layout.num_kv_heads]
@@ -71,7 +71,7 @@ def test_converted_blocks_are_the_prompt_cut_again(
 
 
 def test_a_pool_that_is_reached_by_copies_gets_whole_blocks() -> None:
-    """As on a device: what is converted into a block's host copy is in the pool after ``commit``, and nothing else."""
+    """Like a device: after ``commit`` the pool holds what was converted into a block's host copy, and nothing else."""
     ours = KVLayout(num_layers=2, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
     theirs = msgspec.structs.replace(ours, block_size=8, dtype="bfloat16")
     plan, memory = TransferPlan(Side(ours), Side(theirs)), StagedKVMemory(ours, 6, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The receiver hears when the prompt is being computed: its blocks are there before there is anything to read."""
+"""The receiver learns that the prompt is being computed: its blocks are reserved before there is anything to read."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The receiver's rules for a read that failed: what is read again, how often, and not before all reads are terminal."""
+"""The receiver's rules for a failed read: blocks are read again a bounded number of times, after all reads are terminal."""
 
 import pytest
 from msgspec.structs import replace
@@ -10,7 +10,7 @@ from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 
 
 def pulled(*lengths: int) -> Fetch:
-    """A fetch whose blocks were announced in ranges of these lengths, each of which a read was posted for."""
+    """Return a fetch whose blocks were announced in ranges of these lengths, with a read posted for each."""
     fetch, first = Fetch(num_blocks=sum(lengths)), 0
     fetch, _ = advance_fetch(fetch, ev.Reserved(tuple(range(100, 100 + sum(lengths))), 0))
     for length in lengths:
@@ -24,7 +24,7 @@ BROKEN = ev.JobFailed("transfer_failed", "digest", may_heal=True, retry_steps=tu
 
 
 def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
-    """What was verified before the failure stays; what comes behind it is stopped and read again with it."""
+    """Blocks verified before the failure stay; later ones are stopped and read again."""
     fetch, _ = advance_fetch(pulled(1, 2, 1), ev.PieceVerified(1, 2.0))
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert actions == [ev.StopReads()]
@@ -65,7 +65,7 @@ def test_a_sender_that_fails_or_a_cancel_ends_it_while_reads_end(word: ev.FetchE
 
 
 def test_a_digest_that_fails_behind_the_last_byte_is_read_again() -> None:
-    """LANDED goes back to MOVING, where the sender's failure counts again."""
+    """LANDED goes back to MOVING, in which the sender's failure counts again."""
     fetch, _ = advance_fetch(pulled(2), ev.Completed(2, (FirstToken(1),)))
     fetch, _ = advance_fetch(fetch, ev.PieceLanded(2, 0.0, 1.0))
     assert fetch.state is FetchState.LANDED

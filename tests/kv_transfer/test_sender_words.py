@@ -1,4 +1,4 @@
-"""Whatever a sender says, in whatever order: a fetch goes on or fails, and nothing breaks."""
+"""Any messages of a sender, in any order: a fetch goes on or fails, and nothing breaks."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,10 +21,10 @@ WORDS = st.one_of(
 
 @machine_settings(300, 1)
 @given(words=st.lists(WORDS, max_size=8), reserve_after=st.integers(0, 8), num_cached=st.integers(0, 3))
-def test_no_word_of_a_sender_is_impossible(
+def test_no_message_of_a_sender_is_impossible(
     words: list[ev.FetchEvent], reserve_after: int, num_cached: int
 ) -> None:
-    """A sender may say anything in any order: the fetch goes on or fails, and nothing is committed without a read."""
+    """A sender may send anything in any order: the fetch goes on or fails, and nothing is committed without a read."""
     fetch = Fetch(num_blocks=3)
     for position, word in enumerate(words):
         if position == reserve_after and fetch.state is FetchState.WAITING and fetch.is_published:

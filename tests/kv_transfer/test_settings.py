@@ -54,7 +54,7 @@ def test_the_secret_is_not_printed() -> None:
 
 
 def test_a_setting_that_is_missing_is_named_and_the_others_are_not_shown() -> None:
-    """Pydantic's word for a missing value holds all that were given, the secret among them."""
+    """Pydantic's error for a missing value contains all given values, the secret among them."""
     given: dict[str, Any] = {"worker_id": "p", "role": Role.PREFILL, "secret": SECRET}
     with pytest.raises(SettingError, match=r"^boot_id is not set$") as caught:
         TransferSettings(**given)
@@ -74,7 +74,7 @@ def test_a_user_may_choose_every_transport_that_crosses_processes() -> None:
 
 
 def test_the_factory_survives_the_way_into_a_spawned_process() -> None:
-    """What multiprocessing does with arguments of a spawned process works on it."""
+    """Multiprocessing can send it to a spawned process."""
     decorate = partial(CorruptingReceiver, block_index=3)
     factory = TransferFactory(settings_for("p", Role.PREFILL, decorate=decorate))
     rebuilt = ForkingPickler.loads(ForkingPickler.dumps(factory))
@@ -106,7 +106,7 @@ def test_a_frame_over_the_bound_is_refused_on_both_sides() -> None:
 
 @pytest.mark.parametrize("bit", range(8 * (HEADER.size + 3)))
 def test_no_damaged_frame_is_understood(bit: int) -> None:
-    """Token 0 travels in such a frame: TCP's own sum does not see everything."""
+    """The first token travels in such a frame: TCP's own checksum misses some damage."""
     frame = bytearray(encode_frame([1, 2], 100))
     frame[bit // 8] ^= 1 << bit % 8
     understood: list[bytes] = []

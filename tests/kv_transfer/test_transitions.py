@@ -1,4 +1,4 @@
-"""The rules of a hand-over, driven by random events: states move along allowed edges only, and every path ends."""
+"""The rules of a transfer, driven by random events: states move along allowed edges only, and every path ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ BLOCKS = 4
 
 
 def reachable(edges: dict[Any, frozenset[Any]], start: Any) -> set[Any]:
-    """States that can follow in one event: an event may pass through several (all cached: RESERVED → VERIFIED)."""
+    """Return the states that one event can lead to: it may pass through several (all cached: RESERVED → VERIFIED)."""
     found, todo = {start}, [start]
     while todo:
         for state in edges[todo.pop()] - found:
@@ -28,7 +28,7 @@ def reachable(edges: dict[Any, frozenset[Any]], start: Any) -> set[Any]:
 
 
 class SendMachine(RuleBasedStateMachine):
-    """A prefill side with a scheduler, a data thread, a transport and two peers that do what they may."""
+    """A prefill side whose scheduler, data thread, transport and two peers do anything that is allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class SendMachine(RuleBasedStateMachine):
         assert self.send.is_reported == (self.num_reports == 1)
 
     def teardown(self) -> None:
-        """From wherever it stopped: the scheduler gives up, readers and digests end, the report comes."""
+        """From any state: the scheduler gives up, readers and digests end, the report comes."""
         self.abandon()
         while self.send.is_digesting:
             self.digest(BLOCKS, True)
@@ -135,7 +135,7 @@ RUNGS = st.sampled_from([(), (RetryStep.SAME_TRANSPORT,), tuple(RetryStep)])
 
 
 class FetchMachine(RuleBasedStateMachine):
-    """A decode side with a sender, a scheduler and a data thread that do what they may."""
+    """A decode side whose sender, scheduler and data thread do anything that is allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class FetchMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(how=st.sampled_from(["done", "done", "failed", "broken", "broken", "stopped"]), rungs=RUNGS)
     def end_job(self, how: str, rungs: tuple[RetryStep, ...] = ()) -> None:
-        """broken: in a way that another read may heal."""
+        """End a job. broken: in a way that another read may heal."""
         job = self.jobs[0]
         if how == "stopped" and not self.is_stopped:
             return
@@ -264,7 +264,7 @@ class FetchMachine(RuleBasedStateMachine):
             assert self.fetch.first_tokens is not None
 
     def teardown(self) -> None:
-        """From wherever it stopped: a cancel and the end of posted jobs lead to FREE."""
+        """From any state: a cancel and the end of posted jobs lead to FREE."""
         self.cancel()
         while self.jobs:
             self.end_job("stopped")
@@ -293,7 +293,7 @@ OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
     ],
 )
 def test_impossible_events_raise(act: Callable[[], object]) -> None:
-    """What no correct caller can cause is a bug, and says so."""
+    """An event that no correct caller can cause is a bug, and raises."""
     with pytest.raises(ImpossibleEventError):
         act()
 
@@ -319,7 +319,7 @@ def test_a_parked_fetch_expires_and_says_so() -> None:
 
 
 def test_an_end_without_a_first_token_is_a_failure() -> None:
-    """The scheduler could not go on with it; a peer's word must not end the engine."""
+    """The scheduler could not continue with it; a peer's message must not end the engine."""
     fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, ()))
     assert fetch.state is FetchState.FREE
     assert [action.kind for action in actions if isinstance(action, ev.ReportFailed)] == ["transfer_failed"]
@@ -333,8 +333,8 @@ def test_times_are_split_at_the_last_announcement() -> None:
     assert (fetch.hidden_seconds, fetch.exposed_seconds) == (2.0, 2.5)
 
 
-def test_token_0_is_no_announcement() -> None:
-    """It may come long after the last range: what was exposed before it stays exposed."""
+def test_the_first_token_is_no_announcement() -> None:
+    """The first token may come long after the last range: what was exposed before it stays exposed."""
     fetch = Fetch(num_blocks=1)
     for event in (
         ev.Announced(ev.BlockRange(0, (7,)), 5.0),
@@ -347,8 +347,8 @@ def test_token_0_is_no_announcement() -> None:
     assert (fetch.state, fetch.exposed_seconds) == (FetchState.VERIFIED, 1.5)
 
 
-def visible_before_token_0() -> Fetch:
-    """All blocks are verified and visible; the sender has not said the token yet that the answer goes on with."""
+def visible_before_first_token() -> Fetch:
+    """Return a fetch with all blocks verified and visible, before the sender's first token arrives."""
     fetch, actions = Fetch(num_blocks=1), list[ev.FetchAction]()
     for event in (
         ev.Announced(ev.BlockRange(0, (7,)), 5.0),
@@ -363,18 +363,18 @@ def visible_before_token_0() -> Fetch:
     return fetch
 
 
-def test_blocks_become_visible_before_token_0_is_known() -> None:
-    """So that the request joins by the word that brings it."""
-    fetch, actions = advance_fetch(visible_before_token_0(), ev.Completed(1, (FirstToken(1),)))
+def test_blocks_become_visible_before_the_first_token_arrives() -> None:
+    """The request can run as soon as the first token arrives."""
+    fetch, actions = advance_fetch(visible_before_first_token(), ev.Completed(1, (FirstToken(1),)))
     assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.ReportReceived(), ev.SendRelease()])
 
 
-def test_a_sender_that_dies_before_token_0_fails_the_transfer() -> None:
-    """Its blocks are here, but nobody knows how the answer goes on."""
-    fetch, actions = advance_fetch(visible_before_token_0(), ev.SenderFailed("worker_lost", "died"))
+def test_a_sender_that_dies_before_the_first_token_fails_the_transfer() -> None:
+    """Its blocks are here, but the answer cannot continue without the first token."""
+    fetch, actions = advance_fetch(visible_before_first_token(), ev.SenderFailed("worker_lost", "died"))
     assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.ReportFailed("worker_lost", "died"))
 
 
 def test_a_request_that_is_cancelled_before_token_0_has_its_blocks_at_once() -> None:
-    fetch, actions = advance_fetch(visible_before_token_0(), ev.Cancelled())
+    fetch, actions = advance_fetch(visible_before_first_token(), ev.Cancelled())
     assert (fetch.state, actions) == (FetchState.FREE, [ev.SendCancel()])
