@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: one seam, several backends."""
+"""Attention over the paged KV pool: one interface, several backends."""

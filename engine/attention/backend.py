@@ -1,4 +1,4 @@
-"""The seam between models and attention kernels: plan a step once, attend in every layer."""
+"""The interface between models and attention kernels: plan a step once, attend in every layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from engine.compute.inputs import PreparedInputs
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What differs between layers: the scale of the scores, and how many tokens a token sees (None: all).
+    """The parameters that differ between layers: the scores' scale and the window, in tokens (None: all).
 
-    softcap: scores become softcap × tanh(score / softcap) after scaling (Gemma 2); None leaves them.
+    softcap: scores become softcap × tanh(score / softcap) after scaling (Gemma 2); None applies none.
     """
 
     scale: float
@@ -25,43 +25,43 @@ class LayerShape:
 
 
 class AttentionStep(Protocol):
-    """The attention of one forward pass; valid for that pass alone."""
+    """The attention of one forward pass, valid for that pass only."""
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """Write the tokens' keys and values, ``[num_tokens, num_kv_heads, head_dim]``, into a layer's part of the pool.
 
-        cache: a view of it, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
+        cache: a view of that part, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
         """
 
     def attend(
         self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
     ) -> Tensor:
-        """Mix the values of everything each token may see, which ``cache`` holds by now.
+        """Attend over all tokens that each token may see; ``cache`` already holds them.
 
         query ``[num_tokens, num_heads, head_dim]``; key, value and cache as in ``store``. Without a cache (the profile
-        run) the tokens of a request see each other alone. Returns query's shape.
+        run) the tokens of a request see only each other. Returns the query's shape.
         """
 
 
 class StaticDecode(AttentionStep, Protocol):
-    """A step whose tensors stay where they are, so that a graph can be captured of it and replayed for other requests."""
+    """A step with tensors at fixed addresses, so that a graph of it can be captured and replayed for other requests."""
 
     def refill(self, inputs: PreparedInputs) -> None:
-        """Put another step in. Rows that it has not see the null block alone, and store nothing."""
+        """Load another step. Unused rows see only the null block, and store nothing."""
 
 
 class AttentionBackend(Protocol):
     """One way to compute attention."""
 
     def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> AttentionStep:
-        """Move what the layers share to the device: once per step, not once per layer."""
+        """Move the tensors that all layers share to the device, once per step."""
 
     def plan_static(
         self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
     ) -> StaticDecode | None:
-        """For steps of exactly ``num_reqs`` requests with one token each; None where the backend has no such thing.
+        """Plan steps of exactly ``num_reqs`` requests with one token each; None if the backend has no static steps.
 
-        max_blocks: the columns of the block table. The largest number is asked for first.
+        max_blocks: the columns of the block table. The caller requests the largest number first.
         """
 
 
@@ -73,7 +73,7 @@ BACKENDS = {
 
 
 def create_backend(name: str) -> AttentionBackend:
-    """The backend of this name. Raises SettingError that lists the known ones."""
+    """Make the backend of this name. Raises SettingError that lists the known ones."""
     if name not in BACKENDS:
         raise SettingError(f"attention backend {name!r} is unknown; choose one of {', '.join(BACKENDS)}")
     module, attribute = BACKENDS[name]

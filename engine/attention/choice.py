@@ -1,4 +1,4 @@
-"""Which attention backend an engine takes, by its device, its number format and what is installed."""
+"""Choose the attention backend by device, number format and installed packages."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 def is_installed(package: str) -> bool:
-    """Whether Python finds the package; nothing is imported."""
+    """Return whether Python finds the package, without importing it."""
     return find_spec(package) is not None
 
 
@@ -26,10 +26,10 @@ def choose_backend(
     head_dim: int,
     installed: Callable[[str], bool] = is_installed,
 ) -> str:
-    """The name of the backend; the log says it and what stood against a faster one.
+    """Return the name of the backend; log it, with the reasons against faster ones.
 
-    auto: plain torch on the CPU; on CUDA FlashInfer where it can compute the model, else Triton. Raises SettingError for one
-    that was asked for and cannot compute the model here.
+    auto: plain torch on the CPU; on CUDA FlashInfer if it can compute the model, else Triton. Raises SettingError for a
+    backend that was set explicitly and cannot compute the model here.
     """
     reasons = {
         "flashinfer": _why_not_flashinfer(device, dtype, head_dim, installed),

@@ -1,7 +1,7 @@
-"""Paged attention by FlashInfer (Ye et al. 2025); the pool's layers are what it calls the HND layout.
+"""Paged attention by FlashInfer (Ye et al. 2025); the pool's layers have its HND layout.
 
-A step of decodes alone runs its decode kernel, any other step its prefill kernel with all requests. Its plans know the
-heads, so they are made when the first layer of a kind attends. KV is stored by our Triton kernel: it clears fresh blocks.
+A step of decodes only runs the decode kernel, any other step the prefill kernel for all requests. A plan depends on the
+heads, so it is made when the first layer of a kind attends. Our Triton kernel stores KV, because it clears fresh blocks.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _LAYOUT = "HND"
 
 
 class FlashInferBackend:
-    """Owns FlashInfer's wrappers (they have workspaces) and plans them anew for every step."""
+    """Owns FlashInfer's wrappers with their workspaces, and plans them for every step."""
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Tensor] = {}
@@ -43,13 +43,13 @@ class FlashInferBackend:
         return FlashInferDecode(num_reqs, max_blocks, block_size, self.workspace(device))
 
     def workspace(self, device: torch.device) -> Tensor:
-        """Bytes that all wrappers of the device share: their runs follow one another."""
+        """Return the bytes that all wrappers of the device share; they run one after another."""
         if device not in self._workspaces:
             self._workspaces[device] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._workspaces[device]
 
     def wrapper(self, kind: str, shape: LayerShape, group: int, device: torch.device) -> Any:
-        """The one for such layers; kind: decode or prefill."""
+        """Return the wrapper for layers of this shape. kind: decode or prefill."""
         key = (kind, shape, group)
         if key not in self._wrappers:
             workspace = self.workspace(device)
@@ -120,7 +120,7 @@ class FlashInferStep:
 
 
 class FlashInferDecode:
-    """Steps of so many requests with one token each, in tensors that stay where they are; see StaticDecode."""
+    """Steps of ``num_reqs`` requests with one token each, in tensors at fixed addresses; see StaticDecode."""
 
     def __init__(self, num_reqs: int, max_blocks: int, block_size: int, workspace: Tensor) -> None:
         self._num_reqs = num_reqs
@@ -134,7 +134,7 @@ class FlashInferDecode:
         self._planned: dict[LayerShape, tuple[Any, Tensor, Tensor]] = {}
 
     def refill(self, inputs: PreparedInputs) -> None:
-        """See StaticDecode. Plans every kind of layer that has attended: outside of the graph."""
+        """See StaticDecode. Plans every kind of layer that has attended, outside the graph."""
         unused = (0, self._num_reqs - inputs.num_reqs)
         slots, cleared = on_device(
             [
@@ -156,7 +156,7 @@ class FlashInferDecode:
     def attend(
         self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
     ) -> Tensor:
-        """See AttentionStep. A layer's kind must have attended once before a graph is captured."""
+        """See AttentionStep. Each kind of layer must have attended once before a graph is captured."""
         assert cache is not None
         if shape not in self._planned:
             lengths = (self._num_reqs + 1, self._num_reqs * self._max_blocks, self._num_reqs)
@@ -177,7 +177,7 @@ class FlashInferDecode:
 
 
 def plan_decode(wrapper: Any, pages: Pages, shape: LayerShape, query: Tensor, cache: Tensor) -> None:
-    """For rows of one token each; query and cache tell heads and number formats alone."""
+    """Plan rows of one token each; only the heads and number formats of query and cache matter."""
     wrapper.plan(
         pages.starts,
         pages.indices,
@@ -191,7 +191,7 @@ def plan_decode(wrapper: Any, pages: Pages, shape: LayerShape, query: Tensor, ca
 
 
 def _plan_options(shape: LayerShape, query: Tensor, cache: Tensor) -> dict[str, Any]:
-    """window_left counts the tokens before the own one."""
+    """Return the keyword arguments of a plan; window_left counts the tokens before the current one."""
     return {
         "window_left": -1 if shape.sliding_window is None else shape.sliding_window - 1,
         "sm_scale": shape.scale,

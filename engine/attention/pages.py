@@ -1,4 +1,4 @@
-"""Block tables as FlashInfer wants them: one list of blocks, and where each request's begin."""
+"""Block tables in FlashInfer's form: one list of blocks, and the offset of each request's blocks."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ from engine.compute.inputs import PreparedInputs
 
 @dataclass(frozen=True)
 class Pages:
-    """Where requests have their KV, on the host, int32: ``indices[starts[i]:starts[i + 1]]`` are request i's blocks.
+    """The blocks of all requests, on the host, int32: ``indices[starts[i]:starts[i + 1]]`` are request i's blocks.
 
-    last: tokens in its last block.
+    last: tokens in the last block of each request.
     """
 
     starts: Tensor
@@ -23,7 +23,7 @@ class Pages:
 
 
 def pages_of(inputs: PreparedInputs, block_size: int, num_rows: int) -> Pages:
-    """The step's, for ``num_rows`` rows; those that are not in use have one token in the null block."""
+    """Return the step's pages for ``num_rows`` rows; an unused row has one token in the null block."""
     num_unused = num_rows - inputs.num_reqs
     seq_lens = np.pad(inputs.seq_lens, (0, num_unused), constant_values=1)
     counts = -(-seq_lens // block_size)

@@ -1,7 +1,7 @@
 """The reference backend in plain torch, on any device: every other backend is tested against it.
 
-Rows with several tokens (prefill) run one by one; rows with a single token (decode) run together, in groups of like
-length, so that a batch of many requests is not a Python loop over requests.
+Rows with several tokens (prefill) run one by one. Rows with a single token (decode) run together in groups of similar
+length, so that a large batch is no Python loop over requests.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from engine.compute.inputs import PreparedInputs
 
 
 class TorchBackend:
-    """Gathers a request's blocks into one piece and calls torch's attention on it."""
+    """Gathers a request's blocks into one tensor and calls torch's attention on it."""
 
     def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> "TorchStep":
         """See AttentionBackend."""
@@ -24,12 +24,12 @@ class TorchBackend:
     def plan_static(
         self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
     ) -> StaticDecode | None:
-        """See AttentionBackend. A step's calls depend on the lengths, so there is none."""
+        """See AttentionBackend. Return None: the calls of a step depend on the lengths."""
         return None
 
 
 class TorchStep:
-    """One step's plan: where KV is written, which blocks are fresh, and the two kinds of rows."""
+    """One step's plan: the slots to write, the fresh blocks, and the two kinds of rows."""
 
     def __init__(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> None:
         self._slots = SlotWriter(inputs, device)
@@ -76,8 +76,8 @@ class TorchStep:
 class SlotWriter:
     """Writes the step's keys or values into their slots.
 
-    A block whose first slot is written is cleared before: what an earlier owner left (perhaps NaN) is never gathered
-    beside the new tokens, and never leaves the process with a partly filled block.
+    A block is cleared before its first slot is written. So an earlier owner's content (perhaps NaN) is never gathered beside
+    the new tokens, and never leaves the process in a partly filled block.
     """
 
     def __init__(self, inputs: PreparedInputs, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class SlotWriter:
         self._offsets = _to_device(inputs.block_offsets, device)
 
     def write(self, pool: Tensor, states: Tensor) -> None:
-        """Put ``states [num_tokens, num_kv_heads, head_dim]`` into ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
+        """Write ``[num_tokens, num_kv_heads, head_dim]`` into ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
         pool[self._fresh] = 0
         pool[self._blocks, :, self._offsets] = states
 
@@ -111,13 +111,13 @@ class PrefillRow:
         self.mix(shape, query[self.tokens], key, value, output[self.tokens])
 
     def mix(self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Query ``[tokens, heads, head_dim]`` over key and value ``[kv_heads, seq_len, head_dim]``, into ``output``."""
+        """Attend: query ``[tokens, heads, head_dim]`` over key and value ``[kv_heads, seq_len, head_dim]``."""
         mask = self._mask(shape.sliding_window)
         mixed = _mixed(shape, query.transpose(0, 1)[None], key[None], value[None], mask)
         output.copy_(mixed[0].transpose(0, 1))
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """``[tokens, seq_len]``, True where a token is seen; None is the plain causal square. Made once per step."""
+        """Return ``[tokens, seq_len]``, True where a token is visible; None for the causal square. Made once per step."""
         if window is not None and window >= self._seq_len:
             window = None
         if window is None and self._is_whole:
@@ -129,7 +129,7 @@ class PrefillRow:
 
 
 class DecodeGroup:
-    """Requests with one token each and sequences of like length, attended in one call.
+    """Requests with one token each and sequences of similar length, attended in one call.
 
     Shorter tables are padded with the null block, which holds zeros.
     """
@@ -157,7 +157,7 @@ class DecodeGroup:
 
 
 def _mixed(shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention over ``[batch, heads, tokens, head_dim]``; mask as of ``PrefillRow``, None is the causal square."""
+    """Attend over ``[batch, heads, tokens, head_dim]``; mask as in ``PrefillRow``, None is the causal square."""
     if shape.softcap is not None:
         return _mixed_with_softcap(shape.scale, shape.softcap, query, key, value, mask)
     return scaled_dot_product_attention(
@@ -174,7 +174,7 @@ def _mixed(shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, mask: T
 def _mixed_with_softcap(
     scale: float, softcap: float, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """In the order of transformers' eager attention; torch's own knows no soft cap."""
+    """Attend in the order of transformers' eager attention; torch's has no soft cap."""
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     group = query.shape[1] // key.shape[1]
@@ -186,9 +186,9 @@ def _mixed_with_softcap(
 
 
 def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[num_tables, num_kv_heads, num_blocks * block_size, head_dim]``.
+    """Gather keys and values ``[num_tables, num_kv_heads, num_blocks * block_size, head_dim]``.
 
-    tables: ``[num_tables, num_blocks]``. Whole blocks are taken: indexing keys and values by themselves takes twice as long.
+    tables: ``[num_tables, num_blocks]``. Whole blocks are gathered; indexing keys and values separately takes twice as long.
     """
     blocks = cache.index_select(0, tables.flatten()).view(*tables.shape, *cache.shape[1:])
     key, value = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
@@ -196,7 +196,7 @@ def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _visible(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """True where a query at its position sees a key: not after it, and less than ``window`` tokens before it."""
+    """Return True where a query sees a key: not a later one, and less than ``window`` tokens before it."""
     causal = keys <= queries
     return causal if window is None else causal & (keys > queries - window)
 

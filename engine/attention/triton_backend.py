@@ -1,7 +1,7 @@
-"""Paged attention by Triton kernels of ours: one launch for the prefill chunks of a step, two for its decodes.
+"""Paged attention by kvbaton's Triton kernels: one launch for the prefill chunks of a step, two for its decodes.
 
-The decodes' context is cut into splits by its own length alone, so no row depends on the batch, graph or no graph.
-Without a cache (the profile run) plain torch attends.
+A decode's context is split by its own length only, so no row depends on the batch, with or without a graph. Without a
+cache (the profile run) plain torch attends.
 """
 
 import math
@@ -27,7 +27,7 @@ NO_SLOT = -1
 
 
 class TritonBackend:
-    """Owns the memory of the splits' results, which layers, steps and captured graphs share."""
+    """Owns the memory of the splits' results, shared by layers, steps and captured graphs."""
 
     def __init__(self) -> None:
         self._workspace = Workspace()
@@ -47,9 +47,10 @@ class TritonBackend:
 class StepTensors:
     """A step on the device, int32.
 
-    slots, num_cleared ``[num_tokens]``: where a token's KV goes (-1: nowhere), and how many slots behind are zeroed, as the
-    torch backend clears a fresh block. query_starts ``[num_reqs + 1]``, seq_lens ``[num_reqs]``, tables
-    ``[num_reqs, blocks]``. tiles ``[num_tiles, 2]``: request and its first token, of chunks. decodes: the other requests.
+    slots, num_cleared ``[num_tokens]``: the slot of a token's KV (-1: none), and the number of slots to zero behind it, as
+    the torch backend clears a fresh block. query_starts ``[num_reqs + 1]``, seq_lens ``[num_reqs]``, tables
+    ``[num_reqs, blocks]``. tiles ``[num_tiles, 2]``: request and first token of each prefill tile. decodes: the other
+    requests.
     """
 
     slots: Tensor
@@ -141,14 +142,14 @@ class TritonStep:
         )
 
     def _places(self, query: Tensor, cache: Tensor) -> tuple[Any, ...]:
-        """What says where a request's queries and its KV are."""
+        """Return the kernel arguments that locate queries and KV."""
         own = self._tensors
         table = (own.tables, own.tables.stride(0))
         return own.query_starts, own.seq_lens, *table, query.stride(0), *cache.stride()[:3]
 
 
 class TritonDecode(TritonStep):
-    """Steps of so many requests with one token each, in tensors that stay where they are; see StaticDecode."""
+    """Steps of ``num_reqs`` requests with one token each, in tensors at fixed addresses; see StaticDecode."""
 
     def __init__(
         self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device, workspace: "Workspace"
@@ -188,13 +189,13 @@ class TritonDecode(TritonStep):
 
 
 class Workspace:
-    """Float32 memory that only grows; what a captured graph has taken stays."""
+    """Float32 memory that only grows; memory that a captured graph uses stays."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
     def take(self, num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``[num_rows]`` and ``[num_rows, width]``, until the next call."""
+        """Return ``[num_rows]`` and ``[num_rows, width]``, valid until the next call."""
         needed = num_rows * (width + 1)
         if not self._buffers or len(self._buffers[-1]) < needed:
             self._buffers.append(torch.empty(needed, dtype=torch.float32, device=device))
@@ -222,7 +223,7 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, num_clear
 
 
 def _with_heads_together(states: Tensor) -> Tensor:
-    """As it is where a token's heads lie side by side, however far the next token's are; else a copy."""
+    """Return ``states`` if each token's heads are contiguous, else a copy."""
     return states if states[0].is_contiguous() else states.contiguous()
 
 
@@ -250,7 +251,7 @@ def _step_tensors(inputs: PreparedInputs, block_size: int, device: torch.device)
 
 
 def num_cleared_behind(inputs: PreparedInputs, block_size: int) -> NDArray[np.integer[Any]]:
-    """Slots behind each token that the step zeroes: behind the last one in a block whose first slot it writes."""
+    """Return the slots to zero behind each token: the rest of a block whose first slot this step writes."""
     is_last = np.ones(inputs.num_tokens, dtype=bool)
     is_last[:-1] = inputs.block_offsets[:-1] + 1 != inputs.block_offsets[1:]
     is_last[inputs.query_start_loc[1:] - 1] = True
@@ -260,14 +261,14 @@ def num_cleared_behind(inputs: PreparedInputs, block_size: int) -> NDArray[np.in
 
 
 def _used(inputs: PreparedInputs, block_size: int) -> NDArray[np.int32]:
-    """The block table without the columns that no sequence reaches."""
+    """Return the block table without the columns that no sequence reaches."""
     return inputs.block_table[:, : -(-int(inputs.seq_lens.max()) // block_size)]
 
 
 def sizes_of(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    """The sizes of the kernels' pieces for this number format: what fits the registers of compute capability 9.0.
+    """Return the kernels' tile sizes for this number format, which fit the registers of compute capability 9.0.
 
-    tokens: queries of a prefill program. tile: tokens of KV taken at once. dims: the head dim, padded.
+    tokens: queries of a prefill program. tile: tokens of KV per iteration. dims: the head dim, padded.
     """
     dims = _power_of_two(head_dim)
     is_wide = dtype == torch.float32 or dims > 256
@@ -279,15 +280,15 @@ def sizes_of(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
 
 
 def _cap(shape: LayerShape) -> float:
-    """Of scores in base 2; 0 is none."""
+    """Return the soft cap for scores in base 2; 0 is none."""
     return 0.0 if shape.softcap is None else shape.softcap * math.log2(math.e)
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Float32 is multiplied as such, not as TF32."""
+    """Return the precision of products: float32 without TF32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def _power_of_two(size: int) -> int:
-    """The first one from ``size`` on that the tensor cores take."""
+    """Return the smallest power of two from ``size`` on that the tensor cores support."""
     return max(_LEAST_ROWS, 1 << (size - 1).bit_length())

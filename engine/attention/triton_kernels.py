@@ -1,8 +1,8 @@
 """Triton kernels over the paged KV cache: store, prefill, decode in splits of the context, and their combination.
 
-Imported only where Triton is installed. Sizes that are powers of two are padded heads, head dims and tiles; ``head_dim`` and
-``group`` are the real ones. Scores are in base 2: ``scale`` has log2(e) in it. What a row computes does not depend on the
-rows beside it.
+Imported only if Triton is installed. Sizes that are powers of two are padded heads, head dims and tiles; ``head_dim`` and
+``group`` are the real sizes. Scores are in base 2: ``scale`` includes log2(e). The result of a row does not depend on other
+rows.
 """
 
 import triton
@@ -29,9 +29,9 @@ def store_kernel(
     head_dim: tl.constexpr,
     dims: tl.constexpr,
 ):
-    """One token and one KV head: write both states, and zeros into so many slots behind. A slot below 0 is none.
+    """Write key and value of one token and KV head, then zero ``num_cleared`` slots. A slot below 0 is skipped.
 
-    key_stride, value_stride: numbers from a token's heads to those of the next one.
+    key_stride, value_stride: elements from one token's heads to the next token's.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -73,7 +73,7 @@ def _fold(
     tile: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Take the KV of ``tile`` positions from ``start`` into the running softmax (Milakov and Gimelshein 2018)."""
+    """Add the KV of ``tile`` positions from ``start`` to the running softmax (Milakov and Gimelshein 2018)."""
     positions = start + tl.arange(0, tile)
     is_there = positions < seq_len
     dim = tl.arange(0, dims)
@@ -123,7 +123,7 @@ def prefill_kernel(
     tile: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """One head, ``tokens`` queries. tiles ``[num_tiles, 2]``: request, and the first token for ``parts`` programs."""
+    """Compute one head for ``tokens`` queries. tiles ``[num_tiles, 2]``: request, and first token of ``parts`` programs."""
     head, index = tl.program_id(0), tl.program_id(1) // parts
     row = tl.load(tiles + 2 * index)
     first = tl.load(tiles + 2 * index + 1) + (tl.program_id(1) % parts) * tokens
@@ -157,7 +157,7 @@ def prefill_kernel(
 def _split_of(
     seq_len, window: tl.constexpr, tile: tl.constexpr, num_splits: tl.constexpr, shortest: tl.constexpr
 ):
-    """Where the visible context begins, and the tokens of each split: the sequence's length alone decides."""
+    """Return the start of the visible context and the tokens per split, by the sequence's length only."""
     begin = 0
     if window > 0:
         begin = tl.maximum(seq_len - window, 0) // tile * tile
@@ -193,7 +193,7 @@ def decode_kernel(
     shortest: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """One KV head and one split of a request's context, for all query heads of the group (flash-decoding, Dao 2023).
+    """Compute one KV head and one split of a request's context, for all query heads of the group (flash-decoding, Dao 2023).
 
     partial ``[num_rows, num_heads, num_splits, head_dim]``; logs: base-2 logarithms of the splits' sums of weights.
     """
@@ -242,7 +242,7 @@ def combine_kernel(
     num_splits: tl.constexpr,
     shortest: tl.constexpr,
 ):
-    """One head of one request: the mean of its splits, weighted by their sums."""
+    """Combine the splits of one head of one request: their mean, weighted by their sums."""
     head, index = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + index)
     seq_len = tl.load(seq_lens + row)

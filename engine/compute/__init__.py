@@ -1,1 +1,1 @@
-"""How a step is computed: inputs, the forward pass, pooling, and the runner that joins them."""
+"""The computation of a step: inputs, forward pass, pooling, and the runner that combines them."""

@@ -1,4 +1,4 @@
-"""The persistent batch: what the runner knows of every request, and the two tables that hold it."""
+"""The persistent batch: the runner's state of every request, and the two tables that hold it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,12 @@ from engine.sampling.logits_processors import SamplingRow
 
 @dataclass
 class RequestState:
-    """One request as the runner knows it.
+    """The runner's state of one request.
 
-    num_tokens: known tokens, prompt and sampled. num_computed_tokens: those whose KV is in ``block_ids`` before the
-    coming step. num_choices: so many tokens are drawn behind the prompt, the first of them for this request itself. row: its
-    row in the tables, None while others need all rows; ``parked_tokens`` keeps its tokens then. pooling: it draws nothing.
-    hidden_sum: float64 ``[hidden_size]``, of the computed tokens' states, where their mean is wanted.
+    num_tokens: tokens so far, prompt and sampled. num_computed_tokens: those whose KV is in ``block_ids`` before the next
+    step. num_choices: the number of tokens to sample behind the prompt, the first for this request itself. row: its row in
+    the tables, None while others need all rows; ``parked_tokens`` then keeps its tokens. pooling: no token is sampled.
+    hidden_sum: float64 ``[hidden_size]``, the sum of the computed tokens' states if their mean is requested.
     """
 
     req_id: str
@@ -38,21 +38,21 @@ class RequestState:
     parked_tokens: list[int] = field(default_factory=list)
 
     def num_wanted(self, num_scheduled: int) -> int:
-        """Of how many of a step's tokens the final state is read, from the last one back: all, the last known, or none."""
+        """Return the number of the step's last tokens whose final state is read: all, one, or none."""
         if self.sampling.prompt_logprobs is not None or (self.pooling and self.pooling.kind == "mean"):
             return num_scheduled
         return int(self.num_computed_tokens + num_scheduled >= self.num_tokens)
 
     @property
     def takes_best(self) -> bool:
-        """It draws one token next, that of the model's highest logit, if no grammar stands in the way."""
+        """True if the next token is that of the model's highest logit, unless a grammar forbids it."""
         num_generated = self.num_tokens - self.num_prompt_tokens
         is_one = self.num_choices == 1 or num_generated > 0
         return self._best_from is not None and is_one and num_generated >= self._best_from
 
     @cached_property
     def _best_from(self) -> int | None:
-        """With so many tokens of its answer it begins to draw so; None: it never does."""
+        """The number of answer tokens from which on it takes the best token; None: never."""
         least = self.sampling.min_tokens
         if not SamplingRow(self.sampling, self.eos_token_ids, 0, least).takes_best:
             return None
@@ -63,9 +63,9 @@ class InputBatch:
     """Owns the token table ``[max_num_reqs, max_model_len]`` and the block table ``[max_num_reqs, max_blocks]``.
 
     Both are int32; unused cells of the block table are 0, the null block. max_blocks = ceil(max_model_len /
-    block_size). A request keeps its row from its first step to its end, unless rows run short: then one that is not
-    scheduled in the step makes room and gets a row again when it runs again. generation: counts all changes but those
-    of requests that go on: while it stays, rows stay, and a request has computed what was scheduled last.
+    block_size). A request keeps its row from its first step to its end, unless rows run short: then a request that is not
+    scheduled in the step loses its row, and gets another when it runs again. generation: counts all changes except those
+    of continuing requests. While it is unchanged, rows are unchanged, and each request has computed what was scheduled last.
     """
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
@@ -78,7 +78,7 @@ class InputBatch:
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Bring the tables to the state before this step: drop what finished, add what is new, extend the rest."""
+        """Update the tables to the state before this step: remove finished requests, add new ones, extend the rest."""
         for req_id in scheduled.finished_req_ids:
             self._remove(req_id)
         for new in scheduled.scheduled_new_reqs:
@@ -86,20 +86,20 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens)
 
     def row_of(self, req_id: str) -> int:
-        """The request's row. Raises InternalError for a request without one."""
+        """Return the request's row. Raises InternalError for a request without one."""
         state = self.requests.get(req_id)
         if state is None or state.row is None:
-            raise InternalError(f"request {req_id!r} is scheduled but the runner was never told of it")
+            raise InternalError(f"request {req_id!r} is scheduled but unknown to the runner")
         return state.row
 
     def known_tokens(self, req_id: str) -> NDArray[np.int32]:
-        """Prompt and answer so far: a view of the table."""
+        """Return prompt and answer so far, as a view of the table."""
         return self.token_table[self.row_of(req_id), : self.requests[req_id].num_tokens]
 
     def append_tokens(self, states: Sequence[RequestState], drawn: Sequence[Sequence[int]]) -> None:
-        """Write what each of these requests of the step has drawn, if anything, behind its known tokens.
+        """Append the sampled tokens of each of these requests of the step.
 
-        A token that the model has no position for is dropped.
+        A token beyond the model's positions is dropped.
         """
         table = self.token_table
         length = self.token_table.shape[1]
@@ -109,9 +109,9 @@ class InputBatch:
                 state.num_tokens += 1
 
     def sampling_rows(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> list[SamplingRow]:
-        """How the tokens that follow its known ones are drawn: one, or behind a prompt of several choices one for each.
+        """Return the rows that sample its next tokens: one, or behind a prompt of several choices one for each.
 
-        bitmask: what its grammar allows.
+        bitmask: the tokens that its grammar allows.
         """
         state = self.requests[req_id]
         row = self.sampling_row(req_id, bitmask)
@@ -121,7 +121,7 @@ class InputBatch:
         return [row, *(replace(row, sampling=structs.replace(row.sampling, seed=seed)) for seed in seeds)]
 
     def sampling_row(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> SamplingRow:
-        """How the request draws the token that follows its known ones."""
+        """Return the row that samples the request's next token."""
         state = self.requests[req_id]
         num_prompt = state.num_prompt_tokens
         num_known = state.num_tokens
@@ -159,9 +159,7 @@ class InputBatch:
         for index, req_id in enumerate(cached.req_ids):
             state = self.requests.get(req_id)
             if state is None:
-                raise InternalError(
-                    f"request {req_id!r} is scheduled as known but the runner was never told of it"
-                )
+                raise InternalError(f"request {req_id!r} is scheduled as known but unknown to the runner")
             is_resumed = cached.resumed_from_preemption[index]
             tokens = cached.new_token_ids[index] if cached.new_token_ids else []
             if tokens and not is_resumed:
@@ -176,7 +174,7 @@ class InputBatch:
             state.num_computed_tokens = cached.num_computed_tokens[index]
 
     def _seat(self, state: RequestState, scheduled: dict[str, int]) -> None:
-        """Give the request a row, if need be the row of one that is not scheduled in this step."""
+        """Assign the request a row, if necessary that of a request outside this step."""
         if state.row is not None:
             return
         self.generation += 1

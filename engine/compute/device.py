@@ -1,4 +1,4 @@
-"""Which device an engine runs on."""
+"""The device that an engine runs on."""
 
 import torch
 
@@ -8,9 +8,9 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def resolve_device(setting: str, num_cuda_devices: int) -> torch.device:
-    """The device of this setting on a machine with so many CUDA devices; "auto" is the first of them, else the CPU.
+    """Return the device of this setting; "auto" is the first CUDA device if there is one, else the CPU.
 
-    "cuda" means "cuda:0". Raises SettingError for an unknown device and for one that is not there.
+    "cuda" means "cuda:0". Raises SettingError for an unknown or missing device.
     """
     kind, _, index = setting.partition(":")
     if kind not in DEVICES or (index and not (kind == "cuda" and index.isdigit())):

@@ -1,4 +1,4 @@
-"""One forward pass of a loaded model, by whatever computes it best on this machine."""
+"""One forward pass of a loaded model, by the fastest implementation for this machine."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ _LARGE_VOCABULARY = 8192
 
 
 class ForwardPass(Protocol):
-    """What a rank computes with. ``close`` it.
+    """The implementation that a rank computes with. ``close`` it.
 
-    draw: how tokens are drawn at random from its logits.
+    draw: samples tokens at random from its logits.
     """
 
     draw: Draw
@@ -43,12 +43,12 @@ class ForwardPass(Protocol):
         *,
         may_be_cut_short: bool = False,
     ) -> Callable[[], Tensor | None]:
-        """Let a forward pass begin; nothing else is asked of this object before what is returned was called: that waits.
+        """Begin a forward pass. Call the returned function, which waits, before any other method of this object.
 
-        It gives the final hidden states ``[num_tokens, hidden_size]``, equal on all ranks; valid until the next call. None
-        where the pass was cut short.
+        It returns the final hidden states ``[num_tokens, hidden_size]``, equal on all ranks and valid until the next call,
+        or None if the pass was interrupted.
 
-        caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: is told of
+        caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: called for
         every layer whose KV is written. may_be_cut_short: whoever asks can do without the states, and with KV that is partly
         written: the same tokens are computed again.
         """
@@ -57,25 +57,25 @@ class ForwardPass(Protocol):
         """From any thread: the pass that is under way had better end now, if it may. It need not."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 alone."""
+        """Map hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 only."""
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
-        """The token of the highest one in each row of what ``logits`` gave last, the lowest among equals.
+        """Return the best token of each row of the last ``logits``, the lowest id among equals.
 
-        None where that is not known, or a row holds what is no number.
+        None if that is unknown, or a row has a value that is not a number.
         """
 
     def capture(self, caches: Sequence[Tensor]) -> None:
-        """Prepare for steps on these caches; called once, when they are allocated."""
+        """Prepare for steps on these caches; called once, after they are allocated."""
 
     def close(self) -> None:
         """End its threads."""
 
 
 def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> ForwardPass:
-    """The kernels where they can compute this model here, else torch, with CUDA graphs where it can; logged.
+    """Choose the kernels if they can compute this model here, else torch, with CUDA graphs if possible; log it.
 
-    Raises SettingError where the attention backend that was asked for cannot compute it.
+    Raises SettingError if the attention backend that was set explicitly cannot compute it.
     """
     model = loaded.model
     config = loaded.config
@@ -91,7 +91,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
 
 
 def fused(model: CausalLM, config: DecoderConfig, attention_backend: str) -> LanguageModel:
-    """What computes the model beside this attention: fused operations, where Triton is there for it; else its modules."""
+    """Return fused operations for the model beside this attention if Triton is installed, else its modules."""
     if attention_backend == "torch":
         return model
     from engine.fused.decoder import FusedDecoder
@@ -123,7 +123,7 @@ def _on_cuda(
 
 
 def _draw_on(device: torch.device, settings: EngineSettings, vocab_size: int) -> Draw:
-    """By the kernels on the host, also where torch computes the model, if the vocabulary is large enough to matter."""
+    """Return sampling by the kernels on the host, even if torch computes the model, for large vocabularies."""
     may_take_kernels = device.type == "cpu" and settings.attention_backend == "auto"
     kernels = load_kernels() if may_take_kernels and vocab_size >= _LARGE_VOCABULARY else None
     return draw_by_torch if kernels is None else KernelDraw(kernels)
@@ -154,7 +154,7 @@ def _by_kernels(
     if kernels is None:
         return None
     logger.info("the kernels compute the model, with %d threads", settings.num_threads)
-    torch.set_num_threads(1)  # they have their own
+    torch.set_num_threads(1)  # the kernels have their own threads
     return KernelDecoder(
         model,
         config,

@@ -15,7 +15,7 @@ from engine.sampling.sampler import Draw, draw_by_torch
 
 
 class PlainForward:
-    """A model of torch's modules, with an attention backend: what every other way is tested against."""
+    """A model of torch's modules with an attention backend: the reference for every other implementation."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class PlainForward:
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
-        """Final hidden states, or on a GPU what will hold them."""
+        """Return the final hidden states; on a GPU they may still be computed."""
         step = self._backend.plan(inputs, self._block_size, self._device)
         input_ids, positions = on_device([inputs.input_ids, inputs.positions], self._device)
         states: Tensor = self._model(input_ids, positions, step, caches, watch)
@@ -66,7 +66,7 @@ class PlainForward:
         return None
 
     def capture(self, caches: Sequence[Tensor]) -> None:
-        """Nothing."""
+        """Do nothing: there is nothing to prepare."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing: there are no threads to end."""

@@ -1,8 +1,8 @@
-"""From a scheduler's decision to the vectors that a forward pass needs.
+"""Derive the inputs of a forward pass from the scheduler's decision.
 
-Two tables persist between steps and hold one row per request: the token table and the block table. A step's vectors
-are gathered from them with plain integer arithmetic; nothing here touches a device. Where everybody goes on by a token,
-all but what the tables say is known a step ahead (``outline_next``).
+Two tables persist between steps and hold one row per request: the token table and the block table. A step's vectors are
+gathered from them with integer arithmetic; nothing here touches a device. If every request continues by one token, all but
+the tables' contents can be prepared one step ahead (``outline_next``).
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ IndexVector = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Outline:
-    """Which tokens a step computes, and where these and their KV stand in the tables.
+    """The tokens that a step computes, and the places of them and their KV in the tables.
 
-    generation: of the batch whose tables these are. rows ``[num_reqs]``: of the tables.
+    generation: that of the batch. rows ``[num_reqs]``: rows of the tables.
     Token level, ``[num_tokens]``: request_indices (row of the tables), positions (within the sequence), token_indices
     (into the flat token table), block_table_indices (into the flat block table), block_offsets.
-    Request level, ``[num_reqs]``: num_scheduled_tokens, num_computed_tokens, seq_lens (their sum), num_wanted (so many of
-    its last tokens' final states are read; the others' may be anything), and query_start_loc ``[num_reqs + 1]``.
+    Request level, ``[num_reqs]``: num_scheduled_tokens, num_computed_tokens, seq_lens (their sum), num_wanted (the
+    number of last tokens whose final states are read; the others may be arbitrary), and query_start_loc ``[num_reqs + 1]``.
     """
 
     req_ids: list[str]
@@ -45,22 +45,22 @@ class Outline:
 
     @property
     def num_reqs(self) -> int:
-        """Requests in the batch."""
+        """The number of requests in the batch."""
         return len(self.req_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests."""
+        """The number of tokens of all requests."""
         return int(self.query_start_loc[-1])
 
     @property
     def max_query_len(self) -> int:
-        """Most tokens of any request."""
+        """The largest number of tokens of one request."""
         return int(self.num_scheduled_tokens.max())
 
     @property
     def mask_shape(self) -> tuple[int, int]:
-        """While all requests are at their start, of one mask for each of them; else (tokens, longest sequence)."""
+        """The size of the attention mask: one per request if all are at their start, else (tokens, longest sequence)."""
         if self.num_computed_tokens.any():
             return self.num_tokens, int(self.seq_lens.max())
         return self.max_query_len, self.max_query_len
@@ -68,9 +68,9 @@ class Outline:
 
 @dataclass(frozen=True)
 class PreparedInputs(Outline):
-    """The inputs and the attention metadata of one step: its outline, and what the tables say there.
+    """The inputs and attention metadata of one step: its outline and the tables' contents.
 
-    Token level: input_ids, block_numbers, slot_mapping (block number × block size + offset: where the token's KV goes).
+    Token level: input_ids, block_numbers, slot_mapping (block number × block size + offset: the slot of the token's KV).
     Request level: block_table ``[num_reqs, max_blocks]`` (zero padded).
     """
 
@@ -83,9 +83,9 @@ class PreparedInputs(Outline):
 def prepare_inputs(
     batch: InputBatch, scheduled: SchedulerOutput, ahead: Outline | None = None
 ) -> PreparedInputs:
-    """The vectors of one step, requests in the order of ``num_scheduled_tokens``.
+    """Prepare the vectors of one step, requests in the order of ``num_scheduled_tokens``.
 
-    ``batch`` must have been updated with the same ``scheduled``. ahead: what may be this step's outline.
+    ``batch`` must have been updated with the same ``scheduled``. ahead: an outline that may be this step's.
     """
     outline = ahead if ahead and _is_of(ahead, batch, scheduled) else _of_step(batch, scheduled)
     block_numbers = batch.block_table.ravel()[outline.block_table_indices]
@@ -99,7 +99,7 @@ def prepare_inputs(
 
 
 def outline_next(batch: InputBatch, step: Outline) -> Outline:
-    """Of the step after this one, if all its requests go on by one token, and nobody else."""
+    """Return the outline of the next step if exactly this step's requests continue by one token each."""
     if step.num_tokens > step.num_reqs:
         counts = np.ones_like(step.num_scheduled_tokens)
         return _outline(batch, step.req_ids, step.rows, counts, step.seq_lens, counts)

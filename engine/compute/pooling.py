@@ -1,7 +1,7 @@
 """Embeddings: the final hidden states of a prompt as one vector.
 
-``last`` needs the state of the prompt's last token alone, so the others may come from the prefix cache. ``mean`` needs all
-of them: the scheduler has every token computed, and the sum is carried from chunk to chunk in float64.
+``last`` needs only the state of the prompt's last token, so the others may come from the prefix cache. ``mean`` needs all of
+them: the scheduler computes every token, and the sum is carried from chunk to chunk in float64.
 """
 
 import numpy as np
@@ -21,10 +21,10 @@ _LEAST_NORM = 1e-12
 def pool(
     states: Tensor, inputs: PreparedInputs, requests: list[RequestState], output: ModelRunnerOutput
 ) -> None:
-    """Note in ``output`` the embeddings that a step has finished; requests that do not pool are left alone.
+    """Write the embeddings that a step has finished into ``output``; skip requests that do not pool.
 
-    states: ``[num_tokens, hidden_size]`` of the step, after the final norm. A vector that holds NaN or infinity is none,
-    and is counted in ``num_nans_in_logits``. Raises InternalError where a mean would miss tokens.
+    states: ``[num_tokens, hidden_size]`` of the step, after the final norm. A vector with NaN or infinity is left out and
+    counted in ``num_nans_in_logits``. Raises InternalError if a mean would miss tokens.
     """
     if all(request.pooling is None for request in requests):
         return
@@ -41,7 +41,7 @@ def pool(
 
 
 def _add(request: RequestState, states: Tensor, num_computed: int) -> None:
-    """A chunk from the prompt's beginning, also after a preemption, begins a new sum."""
+    """Add a chunk to the sum; a chunk from the prompt's start, also after a preemption, begins a new one."""
     if num_computed == 0:
         request.hidden_sum = None
     elif request.hidden_sum is None:

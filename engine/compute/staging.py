@@ -1,4 +1,4 @@
-"""What the host tells the device for a step, in copies that nobody waits for."""
+"""Asynchronous copies of a step's inputs from the host to the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def on_device(vectors: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Each array as int32 of its shape on the device; every value must fit.
+    """Copy each array to the device as int32 of the same shape; every value must fit.
 
-    For CUDA they share one piece of pinned memory, which torch keeps until the copy is over.
+    For CUDA they share one allocation of pinned memory, which torch keeps until the copy has ended.
     """
     whole = [np.ascontiguousarray(vector, dtype=np.int32) for vector in vectors]
     if device.type == "cpu":
@@ -25,6 +25,6 @@ def on_device(vectors: Sequence[NDArray[np.integer]], device: torch.device) -> l
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """An array as a tensor of its number format."""
+    """Copy an array into a tensor of the same dtype."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,1 +1,1 @@
-"""What lies between a decoder's matrix products on CUDA, a kernel each instead of a dozen."""
+"""Fused operations between a decoder's matrix products on CUDA: one kernel each instead of a dozen."""

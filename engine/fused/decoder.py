@@ -1,7 +1,7 @@
-"""A decoder of ours on CUDA: the same weights and results as its modules, with fewer and larger operations.
+"""A decoder on CUDA with the same weights and results as its modules, in fewer and larger operations.
 
-A step of few tokens is a row of small kernels, each of which costs its two microseconds however little it does. So
-what reads the same states is one product (q, k and v; gate and up), and what lies between two products is one kernel.
+A step of few tokens is a sequence of small kernels, and each costs two microseconds however little it computes. So layers
+that read the same states become one product (q, k and v; gate and up), and everything between two products one kernel.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from engine.models.rope import rotation
 
 
 class FusedDecoder(LanguageModel):
-    """Computes ``model`` with its own weights: those that are multiplied together become views of one matrix, for good."""
+    """Computes ``model`` with its own weights; weights that are multiplied together become views of one matrix, for good."""
 
     def __init__(self, model: CausalLM, config: DecoderConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Product:
     bias: Tensor | None
 
     def __call__(self, states: Tensor) -> Tensor:
-        """``[num_tokens, num_inputs]`` to ``[num_tokens, num_outputs]``."""
+        """Map ``[num_tokens, num_inputs]`` to ``[num_tokens, num_outputs]``."""
         return F.linear(states, self.weight, self.bias)
 
 
@@ -109,7 +109,7 @@ def _layer(layer: DecoderLayer) -> _Layer:
 
 
 def joined(*linears: nn.Linear) -> Product:
-    """One product in place of some that read the same states; their own weights and biases become views of its."""
+    """Replace layers that read the same states by one product; their weights and biases become views of its."""
     return Product(_joined(linears, "weight"), None if linears[0].bias is None else _joined(linears, "bias"))
 
 

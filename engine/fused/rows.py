@@ -1,4 +1,4 @@
-"""The fused kernels on tensors; all of them contiguous but for what is said to be packed."""
+"""Launch the fused kernels on tensors, which are contiguous unless they are called packed."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class HeadNorms:
 
 
 def normed(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The norm of ``states [num_tokens, size]``, to which ``added`` is added first, in place."""
+    """Add ``added`` to ``states [num_tokens, size]`` in place, and return the norm."""
     num_tokens, size = states.shape
     output = torch.empty_like(states)
     padded = power_of_two(size)
@@ -45,7 +45,7 @@ def turned(
     eps: float,
     sizes: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of ``packed [num_tokens, all heads × head_dim]``; the value stays a view of it.
+    """Return query, key and value of ``packed [num_tokens, all heads × head_dim]``; the value is a view of it.
 
     turn: cosine and sine ``[num_tokens, 1, head_dim]``, contiguous. sizes: query heads, KV heads, head_dim.
     """
@@ -74,7 +74,7 @@ def turned(
 
 
 def gated(packed: Tensor) -> Tensor:
-    """silu(gate) × up of ``packed [num_tokens, 2 × size]``, ``[num_tokens, size]``."""
+    """Return silu(gate) × up, ``[num_tokens, size]``, of ``packed [num_tokens, 2 × size]``."""
     num_tokens = packed.shape[0]
     size = packed.shape[1] // 2
     output = packed.new_empty(num_tokens, size)
@@ -83,10 +83,10 @@ def gated(packed: Tensor) -> Tensor:
 
 
 def power_of_two(size: int) -> int:
-    """The first one from ``size`` on."""
+    """Return the smallest power of two from ``size`` on."""
     return 1 << (size - 1).bit_length()
 
 
 def num_warps_of(padded: int) -> int:
-    """Eight numbers for each thread of a row, within 4 to 16 warps."""
+    """Return the warps of a row: eight elements per thread, within 4 to 16 warps."""
     return min(16, max(4, padded // 256))

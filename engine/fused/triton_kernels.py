@@ -1,7 +1,7 @@
 """Triton kernels between a decoder's matrix products: norms with their residual, rotary positions, the gate.
 
-Imported only where Triton is installed. A program's row is computed in float32 and does not depend on the others. Sizes that
-are powers of two (``padded``, ``half``, ``heads``, ``tile``) are those of the pieces; the others are the real ones.
+Imported only if Triton is installed. Each row is computed in float32 and does not depend on the others. Sizes that are
+powers of two (``padded``, ``half``, ``heads``, ``tile``) are tile sizes; the others are the real sizes.
 """
 
 import triton
@@ -19,7 +19,7 @@ def norm_kernel(
     padded: tl.constexpr,
     has_added: tl.constexpr,
 ):
-    """One token: ``states += added``, in place, where there is something to add; its root-mean-square norm to ``normed``."""
+    """Add ``added`` to one token's ``states`` in place, if present, and write the root-mean-square norm to ``normed``."""
     column = tl.arange(0, padded)
     is_column = column < size
     place = tl.program_id(0).to(tl.int64) * size + column
@@ -65,9 +65,9 @@ def turn_kernel(
     heads: tl.constexpr,
     has_norm: tl.constexpr,
 ):
-    """Some heads of one token: norm them where the model does, turn them by the token's angles, queries and keys apart.
+    """Normalize some heads of one token if the model does, and rotate them; queries and keys go to their own outputs.
 
-    packed: queries, keys and values of a token side by side, ``token_stride`` numbers. cos, sin ``[num_tokens, head_dim]``.
+    packed: queries, keys and values of a token side by side, ``token_stride`` elements. cos, sin ``[num_tokens, head_dim]``.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
@@ -97,7 +97,7 @@ def turn_kernel(
 
 @triton.jit
 def gate_kernel(packed, output, size: tl.constexpr, tile: tl.constexpr):
-    """A piece of one token: silu(gate) × up (Shazeer 2020); ``packed`` has a token's gate and up side by side."""
+    """Compute silu(gate) × up (Shazeer 2020) of a tile of one token; ``packed`` has gate and up side by side."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     is_column = column < size

@@ -1,1 +1,1 @@
-"""Grammars that an answer must match, by the llguidance library: compiled in threads, followed token by token."""
+"""Grammars that constrain answers, by the llguidance library: compiled in threads, advanced token by token."""

@@ -1,4 +1,4 @@
-"""Compiled grammars that were used last, bounded in number and in bytes."""
+"""A cache of compiled grammars, bounded in number and bytes."""
 
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -15,9 +15,9 @@ BYTES_PER_CHARACTER = 16
 
 
 class CompiledGrammars:
-    """Owns compilations that have ended; the one that was used longest ago goes first. Not thread-safe.
+    """Owns finished compilations and evicts the least recently used. Not thread-safe.
 
-    max_entry_bytes: one that counts for more is not kept, since it is compiled anew in less time than its memory is worth.
+    max_entry_bytes: a larger compilation is not kept, since compiling it again costs less than its memory.
     """
 
     def __init__(self, max_count: int, max_bytes: int, max_entry_bytes: int) -> None:
@@ -28,11 +28,11 @@ class CompiledGrammars:
 
     @property
     def num_bytes(self) -> int:
-        """What all entries count for together; they may have grown since the last call of another method."""
+        """The bytes of all entries; they may have grown since the last call of another method."""
         return sum(_num_bytes(grammar, entry) for grammar, entry in self._entries.items())
 
     def get(self, grammar: Grammar) -> Compiled | None:
-        """Return the compilation of ``grammar``, which becomes the one that was used last."""
+        """Return the compilation of ``grammar``, which becomes the most recently used."""
         self.drop_spent()
         compiled = self._entries.get(grammar)
         if compiled:
@@ -40,12 +40,12 @@ class CompiledGrammars:
         return compiled
 
     def put(self, grammar: Grammar, compiled: Compiled) -> None:
-        """Keep a compilation that has ended."""
+        """Keep a finished compilation."""
         self._entries[grammar] = compiled
         self.drop_spent()
 
     def drop_spent(self) -> None:
-        """Drop what has failed or become too large, then the oldest ones until the rest fits."""
+        """Drop failed and oversized entries, then the oldest ones until the rest fits."""
         for grammar in [
             grammar for grammar, entry in self._entries.items() if self._is_spent(grammar, entry)
         ]:

@@ -1,8 +1,8 @@
-"""Compiles GBNF to the library's Lark, with single characters as its only terminals.
+"""Compile GBNF to the library's Lark, with single characters as its only terminals.
 
-The library reads terminals by a lexer that takes the longest match; a terminal that could go on keeps the rules from going
-on without it (``[a-z.]+`` before ``"."`` never ends). No character is the beginning of another one in UTF-8, so that with
-characters as terminals the lexer decides nothing and the parser follows every way (Earley).
+The library's lexer takes the longest match, so a terminal that could continue blocks the rules behind it (``[a-z.]+`` before
+``"."`` never ends). In UTF-8 no character is a prefix of another. With characters as terminals the lexer therefore decides
+nothing, and the parser follows every alternative (Earley).
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def gbnf_to_lark(text: str) -> str:
 
 
 class _Writer:
-    """Writes rules under names of its own; alternatives that no text matches are left out.
+    """Writes rules under new names and leaves out alternatives that no text matches.
 
     productive: the names of the rules that some text matches.
     """
@@ -101,7 +101,7 @@ def _names_in(group: Group) -> Iterable[str]:
 
 
 def _productive(rules: dict[str, Group]) -> set[str]:
-    """Return the names of the rules that some text matches. A rule is looked at anew where one that it names was found."""
+    """Return the names of the rules that some text matches. A rule is checked again when a rule that it names was found."""
     naming: dict[str, list[str]] = {name: [] for name in rules}
     for name, group in rules.items():
         for named in set(_names_in(group)):
@@ -132,7 +132,7 @@ def _is_productive_sequence(sequence: tuple[Item, ...], productive: set[str]) ->
 
 
 def _allowed_ranges(characters: Characters) -> list[tuple[int, int]]:
-    """Return the ranges that are meant, in order, none of them negated, surrogates (which are no characters) left out."""
+    """Return the ranges in order, none of them negated and without surrogates (which are no characters)."""
     ranges = sorted((*characters.ranges, _SURROGATES)) if characters.is_negated else sorted(characters.ranges)
     if not characters.is_negated:
         pieces = [(first, min(last, _SURROGATES[0] - 1)) for first, last in ranges]

@@ -1,7 +1,7 @@
-"""Closes the objects of a JSON schema: an answer has the properties that are named, or match a pattern, and no others.
+"""Close the objects of a JSON schema: an answer may only have properties that are named or match a pattern.
 
-JSON Schema allows others wherever ``additionalProperties`` is missing; people who write (or generate) schemas seldom mean
-that, and a small model goes on with made-up ones. XGrammar and outlines close them as well; OpenAI wants it written.
+JSON Schema allows further properties if ``additionalProperties`` is missing. Authors of schemas seldom mean that, and a
+small model invents properties. XGrammar and outlines close objects as well; OpenAI requires the field.
 """
 
 import json
@@ -16,11 +16,11 @@ _SAYS_IT = {"additionalProperties", "unevaluatedProperties", "minProperties"}
 
 
 def with_closed_objects(text: str) -> str:
-    """The schema where objects that name properties or patterns of them have no others, but for ``additionalProperties``.
+    """Return the schema with objects closed that name properties or patterns, except by ``additionalProperties``.
 
-    What matches it matches ``text``. One that puts an object together from several schemas stays as it is, since each of
-    them would forbid the others' properties; so does one where a oneOf is left, which more values would match if its
-    branches were closed; so does what is no JSON.
+    Every match of the result matches ``text``. These stay unchanged: an object composed of several schemas, since each
+    would forbid the others' properties; a schema with a remaining oneOf, which more values would match if its branches were
+    closed; and text that is no JSON.
     """
     try:
         root = json.loads(text)
@@ -35,7 +35,7 @@ def with_closed_objects(text: str) -> str:
 
 
 def _num_rules(schema: _Schema) -> int:
-    """How many of its parts can speak about the properties of one object."""
+    """Count the parts that can constrain the properties of one object."""
     parts = schema.get("allOf")
     num_parts = len(parts) if isinstance(parts, list) else 0
     return num_parts + len(_OTHERS_RULES & schema.keys()) + bool(_OWN_RULES & schema.keys())

@@ -1,4 +1,4 @@
-"""Schemas within Lark grammars (``%json {...}``) mean what they mean elsewhere."""
+"""Treat schemas within Lark grammars (``%json {...}``) like all other schemas."""
 
 import json
 import re
@@ -17,8 +17,8 @@ _DIRECTIVES = re.compile(
 def with_plain_schemas(text: str) -> str:
     """Return the grammar with each inline schema reduced to its constraints.
 
-    Raises InvalidRequestError about ``grammar`` for an empty one, for a constraint that cannot be held, and for
-    terminals that are intersected or negated: the library looks for a text that matches them, without a bound.
+    Raises InvalidRequestError about ``grammar`` for an empty grammar, for a constraint that cannot be enforced, and for
+    intersected or negated terminals: the library searches a text that matches them, without a bound.
     """
     if not text.strip():
         raise InvalidRequestError("the grammar is empty", param="grammar")

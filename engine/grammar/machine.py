@@ -1,8 +1,8 @@
-"""A compiled grammar, and what it has grown to.
+"""A compiled grammar and its growing size.
 
-The copies of a machine of the library share its lexer, which keeps every state that any of them reaches. So a compiled
-grammar grows while answers follow it, also one that only the cache keeps. The library does not count its bytes; they are
-measured where it is built, and estimated afterwards.
+All copies of a library machine share its lexer, which keeps every state that any of them reaches. So a compiled grammar
+grows while answers use it, even if only the cache holds it. The library does not count its bytes; they are measured when it
+is built, and estimated afterwards.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ FAST_SECONDS = 0.5e-3
 
 
 class Machine:
-    """Owns the library's machine at its start, of which each answer follows a copy.
+    """Owns the library's machine in its start state; each answer uses a copy.
 
-    num_bytes: what it counts for, with what was added by the answers that followed it. num_built_bytes: what it took to
-    compile it and to begin an answer, the most expensive one. has_failed: an answer reached a limit of the shared lexer, so
-    that others would fail as well. users: the answers that follow it now.
+    num_bytes: the size with the growth by all answers so far. num_built_bytes: the size after compiling and beginning the
+    most expensive answer. has_failed: an answer reached a limit of the shared lexer, so that others would fail as well.
+    users: the answers that use it now.
     """
 
     def __init__(self, start: LLMatcher, num_bytes: int) -> None:
@@ -34,19 +34,19 @@ class Machine:
         self._start = start
 
     def copy(self) -> LLMatcher:
-        """Return a machine at the start of the grammar."""
+        """Return a machine in the start state."""
         return self._start.deep_copy()
 
     def begin(self, before: int, growth: int) -> None:
-        """Count what the beginning of an answer has built, as estimated from its time or as measured, whichever is more.
+        """Count the growth by the begin of an answer: the estimate from its time or the measurement, whichever is more.
 
-        before: ``num_bytes`` before it. growth: of the heap, which is too little where others freed memory meanwhile.
+        before: ``num_bytes`` before it. growth: of the heap, which is too little if others freed memory meanwhile.
         """
         built = max(int((self.num_bytes - before) * _MOST_GROWTH), growth)
         self.num_bytes = before + built
         self.num_built_bytes = max(self.num_built_bytes, self._num_compiled_bytes + built)
 
     def grow(self, num_tokens: int, mask_seconds: float) -> None:
-        """Count what an answer adds: its new tokens, and the processor time of its mask."""
+        """Count the growth by an answer: its new tokens and the processor time of its mask."""
         slow_seconds = max(0.0, mask_seconds - FAST_SECONDS)
         self.num_bytes += int(num_tokens * GROWTH_PER_TOKEN + slow_seconds * GROWTH_PER_SECOND)

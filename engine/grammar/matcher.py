@@ -1,4 +1,4 @@
-"""Where an answer stands in its grammar, and which tokens may follow."""
+"""The state of one answer in its grammar, and the tokens that may follow."""
 
 import re
 import time
@@ -18,14 +18,14 @@ _MAX_REASON_LENGTH = 400
 
 
 class GrammarMatcher:
-    """One request's way through its grammar. Used by one thread at a time.
+    """One request's state in its grammar. Used by one thread at a time.
 
-    What may follow is what the grammar says, but for the tokens that end the answer: those are allowed where the
-    grammar may end, from ``min_tokens`` on, and stop tokens also where they stand in the grammar. ``allowed_token_ids``
-    holds besides. Where all this leaves no token, an answer that matches ``is_complete``.
+    The grammar decides which tokens may follow, except those that end the answer: they are allowed where the grammar may
+    end, from ``min_tokens`` on, and stop tokens also where the grammar contains them. ``allowed_token_ids`` applies as well.
+    If no token is left, a matching answer ``is_complete``.
 
-    num_tokens: tokens of the answer that were taken in. bitmask: int32 ``[ceil(vocab_size / 32)]``; token t may follow
-    where bit t % 32 of word t // 32 is set. Both are right after the first ``advance`` only.
+    num_tokens: the answer's tokens so far. bitmask: int32 ``[ceil(vocab_size / 32)]``; token t may follow if bit t % 32 of
+    word t // 32 is set. Both are valid after the first ``advance`` only.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class GrammarMatcher:
         self._allowed = _bits(allowed, vocab_size)
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on with these tokens (none: it begins).
+        """Append these tokens to the answer (none: begin it).
 
-        Raises InvalidRequestError where the grammar turns out to be too complex, or no token may follow; InternalError
-        for a token that may not follow.
+        Raises InvalidRequestError if the grammar turns out to be too complex or no token may follow, InternalError for a
+        token that may not follow.
         """
         num_taken = self._machine.try_consume_tokens(list(token_ids))
         self._check()
@@ -73,7 +73,7 @@ class GrammarMatcher:
         self.is_complete = True
 
     def fork(self) -> "GrammarMatcher":
-        """Another answer that has come as far as this one."""
+        """Return a copy in the same state, for another answer."""
         other = copy(self)
         self._shared.users.add(other)
         other._machine = self._machine.deep_copy()
@@ -102,12 +102,12 @@ class GrammarMatcher:
 
 
 def reason_of(machine: LLMatcher) -> str:
-    """What the library says of its error, without its insides."""
+    """Return the library's error message without its internals."""
     return _INTERNALS.split(machine.get_error())[0].strip()[:_MAX_REASON_LENGTH]
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
-    """The set of these tokens, those beyond the vocabulary left out."""
+    """Return the set of these tokens as a bitmask, without those beyond the vocabulary."""
     is_member = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
     is_member[[token for token in token_ids if token < vocab_size]] = True
     return np.packbits(is_member, bitorder="little").view(np.uint32)

@@ -1,4 +1,4 @@
-"""The C heap: how much is in use, by which the size of a compiled grammar is measured, and how free pages are given back."""
+"""The C heap: measure the bytes in use (the size of a compiled grammar), and return free pages to the system."""
 
 import ctypes
 import threading
@@ -28,7 +28,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_meter() -> HeapMeter:
-    """A function that returns the bytes in use on the C heap, of all threads; always 0 where the C library has no count."""
+    """Return a function that gives the bytes in use on the C heap by all threads; always 0 if the C library has no count."""
     read = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if read is None:
         return lambda: 0
@@ -42,10 +42,10 @@ def heap_meter() -> HeapMeter:
 
 
 class HeapTrimmer:
-    """Gives the free pages of the C heap back to the system, once for each ``every_bytes`` that were built. Thread-safe.
+    """Returns free pages of the C heap to the system, once for each ``every_bytes`` built. Thread-safe.
 
     The library builds each grammar in the arena of the thread that compiles it, and glibc returns only the top of an arena.
-    A trim took up to 14 ms. Does nothing where the C library has no ``malloc_trim``.
+    A trim took up to 14 ms. Does nothing if the C library has no ``malloc_trim``.
     """
 
     def __init__(self, every_bytes: int = 2**23) -> None:
@@ -55,7 +55,7 @@ class HeapTrimmer:
         self._num_bytes = 0
 
     def note(self, num_bytes: int) -> None:
-        """Record that so many bytes were built."""
+        """Record that ``num_bytes`` were built."""
         with self._lock:
             self._num_bytes += num_bytes
 

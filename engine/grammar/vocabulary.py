@@ -1,4 +1,4 @@
-"""What each token stands for, as the grammar library needs it, from a model folder's ``tokenizer.json``."""
+"""Read the text of each token from a model folder's ``tokenizer.json``, in the grammar library's form."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +16,14 @@ VocabularyLoader = Callable[[Path, Sequence[int]], LLTokenizer]
 
 
 def load_vocabulary(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The vocabulary of byte-level BPE and of sentencepiece with byte fallback. Takes up to a second.
+    """Load the vocabulary of byte-level BPE or of sentencepiece with byte fallback. Takes up to a second.
 
-    Raises UnsupportedFieldError about ``grammar`` where there is none that the library can read.
+    Raises UnsupportedFieldError about ``grammar`` if the library cannot read the tokenizer.
     """
     try:
         text = read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
         if text is None:
-            raise SettingError(f"{folder} holds no tokenizer.json", param="model")
+            raise SettingError(f"{folder} has no tokenizer.json", param="model")
         spec = json.loads(text)
         added = [token["id"] for token in spec["added_tokens"]]
         _check_ids([*added, *_ids(spec["model"]["vocab"])])
@@ -50,4 +50,4 @@ def _ids(vocab: Any) -> Iterable[int]:
 
 def _check_ids(ids: Iterable[int]) -> None:
     if not all(0 <= token <= _MAX_ID for token in ids):
-        raise ValueError(f"a token id does not lie in 0..{_MAX_ID}")
+        raise ValueError(f"a token id is not in 0..{_MAX_ID}")

@@ -1,6 +1,6 @@
-"""The C of this folder as Python sees it: structs of ``kernels.h``, and what may be called.
+"""The Python binding of this folder's C code: the structs of ``kernels.h`` and its functions.
 
-``python -m engine.kernels.binding FILE`` makes the library for an image without a compiler.
+``python -m engine.kernels.binding FILE`` builds the library for an image without a compiler.
 """
 
 import ctypes
@@ -109,7 +109,7 @@ class CStep(ctypes.Structure):
 
 
 class Kernels:
-    """The loaded library. Every call lets go of Python's lock."""
+    """The loaded library. Every call releases the GIL."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -136,7 +136,7 @@ class Kernels:
         library.kvbaton_cut_short.argtypes = (_pointer,)
 
     def start_threads(self, num_threads: int, cores: Sequence[int] = ()) -> int:
-        """A pool of threads, the caller among them. cores: where each of the others is kept. Raises MemoryError."""
+        """Start a pool of threads, the caller among them. cores: pins each of the others. Raises MemoryError."""
         own = (ctypes.c_int * num_threads)(*cores, *[-1] * (num_threads - len(cores)))
         pool: int | None = self._library.kvbaton_pool(_size(num_threads), own)
         if pool is None:
@@ -144,7 +144,7 @@ class Kernels:
         return pool
 
     def end_threads(self, pool: int) -> None:
-        """End the pool's threads, behind what is under way; nothing of it may be used any more."""
+        """End the pool's threads after running work; the pool may not be used any more."""
         self._library.kvbaton_end_pool(pool)
 
     def pack(
@@ -156,19 +156,19 @@ class Kernels:
         panel_outputs: int = PANEL,
         panel_offset: int = 0,
     ) -> None:
-        """Put ``weight [outputs, inputs]`` into panels: see ``kvbaton_pack``."""
+        """Write ``weight [outputs, inputs]`` into panels: see ``kvbaton_pack``."""
         weight = weight.contiguous()
         self._library.kvbaton_pack(
             pool, weight.data_ptr(), packed.data_ptr(), first, *weight.shape, panel_outputs, panel_offset
         )
 
     def compress(self, pool: int, panels: "Tensor", layer: CLinear) -> int:
-        """Fill what ``layer`` points to but the others and the bias; how many others there are: see ``kvbaton_compress``."""
+        """Fill ``layer`` except the others and the bias; return the number of others: see ``kvbaton_compress``."""
         num_others: int = self._library.kvbaton_compress(pool, panels.data_ptr(), layer)
         return num_others
 
     def list_others(self, pool: int, panels: "Tensor", layer: CLinear) -> None:
-        """Fill in the numbers whose upper byte has no code."""
+        """Fill in the others: the weights whose upper byte has no code."""
         self._library.kvbaton_list_others(pool, panels.data_ptr(), layer)
 
     def linear(
@@ -179,10 +179,10 @@ class Kernels:
         output: "Tensor",
         best: "NDArray[np.int64] | None" = None,
     ) -> None:
-        """``[num_rows, inputs]`` to float32 ``[num_rows, outputs]``, rounded to bfloat16.
+        """Map ``[num_rows, inputs]`` to float32 ``[num_rows, outputs]``, rounded to bfloat16.
 
-        best ``[num_rows]``: gets the number of each row's highest output, the lowest among equals; -1 where a row holds
-        NaN, or its highest is infinite.
+        best ``[num_rows]``: receives the index of each row's highest output, the lowest among equals; -1 if a row has a NaN
+        or its highest output is infinite.
         """
         of_best = None if best is None else best.ctypes.data
         self._library.kvbaton_linear(pool, layer, states.data_ptr(), len(states), output.data_ptr(), of_best)
@@ -195,20 +195,20 @@ class Kernels:
         scratch: "NDArray[np.int64]",
         tokens: "NDArray[np.int64]",
     ) -> None:
-        """A token for each of ``draws`` (``DRAW``), from ``size`` scores each; scratch: ``draw_scratch`` for each thread.
+        """Sample a token for each of ``draws`` (``DRAW``), from ``size`` scores each; scratch: ``draw_scratch`` per thread.
 
-        Without a pool the caller draws alone.
+        Without a pool the caller's thread samples alone.
         """
         addresses = (draws.ctypes.data, len(draws), size, scratch.ctypes.data, tokens.ctypes.data)
         self._library.kvbaton_draw(pool, *addresses)
 
     def draw_scratch(self, size: int) -> int:
-        """How many numbers each thread needs to draw from so many scores."""
+        """Return the size of each thread's scratch, in int64 elements, to sample from ``size`` scores."""
         num_numbers: int = self._library.kvbaton_draw_scratch(size)
         return num_numbers
 
     def scratch_bytes(self, model: CModel) -> int:
-        """What each thread needs to work in."""
+        """Return the scratch bytes of each thread."""
         num_bytes: int = self._library.kvbaton_scratch_bytes(ctypes.byref(model))
         return num_bytes
 
@@ -230,10 +230,10 @@ class Kernels:
 
 @cache
 def load_kernels() -> Kernels | None:
-    """The kernels; None where they cannot be had, which is logged once."""
+    """Return the kernels; None if they are unavailable, which is logged once."""
     try:
         if platform.machine() not in ("x86_64", "AMD64"):
-            raise NotCompiledError(f"they are for x86-64, and this is {platform.machine()}")
+            raise NotCompiledError(f"they require x86-64, and this is {platform.machine()}")
         library = LIBRARY.load()
         if not library.kvbaton_is_served_here():
             raise NotCompiledError("this processor has no AVX-512 with bfloat16 (avx512_bf16)")

@@ -10,31 +10,31 @@ from engine.kernels.binding import NUM_CODES, PANEL, CLinear, Kernels
 
 @dataclass(frozen=True)
 class Compressed:
-    """A layer as the kernels read it. ``kept`` is what it points to."""
+    """A layer in the form that the kernels read. ``kept`` owns the memory that it points to."""
 
     layer: CLinear
     kept: tuple[Tensor, ...]
 
     @property
     def num_others(self) -> int:
-        """Numbers that are kept in full, in a list, since their upper byte is not among the common ones."""
+        """The number of weights stored in full, because their upper byte is not among the common ones."""
         return len(self.kept[-1])
 
 
 def num_panels(outputs: int) -> int:
-    """Panels that these outputs fill."""
+    """Return the number of panels that these outputs fill."""
     return -(-outputs // PANEL)
 
 
 def weight_bytes(outputs: int, inputs: int) -> int:
-    """What the weights take, but for the few that have no code."""
+    """Return the bytes of the weights, except the few that have no code."""
     return num_panels(outputs) * PANEL * inputs * 3 // 2
 
 
 def compress(
     kernels: Kernels, pool: int, panels: Tensor, outputs: int, inputs: int, weight: Tensor | None = None
 ) -> Compressed:
-    """A layer without bias from its packed panels, which are not needed any more then. weight: memory for the most of it."""
+    """Compress packed panels, which are not needed afterwards, into a layer without bias. weight: memory for its codes."""
     if weight is None:
         weight = torch.empty(weight_bytes(outputs, inputs), dtype=torch.uint8)
     uppers = torch.empty(NUM_CODES, dtype=torch.uint8)

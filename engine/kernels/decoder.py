@@ -24,7 +24,7 @@ _LINE = 64
 
 
 def why_unserved(config: DecoderConfig, dtype: str, device: torch.device, num_ranks: int) -> str | None:
-    """Why the kernels cannot compute this model; None where they can."""
+    """Return why the kernels cannot compute this model, else None."""
     if device.type != "cpu" or dtype != "bfloat16":
         return f"they compute bfloat16 on the host, and this is {dtype} on {device.type}"
     if num_ranks > 1:
@@ -41,7 +41,7 @@ def why_unserved(config: DecoderConfig, dtype: str, device: torch.device, num_ra
 class KernelDecoder:
     """Owns the threads, the packed weights and the buffers of one model. ``close`` it.
 
-    Bit for bit, what a token's row computes does not depend on the rows beside it.
+    The result of a token's row does not depend on other rows, bit for bit.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KernelDecoder:
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
-        """Final hidden states ``[num_tokens, hidden_size]``, valid until the next call. Without caches nothing is kept.
+        """Return final hidden states ``[num_tokens, hidden_size]``, valid until the next call; without caches no KV is kept.
 
         Raises InternalError where it was cut short.
         """
@@ -140,7 +140,7 @@ class KernelDecoder:
         self._kernels.cut_short(self._threads)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""
+        """Map states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""
         if self._weights.head is None:
             return self._model.logits(states)
         output = torch.empty(len(states), self._config.vocab_size)
@@ -158,15 +158,15 @@ class KernelDecoder:
         return None if -1 in tokens else tokens
 
     def capture(self, caches: Sequence[Tensor]) -> None:
-        """Nothing."""
+        """Do nothing: the kernels have no graphs."""
 
     def close(self) -> None:
-        """End the threads, and let go of the pool. A forward pass that is under way ends first."""
+        """End the threads and release the pool. A running forward pass ends first."""
         self._kernels.end_threads(self._threads)
         self._pool = self._under_way = None
 
     def _find(self, caches: Sequence[Tensor]) -> "_Pool":
-        """Where the layers' caches are: worked out once for each pool."""
+        """Return the addresses of the layers' caches, derived once for each pool."""
         if self._pool is None or self._pool.caches is not caches:
             self._pool = _Pool(caches, addresses(caches), caches[0].stride(0))
         return self._pool
@@ -179,7 +179,7 @@ class KernelDecoder:
 
 
 def _address(vector: Any) -> int:
-    """Less Python than ``vector.ctypes`` runs, of which little is in the caches here."""
+    """Return the address; this runs less Python code than ``vector.ctypes``."""
     return ctypes.addressof(ctypes.c_char.from_buffer(vector))
 
 
@@ -191,7 +191,7 @@ class _Pool:
 
 
 class _Heard:
-    """Tells a watch which layers are stored, and keeps what it raises: C cannot pass it on."""
+    """Passes stored layers to a watch, and keeps its error: C cannot propagate it."""
 
     def __init__(self, watch: LayerWatch | None) -> None:
         self._watch = watch
@@ -199,7 +199,7 @@ class _Heard:
         self.callback = Stored() if watch is None else Stored(self._hear)
 
     def check(self) -> None:
-        """Raise what the watch has raised."""
+        """Raise the error that the watch raised, if any."""
         if self._error is not None:
             raise self._error
 

@@ -1,4 +1,4 @@
-"""Draws tokens by the kernels, as ``engine.sampling.sampler.draw_by_torch`` does, row by row, without copies."""
+"""Sample tokens by the kernels, like ``engine.sampling.sampler.draw_by_torch``, row by row, without copies."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _SEEDS = 2**128
 
 
 class KernelDraw:
-    """See ``engine.sampling.sampler.Draw``. threads: of the kernels, so many; None: the caller draws alone."""
+    """See ``engine.sampling.sampler.Draw``. threads: the kernels' threads; None: the caller samples alone."""
 
     def __init__(self, kernels: Kernels, threads: int | None = None, num_threads: int = 1) -> None:
         self._kernels = kernels
@@ -23,7 +23,7 @@ class KernelDraw:
         self._scratch: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def __call__(self, scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
-        """Float32 ``[num_rows, vocab_size]`` on the host."""
+        """Sample from float32 ``[num_rows, vocab_size]`` on the host."""
         scores = scores.contiguous()
         size = scores.shape[1]
         needed = self._num_threads * self._kernels.draw_scratch(size)
@@ -37,7 +37,7 @@ class KernelDraw:
 
 
 def draws_of(rows: Sequence[SamplingRow]) -> NDArray[np.void]:
-    """How each row draws, but for where its scores are."""
+    """Return each row's parameters, without the address of its scores."""
     draws = np.zeros(len(rows), dtype=DRAW)
     seeds = [row.sampling.seed % _SEEDS for row in rows]
     draws["seed"] = [(seed % 2**64, seed // 2**64) for seed in seeds]

@@ -1,4 +1,4 @@
-"""A model's weights, packed and compressed for the kernels in one piece of memory."""
+"""A model's weights, packed and compressed for the kernels in one allocation."""
 
 import ctypes
 import logging
@@ -21,10 +21,10 @@ _LINE = 64
 
 
 class PackedWeights:
-    """Owns a compressed copy of every linear layer's weights, and the structs that say where things are.
+    """Owns a compressed copy of every linear layer's weights, and the structs that describe the copy to C.
 
-    The copy lies in private huge pages where the system has them; what the model keeps (norms, the embedding) stays in
-    its checkpoint's memory map. ``model`` loses its linear layers' weights. max_length: positions to have angles for.
+    The copy lies in private huge pages if the system has them. Norms and embedding stay in the checkpoint's memory map;
+    ``model`` loses its linear layers' weights. max_length: the number of positions for which angles are computed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PackedWeights:
         )
 
     def _linear(self, linears: Sequence[nn.Linear]) -> CLinear:
-        """One layer that computes what several do, one behind the other."""
+        """Make one layer that computes several, one after the other."""
         layer = self._packed([linear.weight for linear in linears])
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         layer.bias = self._bias(torch.cat(biases), layer.outputs) if biases else None
@@ -102,7 +102,7 @@ class PackedWeights:
         return self._compressed(panels, outputs, inputs)
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> CLinear:
-        """Of each panel the gate has the first half and the other the second."""
+        """Make one layer of which each panel holds gate in the first half and up in the second."""
         outputs = len(gate.weight) + len(up.weight)
         inputs = gate.in_features
         half = PANEL // 2
@@ -154,7 +154,7 @@ def _forget(linears: Sequence[nn.Linear]) -> None:
 
 
 def _rounded(num_bytes: int) -> int:
-    """Up to the next cache line."""
+    """Round up to the next cache line."""
     return -(-num_bytes // _LINE) * _LINE
 
 
@@ -169,7 +169,7 @@ def _packed_bytes(model: CausalLM) -> int:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Fresh memory, page aligned."""
+    """Allocate page-aligned memory."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -177,11 +177,11 @@ def _pages(num_bytes: int) -> Tensor:
 
 
 def null_caches(config: DecoderConfig, block_size: int) -> list[Tensor]:
-    """A pool of one block for a forward pass whose KV nobody keeps."""
+    """Allocate a pool of one block for a forward pass whose KV is not kept."""
     shape = (1, 2, config.num_kv_heads, block_size, config.head_dim)
     return [torch.zeros(shape, dtype=torch.bfloat16)] * config.num_layers
 
 
 def addresses(tensors: Sequence[Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Where tensors lie, as C reads it."""
+    """Return the addresses of tensors as a C array."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -1,1 +1,1 @@
-"""Own, readable definitions of the decoder families that the engine serves."""
+"""The decoder families that the engine serves, and the models of transformers that it runs."""

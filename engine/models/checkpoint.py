@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder: configuration, end tokens, and safetensors weights by memory map."""
+"""Read a Hugging Face folder: configuration, end tokens, and safetensors weights by memory map."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,23 +22,23 @@ _INDEX = "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json. Raises SettingError where it is missing or not a JSON object."""
+    """Read the folder's config.json. Raises SettingError if it is missing or not a JSON object."""
     if not folder.is_dir():
         raise _bad(f"{folder} is not a folder")
     check_entries(folder)
     config = read_json_object(folder / "config.json")
     if config is None:
-        raise _bad(f"{folder} holds no config.json")
+        raise _bad(f"{folder} has no config.json")
     return config
 
 
 def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The model's own end tokens: from generation_config.json, else from config.json; empty where neither has any."""
+    """Return the model's end tokens from generation_config.json, else from config.json; empty if neither has any."""
     return end_token_ids(config, read_json_object(folder / "generation_config.json") or {})
 
 
 def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Checkpoint") -> str:
-    """The dtype to compute in; "auto" is what config.json names, else that of the checkpoint's first tensor."""
+    """Return the dtype to compute in; "auto" is what config.json names, else that of the checkpoint's first tensor."""
     if setting != "auto":
         return setting
     named = config.get("dtype") or config.get("torch_dtype") or checkpoint.first_dtype()
@@ -53,25 +53,25 @@ class TensorPart(Protocol):
 
     @property
     def dim(self) -> int:
-        """The dimension that is cut."""
+        """The dimension that is split."""
 
     def of(self, length: int) -> slice:
-        """The range in a dimension of this length."""
+        """Return the range in a dimension of this length."""
 
     def whole_shape(self, shape: torch.Size) -> list[int]:
-        """The shape of the tensor of which the part has ``shape``."""
+        """Return the shape of the whole tensor whose part has ``shape``."""
 
 
 def _whole(name: str) -> TensorPart | None:
-    """All of every tensor."""
+    """Select all of every tensor."""
     return None
 
 
 class Checkpoint:
-    """The weights of one folder, by name; a tensor is read from its memory map when it is asked for.
+    """The weights of one folder, by name; a tensor is read from its memory map on access.
 
-    is_bare: the decoder was saved without the model around it (transformers' ``AutoModel``), as embedding models are: its
-    tensors are stored as "norm.weight", and known here as "model.norm.weight".
+    is_bare: the decoder was saved without the model around it (transformers' ``AutoModel``), as embedding models are. The
+    file calls its tensors "norm.weight", this class "model.norm.weight".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,27 +81,27 @@ class Checkpoint:
         self._open: dict[Path, Any] = {}
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._file_of)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor on the host, backed by the file's memory map. Raises KeyError for an unknown name."""
+        """Return the tensor on the host, backed by the file's memory map. Raises KeyError for an unknown name."""
         tensor: Tensor = self._file(name).get_tensor(self._stored(name))
         return tensor
 
     def shape(self, name: str) -> list[int]:
-        """The tensor's shape, without reading it. Raises KeyError for an unknown name."""
+        """Return the tensor's shape without reading it. Raises KeyError for an unknown name."""
         return list(self._file(name).get_slice(self._stored(name)).get_shape())
 
     def part(self, name: str, part: TensorPart) -> Tensor:
-        """A part of the tensor on the host; only its own bytes are read."""
+        """Return a part of the tensor on the host; only the bytes of that part are read."""
         stored = self._file(name).get_slice(self._stored(name))
         own = part.of(stored.get_shape()[part.dim])
         tensor: Tensor = stored[(slice(None),) * part.dim + (own,)]
         return tensor
 
     def first_dtype(self) -> torch.dtype:
-        """The dtype of the tensor whose name sorts first."""
+        """Return the dtype of the tensor whose name sorts first."""
         return self.tensor(min(self._file_of)).dtype
 
     def _stored(self, name: str) -> str:
@@ -123,11 +123,11 @@ def load_weights(
 ) -> None:
     """Replace every parameter of ``model`` (usually on the meta device) by the checkpoint's tensor of that name.
 
-    part_of: which part of a tensor to read; None is all of it.
+    part_of: the part of a tensor to read by its name; None is all of it.
 
-    Each tensor is read once and put in its place before the next. Weights that are in ``dtype`` already stay backed by the
-    memory map on the host, so that several workers of one machine share them, and are read when they are first computed
-    with. Raises SettingError that names missing, unexpected and misshapen tensors, before anything is read.
+    Each tensor is read once and put in place before the next. On the host, weights already in ``dtype`` stay backed by the
+    memory map, so that several workers of one machine share them; they are read at first use. Raises SettingError that names
+    missing, unexpected and misshapen tensors, before anything is read.
     """
     wanted = dict(model.named_parameters())
     found = {name for name in checkpoint.names() if not name.endswith(_IGNORED_SUFFIX)}
@@ -138,7 +138,7 @@ def load_weights(
         shape = wanted[name].shape
         asked = list(shape) if part is None else part.whole_shape(shape)
         if (found_shape := checkpoint.shape(name)) != asked:
-            raise _bad(f"tensor {name} is {found_shape}; config.json asks for {asked}")
+            raise _bad(f"tensor {name} is {found_shape}; config.json requires {asked}")
     num_bytes = dtype.itemsize * sum(parameter.numel() for parameter in wanted.values())
     with LoadProgress(num_bytes) as progress:
         for name, part in parts.items():
@@ -157,19 +157,19 @@ def _refuse(what: str, names: set[str]) -> None:
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:
-    """Tensor name → file, by the index of a sharded checkpoint or from the single file."""
+    """Map tensor names to files, by the index of a sharded checkpoint or from the single file."""
     index = read_json_object(folder / _INDEX)
     if index is None:
         single = folder / "model.safetensors"
         if not single.is_file():
-            raise _bad(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+            raise _bad(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
         return dict.fromkeys(_open(single).keys(), single)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _bad(f"{_INDEX} has no weight_map")
     shards = {name: file_within(folder, name, _INDEX) for name in set(map(_hashable, weight_map.values()))}
     if absent := sorted(file.name for file in shards.values() if not file.is_file()):
-        raise _bad(f"{folder} misses the shard {absent[0]} that {_INDEX} names")
+        raise _bad(f"{folder} lacks the shard {absent[0]} that {_INDEX} names")
     return {name: shards[file] for name, file in weight_map.items()}
 
 

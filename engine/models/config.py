@@ -14,7 +14,7 @@ _MAX_FLOAT = 1e30
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the engine must know of any decoder: its vocabulary, its KV, and how many positions it has."""
+    """The dimensions of a decoder that the engine needs: vocabulary, KV heads and number of positions."""
 
     vocab_size: int
     num_layers: int
@@ -25,10 +25,10 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelShape):
-    """A decoder of the Llama family with the variations that its relatives need.
+    """A decoder of the Llama family, with the variations of the related families.
 
     qkv_bias, output_bias: biases of the q/k/v and of the output projection. qk_norm: RMSNorm over each head's query
-    and key (Qwen3). sliding_windows: per layer, how many tokens a token sees, itself included; None is all.
+    and key (Qwen3). sliding_windows: per layer, the number of tokens that a token sees, itself included; None is all.
     """
 
     hidden_size: int
@@ -44,7 +44,7 @@ class DecoderConfig(ModelShape):
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        """Raise SettingError where the numbers cannot describe a decoder."""
+        """Raise SettingError if the numbers cannot describe a decoder."""
         if self.num_heads % self.num_kv_heads:
             raise bad_config(
                 f"num_attention_heads is {self.num_heads}; it must be a multiple of "
@@ -55,12 +55,12 @@ class DecoderConfig(ModelShape):
 
 
 def bad_config(what: str) -> SettingError:
-    """The error for a config.json that cannot be served."""
+    """Make the error for a config.json that cannot be served."""
     return SettingError(f"the model's config.json: {what}", param="model")
 
 
 def unserved(architecture: str, reason: str) -> SettingError:
-    """The error for a decoder of transformers that would not answer rightly here."""
+    """Make the error for a decoder of transformers that would give wrong answers here."""
     return SettingError(f"model: transformers' {architecture} is not served: {reason}", param="model")
 
 
@@ -86,9 +86,9 @@ _SIZES = frozenset(
 
 
 def check_counts(raw: RawConfig, num_tensors: int) -> None:
-    """Raise SettingError where config.json asks for more parts than any model has, or the checkpoint could have.
+    """Raise SettingError if config.json requires more parts than a model or this checkpoint can have.
 
-    A library makes the parts, or lists of them, before it compares them with the weights.
+    The libraries allocate the parts, or lists of them, before they compare them with the weights.
     """
     for name, value in raw.items():
         if isinstance(value, Mapping):
@@ -105,7 +105,7 @@ def check_counts(raw: RawConfig, num_tensors: int) -> None:
 
 
 def positive_int(raw: RawConfig, name: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
-    """A whole number from 1 to ``limit``. Without ``default`` the field must be there; null counts as missing."""
+    """Return a whole number from 1 to ``limit``. Without ``default`` the field is required; null counts as missing."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -119,7 +119,7 @@ def positive_int(raw: RawConfig, name: str, default: int | None = None, limit: i
 
 
 def flag(raw: RawConfig, name: str) -> bool:
-    """A boolean field, False where it is missing."""
+    """Return a boolean field, False if it is missing."""
     value = raw.get(name)
     if value is not None and not isinstance(value, bool):
         raise bad_config(f"{name} is {value!r}; it must be true or false")
@@ -127,7 +127,7 @@ def flag(raw: RawConfig, name: str) -> bool:
 
 
 def positive_float(raw: RawConfig, name: str, default: float | None = None) -> float:
-    """A number above 0."""
+    """Return a number above 0."""
     value = raw.get(name)
     if value is None:
         value = default

@@ -1,8 +1,8 @@
 """One decoder for the Llama, Mistral, Qwen2 and Qwen3 families.
 
-Tokens of all requests lie flat in one dimension; which request a token belongs to, and where its KV lives, only the
-attention step knows. Numerics follow transformers, so that float32 answers are equal token by token. Every module is
-built for one rank: the config has its share of heads, MLP width and vocabulary (``engine.models.sharding``).
+The tokens of all requests lie in one flat dimension. Only the attention step maps a token to its request and to the place
+of its KV. Numerics follow transformers, so that float32 answers are equal token by token. Every module is built for one
+rank: the config has that rank's share of heads, MLP width and vocabulary (``engine.models.sharding``).
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None, stored: Stored
     ) -> Tensor:
-        """``[num_tokens, hidden_size]`` to the same shape; writes the tokens' KV into ``cache``, and says when it is."""
+        """Map ``[num_tokens, hidden_size]`` to the same shape; write the tokens' KV into ``cache``, then call ``stored``."""
         query, key, value = (
             projection(states).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -75,14 +75,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self, states: Tensor, turn: Rotation, step: AttentionStep, cache: Tensor | None, stored: Stored
     ) -> Tensor:
-        """``[num_tokens, hidden_size]`` to the same shape."""
+        """Map ``[num_tokens, hidden_size]`` to the same shape."""
         states = states + self.self_attn(self.input_layernorm(states), turn, step, cache, stored)
         widened: Tensor = self.mlp(self.post_attention_layernorm(states))
         return states + widened
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: what a checkpoint calls ``model``."""
+    """Embedding, layers and final norm: the part that a checkpoint calls ``model``."""
 
     def __init__(self, config: DecoderConfig, group: RankGroup) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:
-        """Token ids and positions ``[num_tokens]`` to hidden states ``[num_tokens, hidden_size]``.
+        """Map token ids and positions ``[num_tokens]`` to hidden states ``[num_tokens, hidden_size]``.
 
         caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None attends within the batch.
         """
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
 
 
 def _nobody() -> None:
-    """Nobody wants to hear."""
+    """Do nothing: no one watches the layers."""
 
 
 class CausalLM(LanguageModel):
@@ -143,12 +143,12 @@ class CausalLM(LanguageModel):
     def logits(self, states: Tensor) -> Tensor:
         """See LanguageModel."""
         if self._head is Head.NONE and len(states):
-            raise InternalError("the model has no output head: nothing can be drawn from it")
+            raise InternalError("the model has no output head; no token can be sampled from it")
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return self._group.gather_columns(F.linear(states, head.weight))
 
     def head_weight(self) -> Tensor | None:
-        """``[vocab_size, hidden_size]``; None without a head."""
+        """Return the head's weight ``[vocab_size, hidden_size]``; None without a head."""
         if self._head is Head.NONE:
             return None
         weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight

@@ -1,6 +1,6 @@
-"""How each family's config.json describes the one decoder of ``engine.models.decoder``.
+"""Translate each family's config.json into the configuration of ``engine.models.decoder``.
 
-Missing fields take the values that transformers gives them, so that both read a checkpoint alike.
+A missing field takes transformers' default, so that both read a checkpoint in the same way.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def llama(raw: RawConfig) -> DecoderConfig:
-    """Llama 1 to 3: optional biases, every layer sees the whole sequence."""
+    """Read Llama 1 to 3: optional biases, every layer sees the whole sequence."""
     bias = flag(raw, "attention_bias")
     return DecoderConfig(
         **shared_fields(raw),
@@ -35,19 +35,19 @@ def llama(raw: RawConfig) -> DecoderConfig:
 
 
 def mistral(raw: RawConfig) -> DecoderConfig:
-    """Mistral: no biases; one sliding window for all layers (null switches it off, a missing field is 4096)."""
+    """Read Mistral: no biases; one sliding window for all layers (null disables it, a missing field is 4096)."""
     window = raw.get("sliding_window", _DEFAULT_WINDOW)
     windows = (None if window is None else positive_int(raw, "sliding_window", _DEFAULT_WINDOW),)
     return DecoderConfig(**shared_fields(raw), sliding_windows=windows * _num_layers(raw))
 
 
 def qwen2(raw: RawConfig) -> DecoderConfig:
-    """Qwen2: biases on q, k and v; with ``use_sliding_window`` a window on the upper layers."""
+    """Read Qwen2: biases on q, k and v; with ``use_sliding_window`` a window on the upper layers."""
     return DecoderConfig(**shared_fields(raw), sliding_windows=_qwen_windows(raw), qkv_bias=True)
 
 
 def qwen3(raw: RawConfig) -> DecoderConfig:
-    """Qwen3: RMSNorm on each head's query and key, and a head_dim of its own."""
+    """Read Qwen3: RMSNorm on each head's query and key, and an explicit head_dim."""
     shape = shared_fields(raw) | {"head_dim": positive_int(raw, "head_dim", _QWEN3_HEAD_DIM)}
     bias = flag(raw, "attention_bias")
     return DecoderConfig(
@@ -60,7 +60,7 @@ def _num_layers(raw: RawConfig) -> int:
 
 
 def shared_fields(raw: RawConfig) -> dict[str, Any]:
-    """The fields that all families share, as arguments of DecoderConfig. Raises SettingError."""
+    """Read the fields that all families share, as arguments of DecoderConfig. Raises SettingError."""
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise bad_config(f"hidden_act is {activation!r}; only 'silu' is served")
     if raw.get("is_causal") is False:
@@ -85,7 +85,7 @@ def shared_fields(raw: RawConfig) -> dict[str, Any]:
 
 
 def _qwen_windows(raw: RawConfig) -> tuple[int | None, ...]:
-    """A window where ``layer_types`` says so; without it on the layers from ``max_window_layers`` on."""
+    """Return each layer's window: by ``layer_types``, else on the layers from ``max_window_layers`` on."""
     num_layers = _num_layers(raw)
     window = None
     if flag(raw, "use_sliding_window") and raw.get("sliding_window", _DEFAULT_WINDOW) is not None:

@@ -1,15 +1,15 @@
-"""What the rest of the engine needs to know of the loaded model: plain data, no tensors."""
+"""The properties of the loaded model that the rest of the engine needs: plain data, no tensors."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model as it was really loaded.
+    """The model as it was loaded.
 
-    max_model_len: tokens that prompt and answer may have together. eos_token_ids: the model's own end tokens.
-    fingerprint: ``contract.layout.model_fingerprint`` with the dtype that is computed in. dtype: never "auto". has_head:
-    tokens can be drawn; without it there are embeddings only.
+    max_model_len: maximum length of prompt and answer together, in tokens. eos_token_ids: the model's own end tokens.
+    fingerprint: ``contract.layout.model_fingerprint`` with the dtype of the computation. dtype: never "auto". has_head:
+    tokens can be sampled; a model without a head gives embeddings only.
     """
 
     vocab_size: int

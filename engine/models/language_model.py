@@ -1,4 +1,4 @@
-"""What the engine needs of a model, whoever wrote it: hidden states over the paged KV cache, and logits of them."""
+"""The interface of every model: hidden states over the paged KV cache, and their logits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from engine.connector import LayerWatch
 
 
 class Head(Enum):
-    """What makes logits of hidden states. OWN: a layer of its own. TIED: the embedding. NONE: nothing does."""
+    """The layer that computes logits. OWN: a layer of its own. TIED: the embedding. NONE: there are no logits."""
 
     OWN = auto()
     TIED = auto()
@@ -31,19 +31,19 @@ class LanguageModel(nn.Module, ABC):
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:
-        """Token ids and positions ``[num_tokens]`` to hidden states ``[num_tokens, hidden_size]``.
+        """Map token ids and positions ``[num_tokens]`` to hidden states ``[num_tokens, hidden_size]``.
 
         caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None attends within the batch.
-        watch: is told of every layer whose KV is written.
+        watch: called for every layer whose KV is written.
         """
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype.
+        """Map hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype.
 
-        Only rank 0 gets the whole vocabulary; another rank gets the part that it computes. Raises InternalError where there
-        is no head; for no rows ``[0, vocab_size]`` then.
+        Rank 0 gets the whole vocabulary, another rank the part that it computes. A model without a head returns
+        ``[0, vocab_size]`` for no rows, and raises InternalError otherwise.
         """
 
     def place(self, device: torch.device) -> None:
-        """Move what is no weight of the checkpoint."""
+        """Move the tensors that are not weights of the checkpoint to ``device``."""

@@ -9,7 +9,7 @@ from engine.models.sharding import row_parallel
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension: in float32, cast, then weighted."""
+    """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension, in float32, then cast and weighted."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: Tensor) -> Tensor:
-        """``[..., size]`` to the same shape and dtype."""
+        """Map ``[..., size]`` to the same shape and dtype."""
         wide = states.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(states.dtype)
@@ -33,6 +33,6 @@ class GatedMLP(nn.Module):
         self.down_proj = row_parallel(intermediate_size, hidden_size, bias, group)
 
     def forward(self, states: Tensor) -> Tensor:
-        """``[num_tokens, hidden_size]`` to the same shape."""
+        """Map ``[num_tokens, hidden_size]`` to the same shape."""
         down: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
         return down

@@ -1,4 +1,4 @@
-"""How far the reading or packing of weights is: a bar on a terminal, elsewhere a line in the log every few seconds."""
+"""Progress of reading or packing weights: a bar on a terminal, else a log line every few seconds."""
 
 import logging
 import os
@@ -18,10 +18,10 @@ _LOG_SECONDS = 5.0
 
 
 class LoadProgress:
-    """Counts the bytes of weights that are in their place; a last line says how many there were, and how long it took.
+    """Counts the bytes of weights that are loaded; a last line gives their number and the seconds.
 
-    console: where the bar is drawn if it is a terminal, standard error if None and ``has_terminal``. clock: in seconds.
-    name: what the lines are about.
+    console: draws the bar if it is a terminal; None is standard error if ``has_terminal``. clock: in seconds. name: the
+    subject of the log lines.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LoadProgress:
             logger.info("%s: %s in %.1f s%s", self._name, done, self._seconds(), self._speed())
 
     def advance(self, num_bytes: int) -> None:
-        """So many bytes more are in their place."""
+        """Count ``num_bytes`` more as loaded."""
         self._done += num_bytes
         self._bar.advance(self._task, num_bytes)
         if not self._is_drawn and self._clock() - self._logged >= _LOG_SECONDS:
@@ -80,7 +80,7 @@ class LoadProgress:
 
 
 def has_terminal() -> bool:
-    """Whether standard error is a terminal that this process has for itself: supervised workers share theirs."""
+    """Return whether standard error is a terminal of this process alone; supervised workers share theirs."""
     try:
         return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
     except (OSError, ValueError):

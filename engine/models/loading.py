@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model that is ready to run, and what the engine must know of it."""
+"""Load a model that is ready to run, and its properties, from a checkpoint folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from engine.models.sharding import config_of_rank, part_of
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """One rank's part of a model, with its weights on the device. config: of that part; info: of the whole."""
+    """One rank's part of a model, with its weights on the device. config: that part; info: the whole model."""
 
     model: LanguageModel
     config: ModelShape
@@ -40,10 +40,10 @@ def load(
     device: torch.device,
     group: RankGroup | None = None,
 ) -> LoadedModel:
-    """Read the folder and put the model on ``device``, or what a rank of ``group`` has of it.
+    """Read the folder and put the model, or the part of a rank of ``group``, on ``device``.
 
-    The output head is the embedding where the configuration ties them and the checkpoint has no head of its own. A decoder
-    that was saved alone, or by sentence-transformers, needs none: it gives embeddings only.
+    The embedding is the output head if the configuration ties them and the checkpoint has no separate head. A decoder
+    that was saved alone, or by sentence-transformers, needs no head: it gives embeddings only.
     Raises SettingError for a folder that cannot be served, for a ``max_model_len`` beyond the model's positions, and
     for a model that does not divide by the number of ranks.
     """
@@ -117,7 +117,7 @@ def _head(folder: Path, config: DecoderConfig, checkpoint: Checkpoint) -> Head:
 
 
 def _refuse_own_code(raw: RawConfig) -> None:
-    """Embedding models bring code for attention in both directions, and config.json does not always say so."""
+    """Refuse models with code of their own: embedding models use it for bidirectional attention, unseen in config.json."""
     if "AutoModel" in (raw.get("auto_map") or {}) and raw.get("is_causal") is not True:
         raise bad_config(
             "auto_map names code of the model's own, which is not run; where its attention is causal, set is_causal to "

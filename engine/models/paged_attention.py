@@ -1,8 +1,8 @@
-"""transformers' attention interface, answered by the paged KV cache.
+"""An implementation of transformers' attention interface over the paged KV cache.
 
-A model of transformers looks its attention up by a name, in a registry that transformers owns. ``register`` puts two names
-there, once per process: under SERVING a layer attends through the step that runs, under ASKING it tells what it would
-do. Either way the layer's module has what answers it as its attribute ``paged_attention``, which ``attach`` sets.
+A model of transformers looks its attention up by name in a registry that transformers owns. ``register`` adds two names,
+once per process: under SERVING a layer attends through the running step; under ASKING the parameters of its attention are
+recorded. ``attach`` stores the object that does either as the attribute ``paged_attention`` of each layer's module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one layer gives to its attention; query, key and value are ``[num_tokens, heads, head_dim]``."""
+    """The inputs of one layer's attention; query, key and value are ``[num_tokens, heads, head_dim]``."""
 
     layer: int
     shape: LayerShape
@@ -59,25 +59,25 @@ class Answer(Protocol):
     """Computes a layer's attention."""
 
     def attend(self, call: LayerCall) -> Tensor:
-        """The mixed values, of the shape of the query."""
+        """Return the attended values, in the shape of the query."""
 
 
 def register() -> None:
-    """Make both names known to transformers; a second call changes nothing."""
+    """Register both names with transformers; a second call changes nothing."""
     for name in (SERVING, ASKING):
         AttentionInterface.register(name, _attend)
     AttentionMaskInterface.register(ASKING, _asked_mask)
 
 
 def attach(model: nn.Module, answer: Answer) -> None:
-    """Have ``answer`` asked by every layer of ``model`` from now on."""
+    """Make every layer of ``model`` use ``answer`` from now on."""
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, _ATTRIBUTE, answer)
 
 
 class PagedAttention:
-    """Attends in the step that runs. Owns the step, the caches and the watch while it does."""
+    """Attends in the running step. Owns the step, the caches and the watch meanwhile."""
 
     def __init__(self) -> None:
         self._running: tuple[AttentionStep, Sequence[Tensor] | None, LayerWatch | None] | None = None
@@ -94,7 +94,7 @@ class PagedAttention:
             self._running = None
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Store the tokens' KV, say so, and mix what they see."""
+        """Store the tokens' KV, notify the watch, and attend over the tokens that each may see."""
         if self._running is None:
             raise InternalError("a layer attends while no step runs")
         step, caches, watch = self._running
@@ -107,21 +107,21 @@ class PagedAttention:
 
 
 class Survey:
-    """Writes down what every layer asks for; raises SettingError for what the paged cache cannot answer."""
+    """Records the attention of every layer; raises SettingError for one that the paged cache cannot compute."""
 
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
         self._calls: list[LayerCall] = []
 
     def attend(self, call: LayerCall) -> Tensor:
-        """No attention, but the query back."""
+        """Record the call and return the query unchanged."""
         if reason := _why_unserved(call):
             raise unserved(self._architecture, reason)
         self._calls.append(call)
         return call.query
 
     def result(self, num_layers: int, vocab_size: int, num_positions: int) -> ModelShape:
-        """The model's shape. ``num_layers``: by its configuration."""
+        """Return the model's shape. num_layers: from its configuration."""
         layers = [call.layer for call in self._calls]
         if layers != list(range(num_layers)):
             raise unserved(
@@ -138,12 +138,12 @@ class Survey:
 
 @dataclass(frozen=True)
 class AskedMask:
-    """The mask that a model wants, as a function of (batch, head, query position, key position)."""
+    """The mask of a model, as a function of (batch, head, query position, key position)."""
 
     function: MaskFunction
 
     def sees(self, query: int, key: int) -> bool:
-        """Whether the token at ``query`` sees the one at ``key``."""
+        """Return whether the token at ``query`` sees the one at ``key``."""
         nought = torch.tensor(0)
         return bool(self.function(nought, nought, torch.tensor(query), torch.tensor(key)))
 
@@ -161,7 +161,7 @@ def _why_unserved(call: LayerCall) -> str | None:
 
 
 def _why_masked_otherwise(mask: object, window: int | None) -> str | None:
-    """The mask must be the causal one with the window that the layer names: only the latter reaches the backend."""
+    """Return why ``mask`` is not the causal one with ``window``, else None; only the window reaches the backend."""
     if mask is None and window is None:
         return None
     if not isinstance(mask, AskedMask):
@@ -189,7 +189,7 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls it: ``[1, heads, num_tokens, head_dim]`` in, tokens before heads out."""
+    """Attend as transformers calls it: ``[1, heads, num_tokens, head_dim]`` in, tokens before heads out."""
     answer: Answer = getattr(module, _ATTRIBUTE)
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

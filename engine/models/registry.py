@@ -1,4 +1,4 @@
-"""Architecture name → how to read its configuration, and the model; their modules are imported when they are asked for."""
+"""Architectures by name: the reader of the configuration and the model, each imported at first use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ class _Build(Protocol):
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where its two parts are found, as "module:name". config: a function of config.json; model: the model's class."""
+    """The places of both parts as "module:name". config: a function of config.json; model: the model's class."""
 
     config: str
     model: str = "engine.models.decoder:CausalLM"
 
     def read_config(self, raw: RawConfig) -> DecoderConfig:
-        """The decoder that config.json describes. Raises SettingError for what cannot be served."""
+        """Return the decoder that config.json describes. Raises SettingError for one that cannot be served."""
         return cast(_ReadConfig, _found(self.config))(raw)
 
     def build(self, config: DecoderConfig, head: Head, group: RankGroup) -> LanguageModel:
-        """The model of one rank, without weights."""
+        """Build the model of one rank, without weights."""
         return cast(_Build, _found(self.model))(config, head, group)
 
 
@@ -49,13 +49,16 @@ _FOR_TESTS = {
 
 
 def architecture_name(raw: RawConfig) -> str | None:
-    """The first of ``architectures`` in config.json; None where there is none."""
+    """Return the first of ``architectures`` in config.json, else None."""
     names = raw.get("architectures") or []
     return str(names[0]) if isinstance(names, list) and names else None
 
 
 def find_architecture(raw: RawConfig) -> Architecture | None:
-    """Ours of that name; None for a decoder of transformers. Raises SettingError that lists the served names."""
+    """Return our architecture of that name, None for a decoder of transformers.
+
+    Raises SettingError that lists the served names.
+    """
     name = architecture_name(raw)
     found = (ARCHITECTURES | _FOR_TESTS).get(str(name))
     if found is None and not _is_of_transformers(name):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions turn into angles.
+    """The parameters that map positions to angles.
 
     rope_type: "default"; "linear" divides every frequency by ``factor``; "llama3" divides the low ones, keeps the
     high ones, and blends between wavelengths of ``original_max_position_embeddings`` / high_ and / low_freq_factor.
@@ -24,7 +24,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angles per position in radians, float32 ``[head_dim / 2]``; the arithmetic follows transformers step by step."""
+    """Return the angles per position in radians, float32 ``[head_dim / 2]``; the arithmetic follows transformers."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
     if rope.rope_type == "linear":
         return plain / rope.factor
@@ -46,13 +46,13 @@ def _llama3_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def rotation(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each ``[num_tokens, 1, head_dim]``: in float32, then cast."""
+    """Return cosine and sine of every position's angles, each ``[num_tokens, 1, head_dim]``: in float32, then cast."""
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys ``[num_tokens, num_heads, head_dim]`` by their positions' angles."""
+    """Rotate queries or keys ``[num_tokens, num_heads, head_dim]`` by their positions' angles."""
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,4 +1,4 @@
-"""Reads a rope configuration in either of its two spellings."""
+"""Read a rope configuration in either of its two spellings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _DEFAULT_THETA = 10000.0
 
 
 def rope_config(raw: RawConfig) -> RopeConfig:
-    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before it).
+    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before it).
 
     Raises SettingError for a rope type that is not in ROPE_TYPES, and for parameters that differ by layer.
     """

@@ -1,8 +1,8 @@
-"""Whether a model of transformers answers over the paged KV cache as it does over attention of transformers' own.
+"""Check at start that a model of transformers computes the same over the paged KV cache as over its own attention.
 
-Two short random prompts run side by side, in three steps of uneven shares, and every token's logits are compared with
-those of one plain pass over each prompt. So what depends on the neighbours in a batch, on how a prompt is cut, or on
-KV that is not in the cache is found before the first request is. Takes five forward passes over a few tokens.
+Two short random prompts run side by side in three steps of uneven chunks, and every token's logits are compared with those
+of one plain pass over each prompt. This finds results that depend on neighbours in a batch, on how a prompt is chunked, or
+on KV outside the cache, before the first request arrives. It takes five forward passes over a few tokens.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ _HALF_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Reference:
-    """The prompts, and the logits ``[num_tokens, vocab_size]`` of all their tokens by transformers alone."""
+    """The prompts, and the logits ``[num_tokens, vocab_size]`` that transformers alone computes for them."""
 
     prompts: tuple[list[int], ...]
     logits: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, whole: Any, vocab_size: int, device: torch.device) -> "Reference":
-        """By the model as transformers has it, with its eager attention and without a cache."""
+        """Compute the logits with transformers' eager attention and without a cache."""
         generator = torch.Generator().manual_seed(0)
         prompts = tuple(
             torch.randint(vocab_size, (length,), generator=generator).tolist() for length in _LENGTHS
@@ -56,9 +56,9 @@ class Reference:
 
 
 def difference(model: LanguageModel, shape: ModelShape, dtype: torch.dtype, reference: Reference) -> float:
-    """How far the model's logits are from the reference's, as a share of them; nan where they are no numbers.
+    """Return the relative difference of the model's logits from the reference's; nan if they are not numbers.
 
-    In float32 of the worst token; in 16 bits three quarters of the tokens are nearer.
+    In float32 it is that of the worst token, in 16 bits the third quartile over tokens.
     """
     device = reference.logits[0].device
     cache_shape = (_NUM_BLOCKS, 2, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
@@ -84,7 +84,7 @@ def difference(model: LanguageModel, shape: ModelShape, dtype: torch.dtype, refe
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest ``difference`` that rounding explains."""
+    """Return the largest ``difference`` that rounding explains."""
     return _FLOAT32_TOLERANCE if dtype == torch.float32 else _HALF_TOLERANCE
 
 
@@ -102,7 +102,7 @@ def _inputs(prompts: Sequence[list[int]], computed: Sequence[int], counts: Seque
 
 
 def _relative(logits: Tensor, expected: Tensor) -> Tensor:
-    """Per token; what all logits have in common does not count, as it changes no probability."""
+    """Return the difference per token; a common offset of all logits does not count, as it changes no probability."""
     ours, theirs = (each.float() - each.float().mean(-1, keepdim=True) for each in (logits, expected))
     errors: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     return errors

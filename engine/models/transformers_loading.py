@@ -1,7 +1,7 @@
-"""From the checkpoint of a decoder that is none of ours to a model of transformers that answers rightly.
+"""Load a checkpoint of another family as a model of transformers, if its answers are right.
 
-What would not is refused: first by the configuration, then by what the layers ask of their attention, and last by
-comparing logits with transformers' own attention.
+A model that would give wrong answers is refused: first by its configuration, then by the attention that its layers require,
+and last by comparing logits with transformers' own attention.
 """
 
 import logging
@@ -30,9 +30,9 @@ _NAMES_SHOWN = 5
 
 
 class TransformersCheckpoint:
-    """A folder that transformers can read, and whose configuration speaks against nothing.
+    """A folder that transformers can read and whose configuration can be served.
 
-    num_positions: how many tokens it can be asked to see. Raises SettingError.
+    num_positions: the longest context in tokens. Raises SettingError.
     """
 
     def __init__(self, folder: Path, raw: RawConfig, architecture: str) -> None:
@@ -40,7 +40,7 @@ class TransformersCheckpoint:
         self._architecture = architecture
         if raw.get("quantization_config"):
             raise self._unserved("its weights are quantised (quantization_config)")
-        with self._told():
+        with self._refusing():
             self._config: Any = AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
@@ -50,13 +50,13 @@ class TransformersCheckpoint:
             raise self._unserved(reason)
         num_positions = _num_positions(self._config)
         if num_positions is None:
-            raise self._unserved("config.json does not say how many positions it has")
+            raise self._unserved("config.json does not give its number of positions")
         self.num_positions = num_positions
 
     def load(self, dtype: torch.dtype, device: torch.device) -> tuple[TransformersModel, ModelShape]:
-        """The model with its weights on ``device``, after it was checked. Raises SettingError."""
+        """Load the weights onto ``device`` and check the model. Raises SettingError."""
         register()
-        with self._told():
+        with self._refusing():
             whole = self._read(dtype).to(device).requires_grad_(False)
             with torch.inference_mode():
                 shape = self._survey(whole, device)
@@ -75,7 +75,7 @@ class TransformersCheckpoint:
         return model, shape
 
     def _read(self, dtype: torch.dtype) -> Any:
-        """By memory map: what is in ``dtype`` already stays backed by the file."""
+        """Read the weights by memory map; those already in ``dtype`` stay backed by the file."""
         with _progress_bar_on_terminals_alone():
             read: Any = AutoModelForCausalLM.from_pretrained(
                 self._folder,
@@ -105,8 +105,8 @@ class TransformersCheckpoint:
         return unserved(self._architecture, reason)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Whatever transformers raises means that the model cannot be served."""
+    def _refusing(self) -> Iterator[None]:
+        """Turn any error of transformers into the SettingError of a model that cannot be served."""
         try:
             yield
         except KvbatonError:
@@ -119,7 +119,7 @@ class TransformersCheckpoint:
 
 
 def is_decoder(architecture: str) -> bool:
-    """Whether transformers has a causal language model of this name."""
+    """Return whether transformers has a causal language model of this name."""
     return architecture.endswith(_DECODERS) and architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
@@ -136,9 +136,9 @@ def _why_unserved(config: Any) -> str | None:
 
 
 def _num_positions(config: Any) -> int | None:
-    """Within these every position turns by the same angles, whatever else is in the batch.
+    """Return the number of positions whose angles do not depend on the rest of the batch.
 
-    "longrope" takes other angles for all tokens of a batch as soon as one lies behind the original positions.
+    "longrope" changes the angles of all tokens of a batch as soon as one token lies beyond the original positions.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     for parameters in _rope_parameters(config):
@@ -149,7 +149,7 @@ def _num_positions(config: Any) -> int | None:
 
 
 def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
-    """One, or one for each type of layer."""
+    """Return the rope parameters: one mapping, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, Mapping)]
     return nested or [parameters]

@@ -14,10 +14,10 @@ from engine.models.paged_attention import SERVING, PagedAttention, attach
 
 
 class TransformersModel(LanguageModel):
-    """A causal language model of transformers, cut in two: the decoder, and what makes logits of its states.
+    """A causal language model of transformers, split into the decoder and the layers that compute logits.
 
-    Takes ``whole`` over. What stands behind the decoder (a head, scales, soft caps) is the model's own ``forward``, in
-    which the decoder's place is taken by the states that it gave before.
+    Takes ownership of ``whole``. The layers behind the decoder (a head, scales, soft caps) run through the model's own
+    ``forward``, in which a module that returns the decoder's states replaces the decoder.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -58,11 +58,11 @@ class TransformersModel(LanguageModel):
 
 
 class _GivenStates(nn.Module):
-    """In a decoder's place: its answer is known. kind: the class of what that decoder returns."""
+    """A replacement for the decoder that returns given states. kind: the class of the decoder's output."""
 
     states: Tensor | None = None
     kind: type[ModelOutput] = ModelOutput
 
     def forward(self, *_: object, **__: object) -> ModelOutput:
-        """``states``, whatever is asked."""
+        """Return ``states`` for any input."""
         return self.kind(last_hidden_state=self.states)

@@ -1,1 +1,1 @@
-"""How tokens are chosen: logits processors, random numbers by position, log probabilities."""
+"""Sampling: logits processors, random numbers by position, log probabilities."""

@@ -1,8 +1,7 @@
-"""What a request adds to the model's logits and takes from them before a token is drawn, in float32, row by row.
+"""Changes of the logits that a request requires before a token is sampled, in float32, row by row.
 
-In this order, which is vLLM's: what a grammar allows, only allowed tokens, biases, the repetition penalty
-(arXiv:1909.05858), OpenAI's frequency and presence penalties; and last, whatever the biases: no token that would end the
-answer before ``min_tokens``.
+The order is vLLM's: the grammar's mask, allowed tokens, biases, the repetition penalty (arXiv:1909.05858), OpenAI's
+frequency and presence penalties, and last, whatever the biases, no token that would end the answer before ``min_tokens``.
 """
 
 from collections.abc import Sequence
@@ -21,12 +20,11 @@ NO_TOKENS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 @dataclass(slots=True)
 class SamplingRow:
-    """One request that draws a token.
+    """One request that samples a token.
 
-    position: absolute index of the new token in the sequence, prompt included. num_generated: tokens of the answer
-    that are known already (min_tokens counts them). bitmask: int32 words, where a grammar says what may follow: token
-    t where bit t % 32 of word t // 32 is set. prompt_tokens, answer_tokens: those that are known, where
-    ``SamplingParams.counts_tokens``.
+    position: absolute index of the new token in the sequence, prompt included. num_generated: tokens of the answer so far
+    (min_tokens counts them). bitmask: int32 words of a grammar; token t is allowed if bit t % 32 of word t // 32 is set.
+    prompt_tokens, answer_tokens: the tokens so far, if ``SamplingParams.counts_tokens``.
     """
 
     sampling: SamplingParams
@@ -39,14 +37,14 @@ class SamplingRow:
 
     @property
     def changes_scores(self) -> bool:
-        """What is drawn does not depend on the model's logits alone."""
+        """True if a logits processor applies to this row."""
         sampling = self.sampling
         is_narrowed = bool(sampling.allowed_token_ids) or self.bitmask is not None
         return is_narrowed or sampling.counts_tokens or bool(sampling.logit_bias or self.forbidden_token_ids)
 
     @property
     def takes_best(self) -> bool:
-        """The token of the model's highest logit, and nothing else is asked for."""
+        """True if the token is that of the model's highest logit and no log probabilities are requested."""
         return self.sampling.temperature == 0 and self.sampling.logprobs is None and not self.changes_scores
 
     @property
@@ -58,7 +56,7 @@ class SamplingRow:
 
 
 def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A copy of ``raw [num_rows, vocab_size]`` in which every row has its changes; ``raw`` itself where none has any."""
+    """Return a copy of ``raw [num_rows, vocab_size]`` with every row's changes, or ``raw`` itself if there are none."""
     scores = raw
     for i, row in enumerate(rows):
         if not row.changes_scores:
@@ -83,7 +81,7 @@ def _mask(scores: Tensor, bitmask: NDArray[np.int32] | None) -> None:
         octets = bitmask.astype("<i4", copy=False).view(np.uint8)
         allowed = np.unpackbits(octets, bitorder="little", count=len(scores)).astype(np.float32)
         own = scores.numpy()
-        np.minimum(own, (allowed - 0.5) * np.inf, out=own)  # a choice bit by bit takes ten times as long
+        np.minimum(own, (allowed - 0.5) * np.inf, out=own)  # selecting bit by bit takes ten times as long
         return
     words = to_device(bitmask, scores.device)
     places = torch.arange(32, device=scores.device, dtype=torch.int32)

@@ -14,9 +14,10 @@ _MAX_ELEMENTS_AT_ONCE = 2**24
 
 
 class PromptLogprobs:
-    """What a step gives of them, for the requests that asked.
+    """The log probabilities of a step's prompt tokens, for the requests that require them.
 
-    logits: the logits of some rows of the step's tokens; every rank calls it alike. is_teller: this rank makes the lists.
+    logits: computes the logits of some rows of the step's tokens; every rank calls it alike. is_teller: this rank makes the
+    lists.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class PromptLogprobs:
         self._rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // vocab_size)
 
     def of_step(self, inputs: PreparedInputs, states: list[RequestState]) -> dict[str, LogprobsLists]:
-        """By request, a row for each token of its prompt that follows one of this step."""
+        """Return by request a row for each prompt token that follows a token of this step."""
         found = {}
         for index, state in enumerate(states):
             num_alternatives = state.sampling.prompt_logprobs

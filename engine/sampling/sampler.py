@@ -1,9 +1,9 @@
-"""Logits in, tokens out. A token depends only on its logits, its parameters, its seed and its position (law 6).
+"""Sample tokens from logits. A token depends only on its logits, its parameters, its seed and its position (law 6).
 
-Sums of floating-point numbers depend on their order, and the order on the batch. So probabilities become whole
-numbers before anything is summed: ``round(exp((logit - max) / temperature) * 2**40)``, computed in float64, element
-by element. Their sums are exact, whatever else is in the batch and whichever device adds them up. A step waits for the
-device once, for its tokens; and once more for log probabilities.
+Sums of floating-point numbers depend on their order, and the order on the batch. So probabilities become whole numbers
+before they are summed: ``round(exp((logit - max) / temperature) * 2**40)``, computed in float64, element by element. Their
+sums are exact in every batch and on every device. A step waits for the device once for its tokens, and once more for log
+probabilities.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ _LOW_TOTAL_BITS = 29
 
 @dataclass(frozen=True)
 class Samples:
-    """What was drawn, row by row.
+    """The sampled tokens, row by row.
 
-    token_ids: None where the row's logits are not numbers. num_nans: how many of them were not. logprobs: row i has
-    1 + k_i entries, none where the row asked for none or has no token.
+    token_ids: None if the row's logits are not numbers. num_nans: how many of them are not. logprobs: row i has 1 + k_i
+    entries, none if the row requires none or has no token.
     """
 
     token_ids: list[int | None]
@@ -47,10 +47,10 @@ class Samples:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None) -> Samples:
-    """Draw one token per row of ``logits [num_rows, vocab_size]``; ``logits`` stays as it is.
+    """Sample one token per row of ``logits [num_rows, vocab_size]``; ``logits`` is not changed.
 
-    The logits processors come first (``engine.sampling.logits_processors``). Then temperature 0 takes the best token, the
-    lowest id among equals. Otherwise: temperature, then min-p, then top-k, then top-p, then the inverse of the cumulative
+    The logits processors come first (``engine.sampling.logits_processors``). Temperature 0 takes the best token, the lowest
+    id among equals. Otherwise temperature, min-p, top-k and top-p apply in this order, then the inverse of the cumulative
     distribution in the order of the vocabulary (``draw``; None: by torch).
     """
     raw = logits if logits.dtype == torch.float32 else logits.to(torch.float32)
@@ -65,7 +65,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None
 
 
 def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """As ``_best``; numpy finds them ten times as fast as torch."""
+    """Return the same as ``_best``; numpy is ten times as fast as torch."""
     found = scores.argmax(axis=-1)
     return found, np.isfinite(scores[np.arange(len(found)), found])
 
@@ -73,7 +73,7 @@ def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArr
 def _drawn(
     raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow], random_rows: list[int], draw: Draw
 ) -> tuple[list[int], Sequence[int]]:
-    """A token of each row, at random in ``random_rows``, and whether (1) or not (0) the row holds numbers."""
+    """Return a token of each row, at random in ``random_rows``, and 1 if the row holds numbers, else 0."""
     tokens, is_number = _best(scores)
     if random_rows:
         tokens[to_device(np.array(random_rows), scores.device)] = draw(scores, rows, random_rows)
@@ -84,7 +84,7 @@ def _drawn(
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The best token of each row, the lowest id among equals (NaN is best), and whether it is a number."""
+    """Return the best token of each row, the lowest id among equals (NaN is best), and whether it is a number."""
     if scores.device.type == "cpu":
         found, is_number = _best_on_host(scores.numpy())
         return torch.from_numpy(found), torch.from_numpy(is_number)
@@ -93,14 +93,14 @@ def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
-    """NaN and +infinity per row; a row where no token may be drawn counts whole."""
+    """Count NaN and +infinity per row; a row without any allowed token counts in full."""
     counts = (raw.isnan() | raw.isposinf()).sum(dim=-1)
     counts = torch.where(scores.isneginf().all(dim=-1), raw.shape[1], counts)
     return [int(count) for count in counts.tolist()]
 
 
 def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
-    """See Draw. Some rows at once, whatever each of them asks for."""
+    """See Draw. Groups rows, whatever their parameters."""
     at_once = max(1, _MAX_ELEMENTS_AT_ONCE[scores.device.type] // scores.shape[1])
     parts = [places[start : start + at_once] for start in range(0, len(places), at_once)]
     return torch.cat(
@@ -109,7 +109,7 @@ def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[
 
 
 def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A token of each row."""
+    """Sample a token of each row."""
     weights = _weights(scores, [row.sampling.temperature for row in rows])
     _keep_min_p(weights, [row.sampling.min_p for row in rows])
     _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
@@ -119,9 +119,9 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def scaled(uniforms: Tensor, totals: Tensor) -> Tensor:
-    """``uniform * total >> UNIFORM_BITS`` of whole numbers, exact for totals below 2**58.
+    """Return ``uniform * total >> UNIFORM_BITS`` of whole numbers, exact for totals below 2**58.
 
-    The product has up to 111 bits, so each factor is taken in two parts.
+    The product has up to 111 bits, so each factor is split into two parts.
     """
     upper = uniforms >> _LOW_BITS
     lower = uniforms & ((1 << _LOW_BITS) - 1)
@@ -132,7 +132,7 @@ def scaled(uniforms: Tensor, totals: Tensor) -> Tensor:
 
 
 def invert(weights: Tensor, targets: Tensor) -> Tensor:
-    """Per row of ``[num_rows, vocab_size]`` the first token up to which the weights sum to more than the target.
+    """Return per row of ``[num_rows, vocab_size]`` the first token up to which the weights sum to more than the target.
 
     A token of weight 0 is never found, for ``0 <= target < sum of the row``.
     """
@@ -141,7 +141,7 @@ def invert(weights: Tensor, targets: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
-    """Probabilities as whole numbers, int64; the best token of a row has 2**40."""
+    """Return probabilities as whole numbers, int64; the best token of a row has 2**40."""
     temperature = to_device(np.array(temperatures, dtype=np.float64), scores.device)[:, None]
     wide = scores.to(torch.float64)
     distances = (wide - wide.amax(dim=-1, keepdim=True)) / temperature
@@ -149,7 +149,7 @@ def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
 
 
 def _keep_min_p(weights: Tensor, limits: list[float]) -> None:
-    """Set what is less than the share p of the best token's weight to 0, in place (arXiv:2407.01082)."""
+    """Set weights below the share p of the best token's weight to 0, in place (arXiv:2407.01082)."""
     if any(limits):
         least = to_device(np.array([round(p * _WEIGHT_SCALE) for p in limits]), weights.device)
         weights.masked_fill_(weights < least[:, None], 0)
@@ -181,7 +181,7 @@ def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
 
 
 def _is_best(values: Tensor, best: Tensor, counts: Tensor) -> Tensor:
-    """Which are the so many best of a row, the lowest ids among equals. best: at least these, in order."""
+    """Mark the ``counts`` best of each row, the lowest ids among equals. best: at least these, in order."""
     edge = best.gather(1, counts - 1)
     is_better = values > edge
     is_equal = values == edge
@@ -190,9 +190,10 @@ def _is_best(values: Tensor, best: Tensor, counts: Tensor) -> Tensor:
 
 
 def _descending(weights: Tensor, averages: Tensor) -> Tensor:
-    """Each row's weights in order, then zeros. Those below its average may be missing: on the host most of the work.
+    """Return each row's weights in descending order, then zeros; weights below the row's average may be missing.
 
-    averages ``[num_rows, 1]``: of what may be lost of a row. Who is lighter has more than that behind and beside them.
+    Sorting them is most of the work on the host. averages ``[num_rows, 1]``: the average of the weight that a row may lose;
+    tokens below it and after it in order always sum to more than that.
     """
     if weights.device.type != "cpu":
         return weights.sort(dim=-1, descending=True).values
@@ -207,9 +208,9 @@ def _descending(weights: Tensor, averages: Tensor) -> Tensor:
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int | None], num_alternatives: Sequence[int | None]
 ) -> LogprobsLists:
-    """Log-softmax in float32 of a given token a row of ``logits [num_rows, vocab_size]``, and of its k best.
+    """Return log-softmax in float32 of one token per row of ``logits [num_rows, vocab_size]``, and of the k best.
 
-    Nothing for a row without a token, or without a k.
+    A row without a token or without a k is empty.
     """
     found = [
         _row_logprobs(row, token_id, k) if token_id is not None and k is not None else None
@@ -227,7 +228,7 @@ def token_logprobs(
 
 
 def _row_logprobs(raw: Tensor, token_id: int, num_alternatives: int) -> Tensor:
-    """Token ids, their log probabilities, and the first one's rank, in one tensor that holds all of them exactly."""
+    """Return token ids, their log probabilities and the first one's rank in one tensor that represents all exactly."""
     logprobs = raw.log_softmax(dim=-1)
     best = logprobs.topk(min(num_alternatives, len(raw)))
     own = logprobs[token_id]

@@ -1,4 +1,4 @@
-"""Who draws tokens in a step, and what each request gets of them."""
+"""The requests that sample a token in a step, and how samples are assigned to them."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from engine.sampling.sampler import Samples
 
 @dataclass(frozen=True)
 class Drawing:
-    """All that is known of it before the step is computed; how each token is drawn is worked out when it is asked for.
+    """The sampling of a step, prepared before the step is computed; the parameters of each row are derived lazily.
 
-    states: of the step's requests. drawers: which of them draw, and last: behind which of the step's tokens. takes_best:
-    each of them one token, that of the highest logit. req_id_to_index: see ModelRunnerOutput.
+    states: the step's requests. drawers: indices of those that sample; last: the step's token behind which each samples.
+    takes_best: each samples one token, that of the highest logit. req_id_to_index: see ModelRunnerOutput.
     """
 
     states: list[RequestState]
@@ -31,7 +31,7 @@ class Drawing:
 
     @classmethod
     def of_step(cls, batch: InputBatch, scheduled: SchedulerOutput, inputs: PreparedInputs) -> "Drawing":
-        """A request draws when all its known tokens are computed after the step, unless it pools."""
+        """Prepare the step: a request samples if all its tokens are computed after the step, unless it pools."""
         states = [batch.requests[req_id] for req_id in inputs.req_ids]
         drawers = [
             index
@@ -51,18 +51,18 @@ class Drawing:
 
     @cached_property
     def rows(self) -> list[SamplingRow]:
-        """How each token is drawn, before any of them is known: a drawer's own, then those of its further choices."""
+        """The rows to sample: each drawer's own, then those of its further choices."""
         return [row for rows in self._rows_of_drawers for row in rows]
 
     @cached_property
     def places(self) -> IntVector | None:
-        """Of each of the ``rows`` in ``last``; None where every drawer has one row."""
+        """The index into ``last`` of each of the ``rows``; None if every drawer has one row."""
         counts = [len(rows) for rows in self._rows_of_drawers]
         return None if self._draws_once else np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
     @cached_property
     def owners(self) -> list[int]:
-        """Which of the step's requests each row is for."""
+        """The index of the request of each row."""
         if self._draws_once:
             return self.drawers
         pairs = zip(self.drawers, self._rows_of_drawers, strict=True)
@@ -78,7 +78,7 @@ class Drawing:
         return [self._batch.sampling_rows(name, self._scheduled.bitmask_of(name)) for name in names]
 
     def spread(self, samples: Samples) -> ModelRunnerOutput:
-        """What was drawn row by row, request by request."""
+        """Assign the samples of rows to their requests."""
         firsts: list[int | None] = [None] * len(self.states)
         output = ModelRunnerOutput(
             list(self.req_id_to_index), self.req_id_to_index, [[] for _ in self.states]
@@ -102,13 +102,13 @@ class Drawing:
 
 
 def _others(rows: list[int], samples: Samples) -> OtherChoices:
-    """Their logits are those of the first row: where that one has a token they have one as well."""
+    """Collect the tokens of further choices; their logits are the first row's, so they have a token if it has one."""
     token_ids = [token for row in rows if (token := samples.token_ids[row]) is not None]
     return OtherChoices(token_ids, _rows_of(samples.logprobs, list(rows)))
 
 
 def _rows_of(logprobs: LogprobsLists | None, rows: list[int] | list[int | None]) -> LogprobsLists | None:
-    """These rows in this order, an empty one for None."""
+    """Return these rows in this order, an empty one for None."""
     if logprobs is None:
         return None
     return LogprobsLists(

@@ -28,7 +28,7 @@ def change_config(folder: Path, **fields: Any) -> None:
 def test_missing_folder_config_and_weights(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="is not a folder"):
         read_config(tmp_path / "nowhere")
-    with pytest.raises(SettingError, match=r"holds no config\.json") as caught:
+    with pytest.raises(SettingError, match=r"has no config\.json") as caught:
         read_config(tmp_path)
     assert caught.value.param == "model"
     (tmp_path / "config.json").write_text("{")
@@ -73,7 +73,7 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"unexpected 1 tensors: model\.layers\.0\.moe\.weight"):
         load_on_cpu(folder)
     save_file(weights | {"model.norm.weight": torch.ones(2)}, folder / "model.safetensors")
-    with pytest.raises(SettingError, match=r"model\.norm\.weight is \[2\]; config\.json asks for \[64\]"):
+    with pytest.raises(SettingError, match=r"model\.norm\.weight is \[2\]; config\.json requires \[64\]"):
         load_on_cpu(folder)
 
 
@@ -92,7 +92,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=f"{shard.name} cannot be read as safetensors"):
         load_on_cpu(folder)
     shard.unlink()
-    with pytest.raises(SettingError, match=f"misses the shard {shard.name}"):
+    with pytest.raises(SettingError, match=f"lacks the shard {shard.name}"):
         load_on_cpu(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(SettingError, match="has no weight_map"):

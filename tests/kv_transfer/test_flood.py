@@ -19,7 +19,7 @@ from kv_transfer.transports.data_greeting import Reading
 from kv_transfer.transports.data_port import dial, unconnected
 from kv_transfer.transports.data_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
 from tests.kv_transfer.builders import hand_over, pair_of
-from tests.kv_transfer.test_strangers import WAIT, data_port, silent_links
+from tests.kv_transfer.test_unauthenticated import WAIT, data_port, silent_links
 
 
 def test_a_flood_of_silent_connections_costs_an_honest_peer_nothing(caplog: pytest.LogCaptureFixture) -> None:
