@@ -206,8 +206,8 @@ class AnnouncedBlocks:
         by_rank = [digests, *others]
         if [len(each) for each in by_rank] != [len(digests)] * len(self._digests):
             raise TransferError(
-                f"the sender announced {len(digests)} blocks of {len(by_rank)} ranks, not alike or not of all:"
-                f" it has {self.plan.theirs.num_ranks}"
+                f"the sender announced {len(digests)} blocks of rank 0, and not as many of each other rank:"
+                f" it has {self.plan.theirs.num_ranks} ranks"
             )
         before = self.plan.num_covered(known, self.num_tokens)
         for announced, each in zip(self._digests, by_rank, strict=True):

@@ -82,7 +82,7 @@ def test_digests_of_every_rank_or_none(others: list[list[int]]) -> None:
     """Two ranks announce two blocks: what is missing of one would go unverified."""
     half = Side(msgspec.structs.replace(LAYOUT, num_kv_heads=1), 2)
     blocks = announced(TransferPlan(Side(LAYOUT), half), 21)
-    with pytest.raises(TransferError, match=r"not alike or not of all: it has 2"):
+    with pytest.raises(TransferError, match=r"not as many of each other rank: it has 2"):
         blocks.add(0, [1, 2], others)
     assert blocks.add(0, [1, 2], [[3, 4]]) == (0, (1, 2))
     assert isinstance(
