@@ -1,7 +1,7 @@
 """The handshake of two workers: versions, mutual proof of the cluster secret, identity, model, layout, transport. No I/O.
 
 A dialer sends nothing about the model before the acceptor has proved that it belongs to the cluster. A message is believed
-only if it is covered by its sender's proof (``transcript``) and fits what was asked for. Each side raises the error that it
+only if it is covered by its sender's proof (``Transcript``) and fits what was asked for. Each side raises the error that it
 refuses the other with; the error is also sent as ``Refused``.
 """
 
@@ -27,14 +27,16 @@ from kv_transfer.protocol.messages import (
     Challenge,
     Hello,
     Introduction,
+    Mac,
     Message,
     Offer,
     Prove,
     Refused,
+    Transcript,
     Welcome,
+    mac_of,
 )
 from kv_transfer.protocol.plan import PeerTerms, terms_between
-from kv_transfer.protocol.transcript import Mac, Transcript, mac_of
 
 _CHALLENGE = "acceptor's challenge"
 _PROVE = "dialer's proof"

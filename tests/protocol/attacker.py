@@ -21,8 +21,7 @@ from msgspec.structs import replace
 
 from contract.errors import KvbatonError
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
-from kv_transfer.protocol.messages import Challenge, Hello, Message, Offer, Prove, Welcome
-from kv_transfer.protocol.transcript import Mac, mac_of
+from kv_transfer.protocol.messages import Challenge, Hello, Mac, Message, Offer, Prove, Welcome, mac_of
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
 
 _EVIL: dict[str, tuple[Any, ...]] = {

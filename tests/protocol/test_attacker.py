@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from contract.errors import ErrorKind, KvbatonError, UnauthenticatedError
 from contract.proofs import derive_key, encode_fields, is_proof, make_proof
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget
-from kv_transfer.protocol.messages import Challenge, Hello, Message, Prove, Refused, Welcome
-from kv_transfer.protocol.transcript import Mac, mac_of
+from kv_transfer.protocol.messages import Challenge, Hello, Mac, Message, Prove, Refused, Welcome, mac_of
 from tests.protocol.attacker import Attacker, identity_of
 
 P = PeerTarget("p", "boot-p", "127.0.0.1:1")
