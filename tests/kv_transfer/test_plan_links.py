@@ -226,6 +226,8 @@ def test_a_fetch_that_is_cancelled_while_it_reads_drains(theirs: KVLayout, ours:
         prefill.send_all(case.send, case.source, TOKENS)
         decode.scheduler.start_fetch(case.fetch)
         decode.wait_for(lambda: decode.published == [case.fetch.key], "published")
+        leases = prefill.scheduler.debug_state
+        prefill.wait_for(lambda: leases()["leases"][0]["num_published"] == len(case.source), "digested")
         memory.gated_block = case.source[-1]
         case.reserve()
         assert memory.is_waiting.wait(30)
